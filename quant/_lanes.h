@@ -1,0 +1,204 @@
+/* Vectors of floats for one instruction set: the only file with intrinsics.
+ *
+ * Defines, for the instruction set named by ISA_AVX512, ISA_AVX2 or ISA_PORTABLE:
+ *   LANES                   floats in a vector; a power of two
+ *   vf                      a vector of LANES floats
+ *   v_set, v_add, v_mul, v_fma(a, b, c) = a * b + c, v_min, v_max
+ *   v_load, v_store         fp32, unaligned
+ *   v_stream, v_stream_end  fp32, aligned to the vector, past the caches; and the fence after the last
+ *   v_load_u8               LANES unsigned bytes -> floats
+ *   v_load_bits(p, s, m)    LANES bytes, each shifted right by s and masked with m -> floats
+ *   v_load_half, v_store_half   fp16, round to nearest even
+ *   v_load_scale_bias(row, w)   a row's fp16 scale and bias, times w, in every lane
+ *   v_load_fp8              1-4-3 floats with exponent bias 7 (FBGEMM's hfp8)
+ *   v_interleave(a, b)      a0 b0 a1 b1 ... into two vectors
+ *   v_store_u8              round to nearest even, saturate to 0..255, LANES bytes
+ *   half_to_float, float_to_half   one value
+ */
+#if defined(ISA_AVX512)
+
+#define LANES 16
+typedef __m512 vf;
+typedef struct { vf low, high; } vf2;
+INLINE vf v_set(float x) { return _mm512_set1_ps(x); }
+INLINE vf v_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf v_min(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf v_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, vf a) { _mm512_storeu_ps(p, a); }
+INLINE void v_stream(float *p, vf a) { _mm512_stream_ps(p, a); }
+INLINE void v_stream_end(void) { _mm_sfence(); }
+INLINE vf from_bytes(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b)); }
+INLINE vf v_load_u8(const uint8_t *p) { return from_bytes(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf v_load_bits(const uint8_t *p, int shift, int mask) {
+    __m128i b = _mm_loadu_si128((const __m128i *)p);
+    return from_bytes(_mm_and_si128(_mm_srli_epi16(b, shift), _mm_set1_epi8((char)mask)));
+}
+INLINE vf v_load_half(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE void v_store_half(uint8_t *p, vf a) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+INLINE vf2 v_load_scale_bias(const uint8_t *row, float weight) {
+    __m128 both = _mm_mul_ps(_mm_cvtph_ps(_mm_loadu_si32(row)), _mm_set1_ps(weight));
+    return (vf2){_mm512_broadcastss_ps(both), _mm512_broadcastss_ps(_mm_movehdup_ps(both))};
+}
+INLINE vf v_load_fp8(const uint8_t *p) {
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
+    __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+}
+INLINE vf2 v_interleave(vf a, vf b) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return (vf2){_mm512_permutex2var_ps(a, low, b), _mm512_permutex2var_ps(a, high, b)};
+}
+INLINE void v_store_u8(uint8_t *p, vf a) {
+    __m512i i = _mm512_max_epi32(_mm512_cvtps_epi32(a), _mm512_setzero_si512());
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtusepi32_epi8(i));
+}
+#define HARDWARE_HALF 1
+
+#elif defined(ISA_AVX2)
+
+#define LANES 8
+typedef __m256 vf;
+typedef struct { vf low, high; } vf2;
+INLINE vf v_set(float x) { return _mm256_set1_ps(x); }
+INLINE vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+INLINE vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+INLINE vf v_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+INLINE vf v_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vf v_min(vf a, vf b) { return _mm256_min_ps(a, b); }
+INLINE vf v_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+INLINE vf v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vf a) { _mm256_storeu_ps(p, a); }
+INLINE void v_stream(float *p, vf a) { _mm256_stream_ps(p, a); }
+INLINE void v_stream_end(void) { _mm_sfence(); }
+INLINE vf from_bytes(__m128i b) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)); }
+INLINE vf v_load_u8(const uint8_t *p) { return from_bytes(_mm_loadl_epi64((const __m128i *)p)); }
+INLINE vf v_load_bits(const uint8_t *p, int shift, int mask) {
+    __m128i b = _mm_loadl_epi64((const __m128i *)p);
+    return from_bytes(_mm_and_si128(_mm_srli_epi16(b, shift), _mm_set1_epi8((char)mask)));
+}
+INLINE vf v_load_half(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE void v_store_half(uint8_t *p, vf a) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+INLINE vf2 v_load_scale_bias(const uint8_t *row, float weight) {
+    __m128 both = _mm_mul_ps(_mm_cvtph_ps(_mm_loadu_si32(row)), _mm_set1_ps(weight));
+    return (vf2){_mm256_broadcastss_ps(both), _mm256_broadcastss_ps(_mm_movehdup_ps(both))};
+}
+INLINE vf v_load_fp8(const uint8_t *p) {
+    __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
+    __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+}
+INLINE vf2 v_interleave(vf a, vf b) {
+    vf low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    return (vf2){_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+INLINE void v_store_u8(uint8_t *p, vf a) {
+    __m256i i = _mm256_cvtps_epi32(a);
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
+}
+#define HARDWARE_HALF 1
+
+#else /* ISA_PORTABLE: four floats, loops that any compiler can vectorize */
+
+#define LANES 4
+typedef struct { float x[LANES]; } vf;
+typedef struct { vf low, high; } vf2;
+#define EACH for (int i = 0; i < LANES; i++)
+INLINE vf v_set(float x) { vf r; EACH r.x[i] = x; return r; }
+INLINE vf v_add(vf a, vf b) { EACH a.x[i] += b.x[i]; return a; }
+INLINE vf v_sub(vf a, vf b) { EACH a.x[i] -= b.x[i]; return a; }
+INLINE vf v_mul(vf a, vf b) { EACH a.x[i] *= b.x[i]; return a; }
+INLINE vf v_fma(vf a, vf b, vf c) { EACH a.x[i] = a.x[i] * b.x[i] + c.x[i]; return a; }
+INLINE vf v_min(vf a, vf b) { EACH a.x[i] = a.x[i] < b.x[i] ? a.x[i] : b.x[i]; return a; }
+INLINE vf v_max(vf a, vf b) { EACH a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
+INLINE vf v_load(const float *p) { vf r; memcpy(&r, p, sizeof r); return r; }
+INLINE void v_store(float *p, vf a) { memcpy(p, &a, sizeof a); }
+INLINE void v_stream(float *p, vf a) { v_store(p, a); }
+INLINE void v_stream_end(void) {}
+INLINE vf v_load_u8(const uint8_t *p) { vf r; EACH r.x[i] = p[i]; return r; }
+INLINE vf v_load_bits(const uint8_t *p, int shift, int mask) {
+    vf r;
+    EACH r.x[i] = (p[i] >> shift) & mask;
+    return r;
+}
+static float half_to_float(uint16_t h);
+static uint16_t float_to_half(float f);
+INLINE vf v_load_half(const uint8_t *p) {
+    uint16_t h[LANES];
+    vf r;
+    memcpy(h, p, sizeof h);
+    EACH r.x[i] = half_to_float(h[i]);
+    return r;
+}
+INLINE void v_store_half(uint8_t *p, vf a) {
+    uint16_t h[LANES];
+    EACH h[i] = float_to_half(a.x[i]);
+    memcpy(p, h, sizeof h);
+}
+INLINE vf2 v_load_scale_bias(const uint8_t *row, float weight) {
+    uint16_t both[2];
+    memcpy(both, row, sizeof both);
+    return (vf2){v_set(half_to_float(both[0]) * weight), v_set(half_to_float(both[1]) * weight)};
+}
+INLINE vf v_load_fp8(const uint8_t *p) {
+    vf r;
+    EACH r.x[i] = 256.0f * half_to_float((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
+    return r;
+}
+INLINE vf2 v_interleave(vf a, vf b) {
+    float both[2 * LANES];
+    vf2 r;
+    EACH both[2 * i] = a.x[i], both[2 * i + 1] = b.x[i];
+    memcpy(&r, both, sizeof r);
+    return r;
+}
+INLINE void v_store_u8(uint8_t *p, vf a) {
+    EACH { long q = lrintf(a.x[i]); p[i] = (uint8_t)(q < 0 ? 0 : q > 255 ? 255 : q); }
+}
+#undef EACH
+#define HARDWARE_HALF 0
+
+#endif
+
+#if HARDWARE_HALF
+INLINE float half_to_float(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
+INLINE uint16_t float_to_half(float f) {
+    return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(f), _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+static float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7fff;
+    union { uint32_t bits; float value; } u;
+    if (magnitude >= 0x7c00) { /* infinity, not a number */
+        u.bits = sign | 0x7f800000u | (magnitude & 0x3ff) << 13;
+        return u.value;
+    }
+    u.bits = magnitude << 13; /* exponent bias 15 read as bias 127: off by 2^112 */
+    u.value *= 0x1p112f;
+    u.bits |= sign;
+    return u.value;
+}
+static uint16_t float_to_half(float f) {
+    union { float value; uint32_t bits; } u = {f};
+    uint16_t sign = (uint16_t)(u.bits >> 16 & 0x8000);
+    u.bits &= 0x7fffffff;
+    if (u.bits > 0x7f800000) return sign | 0x7e00;
+    if (u.bits >= 0x477ff000) return sign | 0x7c00; /* rounds to more than 65504 */
+    if (u.bits < 0x38800000) {                      /* subnormal: 0.5 aligns the last bit to 2^-24 */
+        u.value += 0.5f;
+        return (uint16_t)(sign | (u.bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | (u.bits - 0x38000000 + 0xfff + (u.bits >> 13 & 1)) >> 13);
+}
+#endif

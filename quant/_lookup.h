@@ -1,0 +1,207 @@
+/* Gather, dequantize and pool, for one instruction set (included once for each, after _lanes.h).
+ *
+ * A bag's sum stays in registers: BLOCK vectors of LANES columns at a time, over all rows of the bag. int4 and int2 load LANES
+ * bytes and split them by shift and mask into 2 or 4 vectors of every second or fourth column; the vectors are
+ * interleaved once a bag, not once a row. Rows are prefetched AHEAD ids before they are read, across bags.
+ * Order of arithmetic, which FBGEMM's CPU kernel shares: sum = fma(q, scale, sum + bias), with scale and bias times the weight.
+ */
+#define AHEAD 64
+#define STREAM_BYTES (4 << 20)
+
+#define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
+#define HAS_SCALE(format) ((format) <= INT8)
+#define USED_BYTES(format, dim)                                                                                 \
+    ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 ? 2 * (dim) : 4 * (dim))
+#define ROW_BYTES(format, dim) ((USED_BYTES(format, dim) + 15) / 16 * 16)
+
+/* Adds `blocks` vectors of one row, from column `column` on, to sum. */
+INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t column, float weight) {
+    vf scale = v_set(weighted ? weight : 1.0f), bias = scale;
+    if (HAS_SCALE(format)) {
+        vf2 both = v_load_scale_bias(row, weighted ? weight : 1.0f);
+        scale = both.low, bias = both.high;
+    }
+    const uint8_t *p = format == FP32 ? row + 4 * column
+                     : format == FP16 ? row + 2 * column
+                     : format == FP8  ? row + column
+                                      : row + 4 + column / SPLIT(format);
+    UNROLL for (int k = 0; k < blocks; k++) {
+        vf q;
+        if (format == INT8) q = v_load_u8(p + k * LANES);
+        else if (format == INT4) q = v_load_bits(p + k / 2 * LANES, k % 2 * 4, 15);
+        else if (format == INT2) q = v_load_bits(p + k / 4 * LANES, k % 4 * 2, 3);
+        else if (format == FP8) q = v_load_fp8(p + k * LANES);
+        else if (format == FP16) q = v_load_half(p + 2 * k * LANES);
+        else q = v_load((const float *)p + k * LANES);
+        if (HAS_SCALE(format)) sum[k] = v_fma(q, scale, v_add(sum[k], bias));
+        else if (weighted) sum[k] = v_fma(q, scale, sum[k]);
+        else sum[k] = v_add(sum[k], q);
+    }
+}
+
+enum { STORE_FLOAT = 0, STORE_HALF = 1, STREAM_FLOAT = 2 };
+
+INLINE void store_vector(uint8_t *out, int64_t column, vf a, int how) {
+    if (how == STORE_HALF) v_store_half(out + 2 * column, a);
+    else if (how == STREAM_FLOAT) v_stream((float *)out + column, a);
+    else v_store((float *)out + column, a);
+}
+
+INLINE void store_row(int format, int blocks, const vf *sum, uint8_t *out, int64_t column, int how) {
+    UNROLL for (int k = 0; k < blocks; k += SPLIT(format)) {
+        int64_t c = column + k * LANES;
+        if (SPLIT(format) == 1) {
+            store_vector(out, c, sum[k], how);
+        } else if (SPLIT(format) == 2) {
+            vf2 r = v_interleave(sum[k], sum[k + 1]);
+            store_vector(out, c, r.low, how), store_vector(out, c + LANES, r.high, how);
+        } else {
+            vf2 even = v_interleave(sum[k], sum[k + 2]), odd = v_interleave(sum[k + 1], sum[k + 3]);
+            vf2 low = v_interleave(even.low, odd.low), high = v_interleave(even.high, odd.high);
+            store_vector(out, c, low.low, how), store_vector(out, c + LANES, low.high, how);
+            store_vector(out, c + 2 * LANES, high.low, how), store_vector(out, c + 3 * LANES, high.high, how);
+        }
+    }
+}
+
+/* One value of a row: for the last columns, fewer than a vector (or a group of 2 or 4 vectors). */
+INLINE float value_at(int format, const uint8_t *row, int64_t c) {
+    uint16_t h;
+    if (format == INT8) return row[4 + c];
+    if (format == INT4) return (row[4 + c / 2] >> (c % 2 * 4)) & 15;
+    if (format == INT2) return (row[4 + c / 4] >> (c % 4 * 2)) & 3;
+    if (format == FP8) return 256.0f * half_to_float((uint16_t)((row[c] & 0x80) << 8 | (row[c] & 0x7f) << 7));
+    if (format == FP32) return load_f32(row + 4 * c);
+    memcpy(&h, row + 2 * c, 2);
+    return half_to_float(h);
+}
+
+INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *out, int64_t column, float factor) {
+    for (int64_t c = column; c < j->dim; c++) {
+        float sum = 0.0f;
+        for (int64_t i = id; i < id + length; i++) {
+            const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
+            float weight = j->weights ? load_f32(j->weights + 4 * i) : 1.0f;
+            float scale = weight;
+            if (HAS_SCALE(format)) {
+                uint16_t s, b;
+                memcpy(&s, row, 2), memcpy(&b, row + 2, 2);
+                scale = half_to_float(s) * weight;
+                sum += half_to_float(b) * weight;
+            }
+            sum = FMA1(value_at(format, row, c), scale, sum);
+        }
+        sum *= factor;
+        if (j->out_half) {
+            uint16_t h = float_to_half(sum);
+            memcpy(out + 2 * c, &h, 2);
+        } else {
+            memcpy(out + 4 * c, &sum, 4);
+        }
+    }
+}
+
+/* Reads the lines of the row of id number `i`, or of the last one. */
+INLINE void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *ids, int64_t n_ids, int64_t i) {
+    const uint8_t *row = table + load_i64(ids + 8 * (i < n_ids ? i : n_ids - 1)) * row_bytes;
+    UNROLL for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, 2); /* rows start at multiples of 16 */
+}
+
+/* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler. */
+INLINE void lookup_whole(int format, int blocks, int weighted, int how, const job *j, int64_t bag, int64_t bag_end,
+                         int64_t id) {
+    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
+    const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights, *const lengths = j->lengths;
+    const int64_t fixed_length = j->pooling == POOL_NONE ? 1 : j->fixed_length;
+    const int mean = j->pooling == POOL_MEAN;
+    uint8_t *out = j->out + bag * out_row_bytes;
+    vf sum[16];
+    for (int64_t i = id; n_ids && i < id + AHEAD; i++) prefetch_row(table, row_bytes, ids, n_ids, i);
+    for (; bag < bag_end; bag++, out += out_row_bytes) {
+        int64_t length = lengths ? load_i32(lengths + 4 * bag) : fixed_length;
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        for (const int64_t end = id + length; id < end; id++) {
+            prefetch_row(table, row_bytes, ids, n_ids, id + AHEAD);
+            add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
+                    weighted ? load_f32(weights + 4 * id) : 1.0f);
+        }
+        if (mean && length > 1) {
+            vf factor = v_set(1.0f / (float)length);
+            UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_mul(sum[k], factor);
+        }
+        store_row(format, blocks, sum, out, 0, how);
+    }
+    if (how == STREAM_FLOAT) v_stream_end();
+}
+
+/* Any width: `blocks` vectors from column `column` on, then the next block of the same bag. */
+INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64_t id, int64_t length, uint8_t *out,
+                       int64_t column, float factor) {
+    vf sum[16];
+    UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+    for (int64_t i = id; i < id + length; i++) {
+        if (column == 0) prefetch_row(j->table, j->row_bytes, j->ids, j->n_ids, i + AHEAD);
+        const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
+        add_row(format, blocks, weighted, sum, row, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);
+    }
+    UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_mul(sum[k], v_set(factor));
+    store_row(format, blocks, sum, out, column, j->out_half ? STORE_HALF : STORE_FLOAT);
+}
+
+INLINE void lookup_any(int format, int weighted, const job *j, int64_t bag, int64_t bag_end, int64_t id) {
+    for (; bag < bag_end; bag++) {
+        int64_t length = j->pooling == POOL_NONE ? 1 : j->lengths ? load_i32(j->lengths + 4 * bag) : j->fixed_length;
+        float factor = j->pooling == POOL_MEAN && length > 1 ? 1.0f / (float)length : 1.0f;
+        uint8_t *out = j->out + bag * j->out_row_bytes;
+        int64_t column = 0;
+#define BLOCK(n)                                                                                                \
+    for (; (n) >= SPLIT(format) && j->dim - column >= (n) * LANES; column += (n) * LANES)                       \
+        pool_block(format, n, weighted, j, id, length, out, column, factor);
+        BLOCK(16) BLOCK(4) BLOCK(1)
+        if (SPLIT(format) > 1) { BLOCK(2) }
+#undef BLOCK
+        if (column < j->dim) tail(format, j, id, length, out, column, factor);
+        id += length;
+    }
+}
+
+/* An unpooled output that would flush the caches is written past the caches, where its rows are aligned for that. */
+INLINE int streams(const job *j) {
+    return j->pooling == POOL_NONE && j->n_ids * j->out_row_bytes > STREAM_BYTES
+           && ((uintptr_t)j->out | (uintptr_t)j->out_row_bytes) % (4 * LANES) == 0;
+}
+
+INLINE void lookup_format(int format, int weighted, const job *j, int64_t bag, int64_t bag_end, int64_t id) {
+#define WHOLE(n)                                                                                                \
+    if ((n) >= SPLIT(format) && j->dim == (n) * LANES && j->row_bytes == ROW_BYTES(format, (n) * LANES)) {       \
+        if (j->out_half) lookup_whole(format, n, weighted, STORE_HALF, j, bag, bag_end, id);                    \
+        else if (!weighted && streams(j)) lookup_whole(format, n, 0, STREAM_FLOAT, j, bag, bag_end, id);        \
+        else lookup_whole(format, n, weighted, STORE_FLOAT, j, bag, bag_end, id);                               \
+        return;                                                                                                 \
+    }
+#if LANES >= 8
+    WHOLE(1) WHOLE(2) WHOLE(4) WHOLE(8) WHOLE(16)
+#endif
+#undef WHOLE
+    lookup_any(format, weighted, j, bag, bag_end, id);
+}
+
+#define LOOKUP(format)                                                                             \
+    static NOINLINE void NAME(lookup_##format)(const job *j, int64_t bag, int64_t bag_end, int64_t id) { \
+        lookup_format(format, 0, j, bag, bag_end, id);                                             \
+    }                                                                                              \
+    static NOINLINE void NAME(lookup_weighted_##format)(const job *j, int64_t bag, int64_t bag_end, int64_t id) { \
+        lookup_format(format, 1, j, bag, bag_end, id);                                             \
+    }
+LOOKUP(INT2) LOOKUP(INT4) LOOKUP(INT8) LOOKUP(FP8) LOOKUP(FP16) LOOKUP(FP32)
+#undef LOOKUP
+
+static void NAME(lookup)(const job *j, int64_t bag, int64_t bag_end, int64_t id) {
+    static void (*const plain[])(const job *, int64_t, int64_t, int64_t) = {
+        NAME(lookup_INT2), NAME(lookup_INT4), NAME(lookup_INT8), NAME(lookup_FP8), NAME(lookup_FP16), NAME(lookup_FP32)};
+    static void (*const weighted[])(const job *, int64_t, int64_t, int64_t) = {
+        NAME(lookup_weighted_INT2), NAME(lookup_weighted_INT4), NAME(lookup_weighted_INT8),
+        NAME(lookup_weighted_FP8), NAME(lookup_weighted_FP16), NAME(lookup_weighted_FP32)};
+    (j->weights ? weighted : plain)[j->format](j, bag, bag_end, id);
+}

@@ -1,0 +1,279 @@
+/* The Python face of the CPU kernels: argument parsing, validation, threads. No arithmetic on rows here.
+ *
+ * isas() -> tuple of names, fastest first, that this processor runs
+ * use(name) -> selects one of them
+ * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
+ * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
+ *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
+ *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
+ * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
+ *
+ * The interpreter's lock is released while rows are read or written.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <pthread.h>
+#include "_rows.h"
+
+#if defined(__x86_64__)
+extern const kernel kernel_avx512, kernel_avx2;
+#endif
+extern const kernel kernel_portable;
+
+static const kernel *available[3], *active;
+static int n_available;
+
+enum { MAX_THREADS = 64, JOB_FIELDS = 15 };
+enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
+typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
+
+static void find_kernels(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c"))
+        available[n_available++] = &kernel_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        available[n_available++] = &kernel_avx2;
+#endif
+    available[n_available++] = &kernel_portable;
+    active = available[0];
+}
+
+/* ---- validation ---- */
+
+static verdict check_ids(const job *j) {
+    uint64_t rows = (uint64_t)j->rows, bad = 0;
+    for (int64_t i = 0; i < j->n_ids; i++) bad |= (uint64_t)load_i64(j->ids + 8 * i) >= rows;
+    if (bad)
+        for (int64_t i = 0; i < j->n_ids; i++)
+            if ((uint64_t)load_i64(j->ids + 8 * i) >= rows) return (verdict){0, BAD_ID, i, load_i64(j->ids + 8 * i)};
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+static verdict check_lengths(const job *j) {
+    int64_t sum = 0;
+    if (j->pooling == POOL_NONE) return (verdict){0, NO_PROBLEM, 0, 0};
+    if (!j->lengths) {
+        sum = j->fixed_length * j->n_bags;
+    } else {
+        int32_t sign = 0;
+        for (int64_t b = 0; b < j->n_bags; b++) {
+            int32_t length = load_i32(j->lengths + 4 * b);
+            sign |= length;
+            sum += length;
+        }
+        if (sign < 0)
+            for (int64_t b = 0; b < j->n_bags; b++)
+                if (load_i32(j->lengths + 4 * b) < 0) return (verdict){0, BAD_LENGTH, b, load_i32(j->lengths + 4 * b)};
+    }
+    if (sum != j->n_ids) return (verdict){0, BAD_SUM, j->n_bags, sum};
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+static verdict check(const job *jobs, int64_t n) {
+    for (int64_t k = 0; k < n; k++) {
+        verdict v = check_lengths(jobs + k);
+        if (!v.problem) v = check_ids(jobs + k);
+        if (v.problem) {
+            v.job = k;
+            return v;
+        }
+    }
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+/* ---- threads: each takes an equal range of every job's bags ---- */
+
+typedef struct { const job *jobs; int64_t n; int part, parts; } share;
+
+static int64_t first_id(const job *j, int64_t bag) {
+    if (j->pooling == POOL_NONE) return bag;
+    if (!j->lengths) return bag * j->fixed_length;
+    int64_t id = 0;
+    for (int64_t b = 0; b < bag; b++) id += load_i32(j->lengths + 4 * b);
+    return id;
+}
+
+static void *work(void *argument) {
+    const share *s = argument;
+    for (int64_t k = 0; k < s->n; k++) {
+        const job *j = s->jobs + k;
+        int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
+        int64_t bag = outputs * s->part / s->parts, end = outputs * (s->part + 1) / s->parts;
+        if (bag < end) active->lookup(j, bag, end, first_id(j, bag));
+    }
+    return NULL;
+}
+
+static verdict execute(const job *jobs, int64_t n, int threads) {
+    verdict v = check(jobs, n);
+    if (v.problem) return v;
+    share shares[MAX_THREADS];
+    pthread_t handles[MAX_THREADS];
+    int started[MAX_THREADS] = {0};
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
+    for (int t = 1; t < threads; t++) started[t] = pthread_create(handles + t, NULL, work, shares + t) == 0;
+    work(shares);
+    for (int t = 1; t < threads; t++) {
+        if (started[t]) pthread_join(handles[t], NULL);
+        else work(shares + t);
+    }
+    return v;
+}
+
+static PyObject *answer(verdict v) {
+    if (!v.problem) Py_RETURN_NONE;
+    return Py_BuildValue("LiLL", (long long)v.job, (int)v.problem, (long long)v.position, (long long)v.value);
+}
+
+/* ---- Python ---- */
+
+static int integers(PyObject *const *args, int n, int64_t *values) {
+    for (int i = 0; i < n; i++) {
+        values[i] = PyLong_AsLongLong(args[i]);
+        if (values[i] == -1 && PyErr_Occurred()) return 0;
+    }
+    return 1;
+}
+
+static int too_small(const char *what, int64_t needed, const Py_buffer *b) {
+    if (needed >= 0 && needed <= b->len) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: expected at least %lld bytes, got a buffer of %zd", what, (long long)needed, b->len);
+    return 1;
+}
+
+static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    int64_t a[6], half_threads[2];
+    Py_buffer ids = {0}, lengths = {0}, weights = {0}, out = {0};
+    PyObject *result = NULL;
+    if (n != 12) return PyErr_Format(PyExc_TypeError, "lookup takes 12 arguments, got %zd", n);
+    if (!integers(args, 6, a) || !integers(args + 10, 2, half_threads)) return NULL;
+    if (PyObject_GetBuffer(args[6], &ids, PyBUF_SIMPLE) || PyObject_GetBuffer(args[9], &out, PyBUF_WRITABLE)
+        || (args[7] != Py_None && PyObject_GetBuffer(args[7], &lengths, PyBUF_SIMPLE))
+        || (args[8] != Py_None && PyObject_GetBuffer(args[8], &weights, PyBUF_SIMPLE)))
+        goto done;
+    job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
+             .format = (int)a[4], .pooling = (int)a[5], .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
+             .weights = weights.buf, .out = out.buf, .out_half = (int)half_threads[0]};
+    j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
+    j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.buf ? lengths.len / 4 : out.len / j.out_row_bytes;
+    j.fixed_length = lengths.buf || !j.n_bags ? 0 : j.n_ids / j.n_bags;
+    if (too_small("out", j.n_bags * j.out_row_bytes, &out) || (weights.buf && too_small("weights", 4 * j.n_ids, &weights)))
+        goto done;
+    verdict v;
+    Py_BEGIN_ALLOW_THREADS
+    v = execute(&j, 1, (int)half_threads[1]);
+    Py_END_ALLOW_THREADS
+    result = answer(v);
+done:
+    if (ids.obj) PyBuffer_Release(&ids);
+    if (lengths.obj) PyBuffer_Release(&lengths);
+    if (weights.obj) PyBuffer_Release(&weights);
+    if (out.obj) PyBuffer_Release(&out);
+    return result;
+}
+
+/* One row of the jobs matrix -> a job; the order of the fields is quant.native.JOB_FIELDS. False: it lies outside its buffers. */
+static int bind(const int64_t *f, const Py_buffer *in, const Py_buffer *out, job *j) {
+    *j = (job){.table = (const uint8_t *)(intptr_t)f[0], .rows = f[1], .row_bytes = f[2], .dim = f[3], .format = (int)f[4],
+               .pooling = (int)f[5], .ids = (const uint8_t *)in->buf + f[6], .n_ids = f[7],
+               .lengths = f[8] < 0 || f[5] == POOL_NONE ? NULL : (const uint8_t *)in->buf + f[8], .fixed_length = f[9], .n_bags = f[10],
+               .weights = f[11] < 0 ? NULL : (const uint8_t *)in->buf + f[11], .out = (uint8_t *)out->buf + f[12],
+               .out_row_bytes = f[13], .out_half = (int)f[14]};
+    int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
+    return !too_small("inputs (ids)", f[6] + 8 * f[7], in) && (!j->lengths || !too_small("inputs (lengths)", f[8] + 4 * f[10], in))
+           && (f[11] < 0 || !too_small("inputs (weights)", f[11] + 4 * f[7], in))
+           && !too_small("outputs", f[12] + outputs * f[13], out);
+}
+
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_buffer matrix = {0}, in = {0}, out = {0};
+    PyObject *result = NULL;
+    job *jobs = NULL;
+    int64_t threads;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "run takes 4 arguments, got %zd", n);
+    if (!integers(args + 3, 1, &threads)) return NULL;
+    if (PyObject_GetBuffer(args[0], &matrix, PyBUF_SIMPLE) || PyObject_GetBuffer(args[1], &in, PyBUF_SIMPLE)
+        || PyObject_GetBuffer(args[2], &out, PyBUF_WRITABLE))
+        goto done;
+    int64_t count = matrix.len / (8 * JOB_FIELDS);
+    jobs = PyMem_Malloc((size_t)(count ? count : 1) * sizeof(job));
+    if (!jobs) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (int64_t k = 0; k < count; k++)
+        if (!bind((const int64_t *)matrix.buf + k * JOB_FIELDS, &in, &out, jobs + k)) goto done;
+    verdict v;
+    Py_BEGIN_ALLOW_THREADS
+    v = execute(jobs, count, (int)threads);
+    Py_END_ALLOW_THREADS
+    result = answer(v);
+done:
+    PyMem_Free(jobs);
+    if (matrix.obj) PyBuffer_Release(&matrix);
+    if (in.obj) PyBuffer_Release(&in);
+    if (out.obj) PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    int64_t kind[2], shape[2], row_bytes, bad = -1;
+    Py_buffer values = {0}, out = {0};
+    PyObject *result = NULL;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "quantize takes 7 arguments, got %zd", n);
+    if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes)) return NULL;
+    if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE) || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
+    if (too_small("values", shape[0] * shape[1] * (kind[1] == FP32 ? 4 : 2), &values)
+        || too_small("out", shape[0] * row_bytes, &out))
+        goto done;
+    float *scratch = PyMem_Malloc((size_t)shape[1] * 2 * sizeof(float) + 64);
+    if (!scratch) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    bad = active->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf, row_bytes, scratch);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(scratch);
+    result = PyLong_FromLongLong(bad);
+done:
+    if (values.obj) PyBuffer_Release(&values);
+    if (out.obj) PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_isas(PyObject *self, PyObject *unused) {
+    PyObject *names = PyTuple_New(n_available);
+    for (int i = 0; names && i < n_available; i++) PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
+    return names;
+}
+
+static PyObject *py_use(PyObject *self, PyObject *name) {
+    for (int i = 0; i < n_available; i++)
+        if (PyUnicode_CompareWithASCIIString(name, available[i]->name) == 0) {
+            active = available[i];
+            Py_RETURN_NONE;
+        }
+    return PyErr_Format(PyExc_ValueError, "instruction set %R: this processor does not run it; isas() lists what it runs", name);
+}
+
+static PyMethodDef methods[] = {
+    {"lookup", (PyCFunction)(void (*)(void))py_lookup, METH_FASTCALL, NULL},
+    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
+    {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
+    {"isas", py_isas, METH_NOARGS, NULL},
+    {"use", py_use, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    n_available = 0;
+    find_kernels();
+    return PyModule_Create(&module);
+}

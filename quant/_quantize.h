@@ -1,0 +1,129 @@
+/* Pack rows, for one instruction set (included once for each, after _lanes.h).
+ *
+ * The bytes equal those of FBGEMM's quantizers with scale and bias moved to the front:
+ *   int8   scale = fp16(range / 255), bias = fp16(min); q = round((x - min) * (255 / (range + 1e-8)))
+ *   int4/2 bias = fp16(min), scale = fp16((max - bias) / (2^bits - 1)), 1 where that is 0 or its inverse overflows;
+ *          q = clamp(round((x - bias) * (1 / scale)))
+ *   fp8    1-4-3, bias 7, round to nearest even, gradual underflow, largest 240
+ * A row that cannot be represented is refused: not finite, or outside fp16's or fp8's range.
+ */
+typedef struct { float low, high, poison; } extent;
+
+/* Least and greatest of x[0..n); poison is 0, or not a number where a value is not finite. */
+INLINE extent extent_of(const float *x, int64_t n) {
+    extent e = {x[0], x[0], 0.0f};
+    int64_t i = 0;
+    if (n >= LANES) {
+        float low[LANES], high[LANES], poison[LANES];
+        vf a = v_load(x), l = a, h = a, p = v_set(0.0f), zero = v_set(0.0f);
+        for (; i + LANES <= n; i += LANES) {
+            a = v_load(x + i);
+            l = v_min(l, a), h = v_max(h, a), p = v_fma(a, zero, p);
+        }
+        v_store(low, l), v_store(high, h), v_store(poison, p);
+        for (int k = 0; k < LANES; k++) {
+            if (low[k] < e.low) e.low = low[k];
+            if (high[k] > e.high) e.high = high[k];
+            e.poison += poison[k];
+        }
+    }
+    for (; i < n; i++) {
+        if (x[i] < e.low) e.low = x[i];
+        if (x[i] > e.high) e.high = x[i];
+        e.poison += x[i] * 0.0f;
+    }
+    return e;
+}
+
+INLINE void round_to_bytes(const float *x, int64_t n, float low, float inverse, int greatest, uint8_t *q) {
+    vf l = v_set(low), s = v_set(inverse), top = v_set((float)greatest);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) v_store_u8(q + i, v_min(v_mul(v_sub(v_load(x + i), l), s), top));
+    for (; i < n; i++) {
+        float y = (x[i] - low) * inverse;
+        q[i] = (uint8_t)(y < 0.0f ? 0 : y > (float)greatest ? greatest : lrintf(y));
+    }
+}
+
+INLINE uint8_t to_fp8(float x) {
+    union { float value; uint32_t bits; } u = {x}, small;
+    uint32_t sign = u.bits >> 24 & 0x80;
+    u.bits &= 0x7fffffff;
+    small.value = u.value + 16384.0f; /* the last bit of 2^14 in fp32 is 2^-9, fp8's smallest step */
+    uint32_t normal = (u.bits + 0x7ffff + (u.bits >> 20 & 1)) >> 20;
+    return (uint8_t)(sign | (u.bits >= 0x3c800000 ? normal - (120 << 3) : small.bits & 0xff));
+}
+
+INLINE int pack_int(int bits, const float *x, int64_t dim, extent e, uint8_t *out, uint8_t *q) {
+    uint16_t scale, bias = float_to_half(e.low);
+    if (e.poison != 0.0f || e.low < -65504.0f || e.high > 65504.0f) return 0;
+    if (bits == 8) {
+        float range = e.high - e.low;
+        scale = float_to_half(range / 255.0f);
+        round_to_bytes(x, dim, e.low, 255.0f / (range + 1e-8f), 255, out + 4);
+    } else {
+        int greatest = (1 << bits) - 1;
+        float low = half_to_float(bias), range = e.high - low;
+        float step = range == 0.0f ? 1.0f : range / (float)greatest;
+        scale = float_to_half(step);
+        step = half_to_float(scale);
+        if (step == 0.0f || isinf(1.0f / step)) step = 1.0f, scale = 0x3c00;
+        round_to_bytes(x, dim, low, 1.0f / step, greatest, q);
+        uint8_t *p = out + 4;
+        if (bits == 4) for (int64_t i = 0; i < dim / 2; i++) p[i] = (uint8_t)(q[2 * i] | q[2 * i + 1] << 4);
+        else for (int64_t i = 0; i < dim / 4; i++)
+            p[i] = (uint8_t)(q[4 * i] | q[4 * i + 1] << 2 | q[4 * i + 2] << 4 | q[4 * i + 3] << 6);
+    }
+    memcpy(out, &scale, 2), memcpy(out + 2, &bias, 2);
+    return 1;
+}
+
+INLINE int pack_float(int format, const float *x, int64_t dim, extent e, uint8_t *out) {
+    float greatest = format == FP8 ? 240.0f : format == FP16 ? 65504.0f : FLT_MAX;
+    if (e.poison != 0.0f || e.low < -greatest || e.high > greatest) return 0;
+    if (format == FP32) {
+        memcpy(out, x, (size_t)dim * 4);
+    } else if (format == FP8) {
+        for (int64_t i = 0; i < dim; i++) out[i] = to_fp8(x[i]);
+    } else {
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) v_store_half(out + 2 * i, v_load(x + i));
+        for (; i < dim; i++) {
+            uint16_t h = float_to_half(x[i]);
+            memcpy(out + 2 * i, &h, 2);
+        }
+    }
+    return 1;
+}
+
+/* fp16 or bf16 values -> scratch; fp32 values stay where they are. */
+INLINE const float *as_floats(int source, const uint8_t *values, int64_t dim, float *scratch) {
+    if (source == FP32) return (const float *)values;
+    for (int64_t i = 0; i < dim; i++) {
+        uint16_t h;
+        memcpy(&h, values + 2 * i, 2);
+        uint32_t bits = (uint32_t)h << 16;
+        if (source == FP16) scratch[i] = half_to_float(h);
+        else memcpy(scratch + i, &bits, 4);
+    }
+    return scratch;
+}
+
+/* scratch: at least 2 * dim floats. */
+static int64_t NAME(quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
+                              int64_t row_bytes, float *scratch) {
+    int64_t source_bytes = dim * (source == FP32 ? 4 : 2);
+    int64_t used = USED_BYTES(format, dim);
+    uint8_t *q = (uint8_t *)(scratch + dim);
+    for (int64_t r = 0; r < rows; r++, values += source_bytes, out += row_bytes) {
+        const float *x = as_floats(source, values, dim, scratch);
+        extent e = extent_of(x, dim);
+        int packed = format == INT8   ? pack_int(8, x, dim, e, out, q)
+                     : format == INT4 ? pack_int(4, x, dim, e, out, q)
+                     : format == INT2 ? pack_int(2, x, dim, e, out, q)
+                                      : pack_float(format, x, dim, e, out);
+        if (!packed) return r;
+        memset(out + used, 0, (size_t)(row_bytes - used));
+    }
+    return -1;
+}

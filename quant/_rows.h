@@ -1,0 +1,35 @@
+/* The formats of rows, shared by every instruction set. Values are those of quant/row_format.py. */
+#pragma once
+#include <stdint.h>
+
+enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
+enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
+
+/* One lookup in one table. Addresses are absolute. */
+typedef struct {
+    const uint8_t *table; /* [rows, row_bytes] */
+    int64_t rows, row_bytes, dim;
+    int format, pooling;
+    const uint8_t *ids; /* int64 [n_ids], any alignment */
+    int64_t n_ids;
+    const uint8_t *lengths; /* int32 [n_bags], any alignment; null: every bag has fixed_length ids */
+    int64_t fixed_length, n_bags;
+    const uint8_t *weights; /* fp32 [n_ids], any alignment, or null */
+    uint8_t *out;           /* [n_bags or n_ids] rows of out_row_bytes */
+    int64_t out_row_bytes;
+    int out_half; /* 1: fp16, 0: fp32 */
+} job;
+
+/* What one instruction set offers. */
+typedef struct {
+    const char *name;
+    /* Pools bags [bag, bag_end) (or copies ids, unpooled), the first of which starts at id `id`. */
+    void (*lookup)(const job *j, int64_t bag, int64_t bag_end, int64_t id);
+    /* Packs rows; returns the first row that cannot be packed, or -1. */
+    int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
+                        int64_t row_bytes, float *scratch);
+} kernel;
+
+static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }
+static inline int32_t load_i32(const uint8_t *p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }
+static inline float load_f32(const uint8_t *p) { float x; __builtin_memcpy(&x, p, 4); return x; }

@@ -1,0 +1,36 @@
+"""Picks a backend, openly: what `auto` chose is in the log and in the metadata, and a named one is never replaced."""
+
+from functools import cache
+from importlib import import_module
+from typing import cast
+
+from quant.contract import Backend
+from quant.errors import MissingBackend, QuantError
+
+_CLASSES = {"native": "Native", "fbgemm": "Fbgemm", "reference": "Reference"}
+_AUTO = ("native", "fbgemm")
+
+
+def backend_names() -> tuple[str, ...]:
+    """What `choose` takes."""
+    return ("auto", *_CLASSES)
+
+
+@cache
+def choose(name: str = "auto") -> Backend:
+    """The backend `name`; `auto`: the native kernel where it was built, else FBGEMM.
+
+    MissingBackend: it is not part of this installation. QuantError: no such backend, or fbgemm does not fit torch.
+    """
+    if name == "auto":
+        missing = []
+        for candidate in _AUTO:
+            try:
+                return choose(candidate)
+            except MissingBackend as error:
+                missing.append(str(error))
+        raise MissingBackend("no backend is installed: " + "; ".join(missing))
+    if name not in _CLASSES:
+        raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(backend_names())}")
+    module = import_module(f"quant.{name}")
+    return cast(Backend, getattr(module, _CLASSES[name])())

@@ -1,0 +1,246 @@
+"""The contract that every backend keeps.
+
+Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is checked before a
+row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that is `row_format`.
+
+    pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
+    pooling SUM    out[b] = sum over the bag of weight * row(id)           [bags, dim]
+    pooling MEAN   the sum, divided by the bag's length; 0 for an empty bag
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant.errors import BadIds, Problem, QuantError
+from quant.row_format import RowFormat, Source
+
+Bytes = NDArray[np.uint8]
+Ids = NDArray[np.int64]
+Lengths = NDArray[np.int32]
+Floats = NDArray[Any]  # float32 or float16
+
+
+class Pooling(IntEnum):
+    """How the rows of one bag become one vector. The values are shared with the native kernel."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+
+    @classmethod
+    def parse(cls, name: str) -> "Pooling":
+        try:
+            return cls[name.upper()]
+        except (KeyError, AttributeError):
+            raise QuantError(f"pooling {name!r} is unknown; expected one of: none, sum, mean") from None
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Packed rows. packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does."""
+
+    packed: Bytes
+    row_format: RowFormat
+    dim: int
+
+    def __post_init__(self) -> None:
+        expected = self.row_format.row_bytes(self.dim)
+        if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != expected:
+            raise QuantError(
+                f"packed rows are {self.packed.dtype} {list(self.packed.shape)}; "
+                f"expected uint8 [rows, {expected}] for {self.row_format.label} of dim {self.dim}"
+            )
+        if not self.packed.flags.c_contiguous:
+            raise QuantError("packed rows are not contiguous; pass a whole table, not a strided view")
+
+    @property
+    def rows(self) -> int:
+        return int(self.packed.shape[0])
+
+    @cached_property
+    def address(self) -> int:
+        """Where the first row lies in this process's memory."""
+        return self.packed.ctypes.data
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any alignment.
+
+    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
+    """
+
+    table: Table
+    pooling: Pooling
+    ids_at: int
+    ids: int
+    out_at: int
+    half: bool = False
+    bags: int = 0
+    lengths_at: int | None = None
+    bag_length: int = 0
+    weights_at: int | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Vectors that the lookup writes."""
+        return self.ids if self.pooling is Pooling.NONE else self.bags
+
+    @property
+    def out_bytes(self) -> int:
+        return self.outputs * self.table.dim * (2 if self.half else 4)
+
+
+class Plan(ABC):
+    """Lookups that were laid out once and run on many pairs of buffers."""
+
+    @abstractmethod
+    def run(self, inputs: Any, outputs: Any) -> None:
+        """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer protocol).
+
+        BadIds: something in `inputs` is wrong; `outputs` was not touched.
+        """
+
+
+class Backend(ABC):
+    """Quantize, dequantize and look up. Stateless: any thread may call."""
+
+    name: str
+
+    @property
+    def description(self) -> str:
+        """The name with what it runs on, for logs and metadata."""
+        return self.name
+
+    @abstractmethod
+    def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
+        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes].
+
+        QuantError names the first row that the format cannot represent; rows before it are written.
+        """
+
+    @abstractmethod
+    def lookup(
+        self,
+        table: Table,
+        ids: Ids,
+        lengths: Lengths | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        weights: NDArray[np.float32] | None = None,
+        half: bool = False,
+        out: Floats | None = None,
+        threads: int = 1,
+    ) -> Floats:
+        """Looks ids [n] up, pooled by lengths [bags] (pooling NONE: one vector an id). Returns fp32, or fp16 where `half`.
+
+        out: where to write, [bags or n, dim], contiguous; a new array where None.
+        """
+
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
+        """Lays out several lookups of one batch, to be run together."""
+        return _PlanByOne(self, tuple(lookups), threads)
+
+    def dequantize(self, table: Table, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """Rows [start, stop) as fp32 [rows, dim]."""
+        ids = np.arange(start, table.rows if stop is None else stop, dtype=np.int64)
+        return self.lookup(table, ids, pooling=Pooling.NONE)
+
+
+class _PlanByOne(Plan):
+    """A plan for backends that look up one table at a time: all inputs are checked first, as the contract asks."""
+
+    def __init__(self, backend: Backend, lookups: tuple[Lookup, ...], threads: int) -> None:
+        self.backend, self.lookups, self.threads = backend, lookups, threads
+
+    def run(self, inputs: Any, outputs: Any) -> None:
+        parsed = []
+        for job, lk in enumerate(self.lookups):
+            ids = np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at)
+            if lk.pooling is Pooling.NONE:
+                lengths = None
+            elif lk.lengths_at is None:
+                lengths = np.full(lk.bags, lk.bag_length, np.int32)
+            else:
+                lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at)
+            weights = None if lk.weights_at is None else np.frombuffer(inputs, np.float32, lk.ids, lk.weights_at)
+            check_ids(ids, lengths, lk.table.rows, job)
+            parsed.append((lk, ids, lengths, weights))
+        for lk, ids, lengths, weights in parsed:
+            dtype = np.float16 if lk.half else np.float32
+            out = np.frombuffer(outputs, dtype, lk.outputs * lk.table.dim, lk.out_at).reshape(-1, lk.table.dim)
+            self.backend.lookup(
+                lk.table, ids, lengths, pooling=lk.pooling, weights=weights, half=lk.half, out=out, threads=self.threads
+            )
+
+
+def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
+    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0, rows)."""
+    if lengths is not None:
+        if (negative := np.flatnonzero(lengths < 0)).size:
+            at = int(negative[0])
+            raise BadIds(Problem.LENGTH, job, at, int(lengths[at]), 0)
+        if (total := int(lengths.sum(dtype=np.int64))) != ids.size:
+            raise BadIds(Problem.SUM, job, lengths.size, total, ids.size)
+    if (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
+        at = int(outside[0])
+        raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
+
+
+def check_arguments(
+    table: Table,
+    ids: Ids,
+    lengths: Lengths | None,
+    pooling: Pooling,
+    weights: NDArray[np.float32] | None,
+    half: bool,
+    out: Floats | None,
+) -> Floats:
+    """Checks dtypes and shapes of a lookup (not the ids' values); returns `out`, made where it was None."""
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise QuantError(f"ids are {ids.dtype} {list(ids.shape)}; expected int64 [n]")
+    if pooling is Pooling.NONE:
+        if lengths is not None or weights is not None:
+            raise QuantError("an unpooled lookup takes neither lengths nor weights; pool by sum or mean, or leave them out")
+    elif lengths is None or lengths.dtype != np.int32 or lengths.ndim != 1:
+        found = "None" if lengths is None else f"{lengths.dtype} {list(lengths.shape)}"
+        raise QuantError(f"lengths are {found}; expected int32 [bags] for pooling {pooling.label}")
+    if weights is not None and (weights.dtype != np.float32 or weights.shape != ids.shape):
+        raise QuantError(f"weights are {weights.dtype} {list(weights.shape)}; expected float32 {list(ids.shape)}, one an id")
+    dtype = np.float16 if half else np.float32
+    shape = (ids.size if lengths is None else lengths.size, table.dim)
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:
+        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous {np.dtype(dtype)} {list(shape)}")
+    return out
+
+
+def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
+    """Checks dtypes and shapes of a quantization."""
+    dtype = {Source.FP32: np.float32, Source.FP16: np.float16, Source.BF16: np.uint16}[source]
+    if values.dtype != dtype or values.ndim != 2 or not values.flags.c_contiguous:
+        raise QuantError(f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, dim]")
+    expected = (values.shape[0], row_format.row_bytes(values.shape[1]))
+    if out.dtype != np.uint8 or out.shape != expected or not out.flags.c_contiguous:
+        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")
+
+
+def not_representable(row: int, row_format: RowFormat) -> QuantError:
+    """The error for the first row that `row_format` cannot represent."""
+    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "finite"}.get(row_format, "|x| <= 65504")
+    return QuantError(
+        f"row {row} holds a value that {row_format.label} cannot represent (not finite, or outside {largest}); "
+        "repair the checkpoint, or choose another row format"
+    )

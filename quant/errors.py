@@ -1,0 +1,39 @@
+"""What can go wrong with numbers, each error with what was expected, what came, where, and the remedy."""
+
+from enum import StrEnum
+
+
+class QuantError(ValueError):
+    """Values, shapes or a choice of backend that cannot be served."""
+
+
+class MissingBackend(QuantError):
+    """A backend was asked for that this installation does not have."""
+
+
+class Problem(StrEnum):
+    """Why ids were refused."""
+
+    ID = "id"  # outside [0, rows)
+    LENGTH = "length"  # negative
+    SUM = "sum"  # the lengths do not add up to the number of ids
+
+
+class BadIds(QuantError):
+    """Ids or lengths that cannot be looked up; nothing was read.
+
+    job: which lookup of the plan; position: index into its ids (ID) or lengths (LENGTH), or the number of bags (SUM);
+    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), number of ids (SUM), 0 (LENGTH).
+    """
+
+    def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:
+        self.problem, self.job, self.position, self.value, self.bound = problem, job, position, value, bound
+        super().__init__(self.describe("ids"))
+
+    def describe(self, name: str) -> str:
+        """The error as a sentence about the feature `name`."""
+        if self.problem is Problem.ID:
+            return f"{name}: id {self.value} at position {self.position} is outside the table's rows [0, {self.bound})"
+        if self.problem is Problem.LENGTH:
+            return f"{name}: length {self.value} at position {self.position} is negative; expected 0 or more"
+        return f"{name}: the {self.position} lengths add up to {self.value}, but there are {self.bound} ids"

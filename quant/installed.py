@@ -1,0 +1,41 @@
+"""Which torch and fbgemm are installed, and whether they belong together. Imports neither."""
+
+from importlib import metadata
+
+from quant.errors import MissingBackend, QuantError
+
+PAIRS = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}  # fbgemm -> torch, by minor version
+
+
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of `distributions` that is installed."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def fbgemm_version() -> str | None:
+    return version_of("fbgemm-gpu-cpu", "fbgemm-gpu")
+
+
+def check_pair() -> None:
+    """MissingBackend where torch or fbgemm is not installed, QuantError where they do not belong together."""
+    torch, fbgemm = version_of("torch"), fbgemm_version()
+    if torch is None or fbgemm is None:
+        missing = "torch" if torch is None else "fbgemm-gpu-cpu or fbgemm-gpu"
+        raise MissingBackend(f"{missing} is not installed; install tableside[cpu] or tableside[cuda]")
+    if not pair_fits(fbgemm, torch):
+        known = ", ".join(f"{f} with torch {t}" for f, t in PAIRS.items())
+        raise QuantError(f"fbgemm {fbgemm} and torch {torch} do not belong together; install a pair that does: {known}")
+
+
+def pair_fits(fbgemm: str, torch: str) -> bool:
+    """Whether the two versions were built for each other."""
+    return PAIRS.get(_minor(fbgemm)) == _minor(torch)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])

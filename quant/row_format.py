@@ -1,0 +1,106 @@
+"""`RowFormat`: the only place that says how many bytes a row has and where its scale and bias lie.
+
+The layout is that of FBGEMM's inference operator with `row_alignment` 16, so that its CPU and CUDA kernels and our own
+read the same bytes:
+
+    int2, int4, int8   fp16 scale | fp16 bias | values, packed from the low bits up | zeros to a multiple of 16 bytes
+    fp8                values (sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, largest 240) | zeros
+    fp16, fp32         values | zeros
+
+    value = q * scale + bias   (int2, int4, int8)
+"""
+
+from enum import IntEnum
+
+from quant.errors import QuantError
+
+ROW_ALIGNMENT_BYTES = 16
+SCALE_BIAS_BYTES = 4
+FP8_EXPONENT_BITS, FP8_EXPONENT_BIAS, FP8_MAX = 4, 7, 240.0
+FP16_MAX = 65504.0
+_HALF_RELATIVE, _HALF_TINY = 2.0**-11, 2.0**-25  # rounding to fp16: half a step, relative or of a subnormal
+
+
+class RowFormat(IntEnum):
+    """How one row is stored. The values are shared with the native kernel (`_rows.h`)."""
+
+    INT2 = 0
+    INT4 = 1
+    INT8 = 2
+    FP8 = 3
+    FP16 = 4
+    FP32 = 5
+
+    @classmethod
+    def parse(cls, name: str) -> "RowFormat":
+        """The format called `name` ("int8"); QuantError names the known ones."""
+        try:
+            return cls[name.upper()]
+        except (KeyError, AttributeError):
+            known = ", ".join(f.label for f in cls)
+            raise QuantError(f"row format {name!r} is unknown; expected one of: {known}") from None
+
+    @property
+    def label(self) -> str:
+        """The name used in model.toml and everywhere a person reads it."""
+        return self.name.lower()
+
+    @property
+    def bits(self) -> int:
+        """Bits of one value."""
+        return (2, 4, 8, 8, 16, 32)[self]
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether a row begins with an fp16 scale and an fp16 bias."""
+        return self <= RowFormat.INT8
+
+    def used_bytes(self, dim: int) -> int:
+        """Bytes of a row of `dim` values before the padding."""
+        return (SCALE_BIAS_BYTES if self.has_scale else 0) + dim * self.bits // 8
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes from one row of `dim` values to the next; QuantError where `dim` does not fill whole bytes."""
+        if dim < 1:
+            raise QuantError(f"dim is {dim}; expected at least 1")
+        if dim * self.bits % 8:
+            raise QuantError(
+                f"dim {dim} does not fill whole bytes in {self.label}; expected a multiple of {8 // self.bits}, or another format"
+            )
+        return -(-self.used_bytes(dim) // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+    def error_bound(self, low: float, high: float) -> float:
+        """The largest |dequantized - original| of any value of a row whose values span [low, high].
+
+        Rounding to a step (half of it), plus what fp16 loses of the bias and, `levels` times, of the scale.
+        """
+        largest = max(abs(low), abs(high))
+        if self is RowFormat.FP32:
+            return 0.0
+        if self is RowFormat.FP16:
+            return max(largest * _HALF_RELATIVE, _HALF_TINY)
+        if self is RowFormat.FP8:
+            return max(largest * 2.0**-4, 2.0**-10)
+        levels = 2**self.bits - 1
+        bias_error = max(abs(low) * _HALF_RELATIVE, _HALF_TINY)
+        step = (high - low + bias_error) / levels
+        scale_error = max(step * _HALF_RELATIVE, _HALF_TINY)
+        fp32_error = 4 * largest * 2.0**-23
+        return (step + scale_error) / 2 + levels * scale_error + 2 * bias_error + fp32_error
+
+
+class Source(IntEnum):
+    """Formats that values are quantized from. The values are shared with the native kernel."""
+
+    FP16 = 4
+    FP32 = 5
+    BF16 = 6
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Source.FP32 else 2

@@ -1,0 +1,260 @@
+"""Three backends, one contract: every test here runs over reference, fbgemm and native (on each instruction set)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quant import Backend, BadIds, Lookup, Pooling, QuantError, RowFormat, Source, Table, backend_names, choose
+from quant.errors import Problem
+
+try:
+    from quant import _native
+
+    ISAS = _native.isas()
+except ImportError:
+    ISAS = ()
+
+BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in ISAS)]
+DIMS = [4, 8, 12, 20, 32, 36, 64, 72, 100, 128, 200, 256, 384]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    name, _, isa = request.param.partition("-")
+    if isa:
+        _native.use(isa)
+    yield choose(name)
+    if isa:
+        _native.use(ISAS[0])
+
+
+def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((rows, dim)) * rng.choice([1e-3, 1.0, 20.0], (rows, 1))).astype(np.float32)
+    values[0], values[1] = 0.0, 0.25
+    return values
+
+
+def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) -> Table:
+    packed = np.zeros((rows, row_format.row_bytes(dim)), np.uint8)
+    choose("reference").quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
+    return Table(packed, row_format, dim)
+
+
+def tolerance(table: Table, ids: np.ndarray, lengths: np.ndarray | None, weights: np.ndarray | None, half: bool) -> float:
+    """Rounding of a sum of n terms in fp32: at most 3 roundings a term, each half a unit of the largest partial sum."""
+    terms = np.abs(choose("reference").dequantize(table)).max(initial=0.0)
+    largest_weight = 1.0 if weights is None else float(np.abs(weights).max(initial=0.0))
+    longest = 1 if lengths is None else int(lengths.max(initial=1))
+    partial = 2 * longest * terms * largest_weight  # q * scale and bias are up to twice the value
+    return float(3 * longest * partial * 2.0**-24 + (partial * 2.0**-11 + 2.0**-25 if half else 0.0))
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 136])
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 50.0, 1e-12])
+def test_quantized_bytes_equal_fbgemms(backend: Backend, row_format: RowFormat, dim: int, scale: float) -> None:
+    """All backends pack a row into the same bytes, constant and denormal rows included."""
+    rng = np.random.default_rng(dim)
+    values = (rng.standard_normal((300, dim)) * scale).clip(-240, 240).astype(np.float32)
+    values[0], values[1], values[2, ::2] = 0.0, scale, -scale
+    expected = np.empty((300, row_format.row_bytes(dim)), np.uint8)
+    choose("fbgemm").quantize(values, Source.FP32, row_format, expected)
+    packed = np.full_like(expected, 0xAA)
+    backend.quantize(values, Source.FP32, row_format, packed)
+    np.testing.assert_array_equal(packed, expected)
+
+
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_every_fp8_and_fp16_value_survives(backend: Backend, row_format: RowFormat) -> None:
+    """fp16 sources of every finite bit pattern quantize like the same values in fp32."""
+    patterns = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    limit = 240 if row_format is RowFormat.FP8 else 65504
+    usable = patterns[np.isfinite(patterns) & (np.abs(patterns.astype(np.float32)) <= limit)]
+    values = usable[: usable.size // 32 * 32].reshape(-1, 32)
+    packed, expected = (np.empty((len(values), row_format.row_bytes(32)), np.uint8) for _ in range(2))
+    backend.quantize(values, Source.FP16, row_format, packed)
+    choose("reference").quantize(values.astype(np.float32), Source.FP32, row_format, expected)
+    np.testing.assert_array_equal(packed, expected)
+
+
+def test_bf16_sources_are_read_exactly(backend: Backend) -> None:
+    bits = (values_of(50, 16).view(np.uint32) >> 16).astype(np.uint16)
+    exact = (bits.astype(np.uint32) << 16).view(np.float32)
+    packed = np.empty((50, RowFormat.FP32.row_bytes(16)), np.uint8)
+    backend.quantize(bits, Source.BF16, RowFormat.FP32, packed)
+    np.testing.assert_array_equal(packed.view(np.float32), exact)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("column", [0, 5, 63, 71])
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_values_that_are_not_finite_are_refused(backend: Backend, row_format: RowFormat, bad: float, column: int) -> None:
+    """The error names the first such row; nothing is repaired in silence."""
+    values = values_of(20, 72)
+    values[7, column] = values[11, column] = bad
+    with pytest.raises(QuantError, match="row 7 holds a value"):
+        backend.quantize(values, Source.FP32, row_format, np.empty((20, row_format.row_bytes(72)), np.uint8))
+
+
+@pytest.mark.parametrize(("row_format", "value"), [(RowFormat.FP8, 241.0), (RowFormat.FP16, 70000.0), (RowFormat.INT8, -1e6)])
+def test_values_outside_a_formats_range_are_refused(backend: Backend, row_format: RowFormat, value: float) -> None:
+    values = values_of(5, 16)
+    values[3, 2] = value
+    with pytest.raises(QuantError, match="row 3"):
+        backend.quantize(values, Source.FP32, row_format, np.empty((5, row_format.row_bytes(16)), np.uint8))
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_lookup_equals_the_reference(
+    backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool
+) -> None:
+    """Pooled and not, with weights and without, empty bags, repeated ids, the first and the last row."""
+    table = table_of(row_format, dim)
+    rng = np.random.default_rng(dim)
+    lengths = np.array([0, 3, 1, 0, 40, 2, 70, 0], np.int32)
+    ids = rng.integers(0, table.rows, int(lengths.sum()))
+    ids[:3] = [0, table.rows - 1, table.rows - 1]
+    weights = None
+    for weights in [None] if pooling is Pooling.NONE else [None, rng.standard_normal(ids.size).astype(np.float32)]:
+        bags = None if pooling is Pooling.NONE else lengths
+        found = backend.lookup(table, ids, bags, pooling=pooling, weights=weights, half=half)
+        expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
+        assert found.dtype == (np.float16 if half else np.float32)
+        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half))
+
+
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "portable"])
+def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) -> None:
+    """Without weights, in the widths that fill vectors, our kernel adds in FBGEMM's order."""
+    _native.use(isa)
+    lengths = np.array([5, 0, 20, 1, 33], np.int32)
+    for dim in (64, 128, 256):
+        table = table_of(row_format, dim)
+        ids = np.random.default_rng(1).integers(0, table.rows, int(lengths.sum()))
+        for pooling in (Pooling.SUM, Pooling.MEAN):
+            ours, theirs = (choose(b).lookup(table, ids, lengths, pooling=pooling) for b in ("native", "fbgemm"))
+            np.testing.assert_array_equal(ours, theirs)
+    _native.use(ISAS[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tiny_tables_and_no_ids(backend: Backend, rows: int) -> None:
+    """One row, no ids, no bags."""
+    table = table_of(RowFormat.INT8, 16, rows=max(rows, 2))
+    table = Table(table.packed[:rows], table.row_format, table.dim)
+    empty = np.empty(0, np.int64)
+    assert backend.lookup(table, empty, np.zeros(3, np.int32)).tolist() == [[0.0] * 16] * 3
+    assert backend.lookup(table, empty, np.empty(0, np.int32)).shape == (0, 16)
+    assert backend.lookup(table, empty, pooling=Pooling.NONE).shape == (0, 16)
+    assert backend.lookup(table, np.zeros(1, np.int64), pooling=Pooling.NONE).shape == (1, 16)
+
+
+@pytest.mark.parametrize("value", [-1, 200, 2**31, 2**32 + 5, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("position", [0, 17, 19])
+def test_ids_outside_the_table_are_refused(backend: Backend, value: int, position: int) -> None:
+    """Ids stay 64 bits wide: 2^32 + 5 is not row 5. The error names position, id and bound."""
+    ids = np.arange(20)
+    ids[position] = value
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(table_of(RowFormat.INT4, 64), ids, np.array([20], np.int32))
+    error = caught.value
+    assert (error.problem, error.position, error.value, error.bound) == (Problem.ID, position, value, 200)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "problem", "position", "value"),
+    [([5, -1, 6], Problem.LENGTH, 1, -1), ([5, 6], Problem.SUM, 2, 11), ([2**31 - 1] * 4, Problem.SUM, 4, 4 * (2**31 - 1))],
+)
+def test_lengths_that_do_not_fit_are_refused(
+    backend: Backend, lengths: list[int], problem: Problem, position: int, value: int
+) -> None:
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(table_of(RowFormat.INT4, 64), np.arange(10), np.array(lengths, np.int32))
+    assert (caught.value.problem, caught.value.position, caught.value.value) == (problem, position, value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"ids": np.arange(4, dtype=np.int32)},
+        {"ids": np.arange(4).reshape(2, 2)},
+        {"lengths": np.array([4])},
+        {"lengths": None},
+        {"weights": np.ones(3, np.float32)},
+        {"weights": np.ones(4)},
+        {"out": np.empty((1, 63), np.float32)},
+        {"out": np.empty((1, 64), np.float16)},
+        {"pooling": Pooling.NONE},
+    ],
+    ids=lambda a: "-".join(f"{k}" for k in a),
+)
+def test_arguments_of_the_wrong_type_or_shape_are_refused(backend: Backend, arguments: dict[str, object]) -> None:
+    call = {"ids": np.arange(4), "lengths": np.array([4], np.int32), "pooling": Pooling.SUM, **arguments}
+    with pytest.raises(QuantError, match="expected|takes neither"):
+        backend.lookup(table_of(RowFormat.INT8, 64), **call)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
+    """Several tables, poolings and widths laid out in one buffer at odd offsets, by every backend, with 1 to 3 threads."""
+    lookups, reference, parts, at, out_at = [], [], [b"x" * 3], 3, 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        table = table_of(data.draw(st.sampled_from(list(RowFormat))), data.draw(st.sampled_from([8, 64, 72])), rows=31)
+        pooling = data.draw(st.sampled_from(list(Pooling)))
+        lengths = np.array(data.draw(st.lists(st.integers(0, 9), max_size=12)), np.int32)
+        n = int(lengths.sum())
+        ids = np.array(data.draw(st.lists(st.integers(0, 30), min_size=n, max_size=n)), np.int64)
+        weighted = pooling is not Pooling.NONE and data.draw(st.booleans())
+        weights = np.linspace(-1, 1, n, dtype=np.float32) if weighted else None
+        half = data.draw(st.booleans())
+        lk = Lookup(table, pooling, at, n, out_at, half, len(lengths), at + 8 * n, 0, at + 8 * n + 4 * len(lengths) if weighted else None)
+        parts += [ids.tobytes(), lengths.tobytes(), b"" if weights is None else weights.tobytes(), b"y"]
+        at, out_at = at + sum(map(len, parts[-4:])), out_at + lk.out_bytes
+        lookups.append(lk)
+        reference.append((table, ids, lengths, pooling, weights, half))
+    for name in (b for b in backend_names() if b not in ("auto", *(["native"] if not ISAS else []))):
+        out = bytearray(out_at)
+        choose(name).plan(lookups, threads=data.draw(st.integers(1, 3))).run(b"".join(parts), out)
+        for lk, (table, ids, lengths, pooling, weights, half) in zip(lookups, reference, strict=True):
+            bags = None if pooling is Pooling.NONE else lengths
+            expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
+            dtype = np.float16 if half else np.float32
+            found = np.frombuffer(out, dtype, lk.outputs * table.dim, lk.out_at).reshape(expected.shape)
+            np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half))
+
+
+def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:
+    """The second of two lookups is wrong: the first one's output stays untouched, and the error says which lookup."""
+    table = table_of(RowFormat.INT8, 64)
+    lookups = [Lookup(table, Pooling.SUM, 8 * i, 1, 256 * i, bags=1, bag_length=1) for i in range(2)]
+    out = bytearray(b"\xee" * 512)
+    with pytest.raises(BadIds) as caught:
+        backend.plan(lookups).run(np.array([3, 200]).tobytes(), out)
+    assert caught.value.job == 1
+    assert out == b"\xee" * 512
+
+
+def test_a_plan_never_reads_or_writes_past_its_buffers() -> None:
+    """Buffers shorter than the plan says are refused."""
+    for name in BACKENDS:
+        plan = choose(name.partition("-")[0]).plan(
+            [Lookup(table_of(RowFormat.INT8, 64), Pooling.SUM, 0, 2, 0, bags=1, bag_length=2)]
+        )
+        with pytest.raises(ValueError):
+            plan.run(np.arange(1).tobytes(), bytearray(256))
+        with pytest.raises(ValueError):
+            plan.run(np.arange(2).tobytes(), bytearray(255))
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(QuantError, match="expected one of: auto, native, fbgemm, reference"):
+        choose("cuda11")
