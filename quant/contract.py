@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quant.errors import BadIds, Problem, QuantError
+from quant.errors import BadIds, NotRepresentable, Problem, QuantError
 from quant.row_format import RowFormat, Source
 
 Bytes = NDArray[np.uint8]
@@ -237,10 +237,7 @@ def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, 
         raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")
 
 
-def not_representable(row: int, row_format: RowFormat) -> QuantError:
+def not_representable(row: int, row_format: RowFormat) -> NotRepresentable:
     """The error for the first row that `row_format` cannot represent."""
-    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "finite"}.get(row_format, "|x| <= 65504")
-    return QuantError(
-        f"row {row} holds a value that {row_format.label} cannot represent (not finite, or outside {largest}); "
-        "repair the checkpoint, or choose another row format"
-    )
+    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "fp32"}.get(row_format, "|x| <= 65504")
+    return NotRepresentable(row, row_format.label, largest)

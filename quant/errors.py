@@ -11,6 +11,21 @@ class MissingBackend(QuantError):
     """A backend was asked for that this installation does not have."""
 
 
+class NotRepresentable(QuantError):
+    """A row holds a value that the row format cannot represent: not finite, or outside its range."""
+
+    def __init__(self, row: int, row_format: str, largest: str) -> None:
+        self.row, self.row_format, self.largest = row, row_format, largest
+        super().__init__(self.describe(row))
+
+    def describe(self, row: int) -> str:
+        """The error as a sentence about row number `row`."""
+        return (
+            f"row {row} holds a value that {self.row_format} cannot represent (not finite, or outside {self.largest}); "
+            "repair the checkpoint, or choose another row format"
+        )
+
+
 class Problem(StrEnum):
     """Why ids were refused."""
 

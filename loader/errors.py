@@ -1,0 +1,25 @@
+"""What can go wrong with bytes, each error with what was expected, what came, where, and the remedy."""
+
+
+class LoaderError(Exception):
+    """Base of everything that this room raises for a caller's or a file's fault."""
+
+
+class ModelError(LoaderError):
+    """model.toml says something that cannot be built."""
+
+
+class CheckpointError(LoaderError):
+    """A checkpoint that cannot be read, or does not hold what model.toml names."""
+
+
+class SegmentError(LoaderError):
+    """A segment that is truncated, corrupt or of another format version."""
+
+
+class VersionError(LoaderError):
+    """A model or version that is not published, or may not be changed now."""
+
+
+class NoSpace(LoaderError):
+    """Shared memory is too small for what was asked."""

@@ -1,0 +1,170 @@
+"""The load: checkpoint -> quantized chunks -> segment -> version.
+
+Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its core's cache,
+quantizes it straight into the segment, and hashes the chunk when its last piece is done. So fp32 never exists whole, and the
+private memory of a load is a few pieces a thread, whatever the table's size.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from loader.checkpoint.rows import DTYPES
+from loader.errors import CheckpointError, ModelError
+from loader.model import ModelSpec
+from loader.segment import Header, SegmentWriter, StoredTable, plan_tables
+from loader.versions import Model
+from quant import Backend, QuantError, RowFormat, choose
+from quant.errors import NotRepresentable
+
+PIECE_BYTES = 512 << 10
+Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did. seconds: from the first byte reserved to the version visible; huge_fraction: share on 2 MiB pages."""
+
+    model: str
+    version: int
+    path: Path
+    header: Header
+    seconds: float
+    segment_bytes: int
+    source_bytes: int
+    huge_fraction: float
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How to load. max_memory_bytes: the most private memory for buffers; threads: 0 means one a core."""
+
+    threads: int = 0
+    max_memory_bytes: int = 64 << 20
+    backend: str = "auto"
+    activate: bool = True
+
+
+def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:  # noqa: B008
+    """Publishes a new version of `spec` under `root`.
+
+    LoaderError: model, checkpoint or memory are not as they should be; nothing was published and nothing is left behind.
+    """
+    backend = choose(settings.backend)
+    with open_checkpoint(spec.checkpoint) as checkpoint:
+        matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
+        for matrix in matrices.values():
+            checkpoint.open_files(matrix)
+        model = Model(root, spec.name)
+        with model.loading() as version:
+            started = time.monotonic()
+            path = model.partial_path(version)
+            try:
+                writer = SegmentWriter(path, _plan(spec, matrices, version))
+                try:
+                    job = _Load(checkpoint, matrices, writer, backend, settings, progress)
+                    job.run()
+                    huge = writer.mapping.huge_fraction()
+                    source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint()}
+                    header = writer.seal(source, {"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)})
+                finally:
+                    writer.close()
+                model.publish(version, settings.activate)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            seconds = time.monotonic() - started
+    return Loaded(spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge)
+
+
+def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int) -> Header:
+    try:
+        tables = plan_tables([(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables])
+    except QuantError as error:
+        raise ModelError(f"model {spec.name!r}: {error}") from error
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Header(spec.name, version, created, tables, spec.features)
+
+
+class _Load:
+    """One load's work, shared by its threads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        matrices: dict[str, Matrix],
+        writer: SegmentWriter,
+        backend: Backend,
+        settings: LoadSettings,
+        progress: Progress | None,
+    ) -> None:
+        self.checkpoint, self.matrices, self.writer, self.backend = checkpoint, matrices, writer, backend
+        self.progress = progress or (lambda done, total: None)
+        self.source_bytes = sum(m.bytes for m in matrices.values())
+        self.total_rows = sum(m.rows for m in matrices.values())
+        self.done_rows = 0
+        self.buffer_bytes = max([PIECE_BYTES, *(m.dim * m.source.bytes for m in matrices.values())])
+        self.threads = self._threads(settings)
+        self._lock = Lock()
+        self._chunks = self._all_chunks()
+        self._stop = False
+
+    def _threads(self, settings: LoadSettings) -> int:
+        wanted = settings.threads or len(os.sched_getaffinity(0))
+        each = 3 * self.buffer_bytes  # the piece, room for column shards, the kernel's scratch
+        if settings.max_memory_bytes < each:
+            raise ModelError(f"max memory is {settings.max_memory_bytes:,} bytes; a load of this model needs at least {each:,}")
+        return max(1, min(wanted, settings.max_memory_bytes // each))
+
+    def _all_chunks(self) -> Iterator[tuple[StoredTable, int]]:
+        for table in self.writer.header.tables:
+            for chunk in range(table.chunks):
+                yield table, chunk
+
+    def run(self) -> None:
+        """Quantizes every chunk; raises the first error of any thread."""
+        self.progress(0, self.total_rows)
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="tableside-load") as pool:
+            futures = [pool.submit(self._work) for _ in range(self.threads)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stop = True
+        for future in futures:
+            future.result()
+
+    def _work(self) -> None:
+        buffer, scratch = bytearray(self.buffer_bytes), bytearray(self.buffer_bytes)
+        while not self._stop:
+            with self._lock:
+                item = next(self._chunks, None)
+            if item is None:
+                return
+            table, chunk = item
+            self._quantize(table, *table.chunk_range(chunk), buffer, scratch)
+            self.writer.finish_chunk(table, chunk)
+
+    def _quantize(self, table: StoredTable, start: int, stop: int, buffer: bytearray, scratch: bytearray) -> None:
+        matrix = self.matrices[table.name]
+        row_format = RowFormat.parse(table.row_format)
+        piece_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes))
+        for first in range(start, stop, piece_rows):
+            last = min(first + piece_rows, stop)
+            count = (last - first) * matrix.dim
+            values = np.frombuffer(buffer, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
+            self.checkpoint.read(matrix, first, last, values, scratch)
+            try:
+                self.backend.quantize(values, matrix.source, row_format, self.writer.rows(table, first, last))
+            except NotRepresentable as error:
+                raise CheckpointError(f"{self.checkpoint.path}: {matrix.key!r}: {error.describe(first + error.row)}") from error
+        with self._lock:
+            self.done_rows += stop - start
+            self.progress(self.done_rows, self.total_rows)

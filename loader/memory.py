@@ -1,0 +1,143 @@
+"""Files in shared memory, mapped so that the kernel can use 2 MiB pages for them.
+
+`reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one page of every
+2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty, which takes a twentieth of the
+time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loader.errors import NoSpace
+
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    result = _libc.mmap(address, size, protection, flags, fd, 0)
+    if result in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
+    return int(result)
+
+
+class Mapping:
+    """A whole file, mapped shared at a multiple of 2 MiB; unmapped when the last array over it is gone.
+
+    `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables.
+    """
+
+    def __init__(self, fd: int, size: int, writable: bool = False) -> None:
+        self.size = size
+        span = size + HUGE_PAGE_BYTES
+        start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._span = (start, span)
+        self.address = address
+        try:
+            _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            _libc.munmap(start, span)
+            raise
+        # numpy keeps the object that it got the interface from, so every view keeps the mapping.
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, not writable),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        return np.asarray(self)
+
+    def collapse(self) -> bool:
+        """Asks for 2 MiB pages; False where the kernel refuses (some part may still have got them)."""
+        whole = self.size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        return whole == 0 or _libc.madvise(self.address, whole, _MADV_COLLAPSE) == 0
+
+    def huge_fraction(self) -> float:
+        """The share of the file that this process maps with 2 MiB pages, from /proc/self/smaps."""
+        start = f"{self.address:x}-"
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                if line.startswith(start):
+                    for field in smaps:
+                        if field.startswith("ShmemPmdMapped:"):
+                            return int(field.split()[1]) * 1024 / self.size
+        return 0.0
+
+    def __del__(self) -> None:
+        if span := getattr(self, "_span", None):
+            _libc.munmap(*span)
+
+
+def reserve(fd: int, size: int, where: Path) -> Mapping:
+    """Makes the empty file `fd` `size` bytes long, with every byte reserved, and maps it writable.
+
+    NoSpace: the file system cannot hold it; the file keeps no bytes.
+    """
+    free = available_bytes(where)
+    if size > free:
+        raise _no_space(size, free, where)
+    try:
+        os.ftruncate(fd, size)
+        if size >= HUGE_PAGE_BYTES:
+            for offset in range(0, size, HUGE_PAGE_BYTES):
+                os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
+            mapping = Mapping(fd, size, writable=True)
+            mapping.collapse()
+        else:
+            mapping = Mapping(fd, size, writable=True)
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        os.ftruncate(fd, 0)
+        raise _no_space(size, available_bytes(where), where) from error
+    return mapping
+
+
+def available_bytes(where: Path) -> int:
+    """Bytes that the file system of `where` still takes."""
+    stats = os.statvfs(where)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _no_space(size: int, free: int, where: Path) -> NoSpace:
+    return NoSpace(
+        f"{where} has {free:,} bytes free, the segment needs {size:,}; "
+        "remove old versions (tableside gc), choose a smaller row format, or enlarge it (docker run --shm-size, mount -o remount,size=)"
+    )
+
+
+def pss_bytes(pid: int | str = "self") -> dict[str, int]:
+    """Bytes of memory of a process, from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem, private."""
+    fields: dict[str, int] = {}
+    with open(f"/proc/{pid}/smaps_rollup") as rollup:
+        for line in rollup:
+            name, _, rest = line.partition(":")
+            if rest.strip().endswith("kB"):
+                fields[name] = int(rest.split()[0]) * 1024
+    return {
+        "pss": fields["Pss"],
+        "pss_shmem": fields["Pss_Shmem"],
+        "private": fields["Private_Clean"] + fields["Private_Dirty"],
+    }

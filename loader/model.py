@@ -1,0 +1,159 @@
+"""`model.toml`: what a model is made of.
+
+    name = "ads"                              # letters, digits, - and _
+    checkpoint = "checkpoints/ads"            # a file or a folder; relative to this file
+
+    [tables.user]
+    key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
+    row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
+    policy = "error"                          # what an id outside the table yields; dense tables: an error
+
+    [features.clicked]
+    table = "user"
+    pooling = "mean"                          # sum, mean, none
+    output = "fp32"                           # fp32, fp16
+
+A model without `features` has one sum-pooled feature a table, named after it.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loader.errors import ModelError
+from quant import Pooling, QuantError, RowFormat
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name
+POLICIES = ("error",)
+OUTPUTS = ("fp32", "fp16")
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One table as model.toml describes it."""
+
+    name: str
+    key: str
+    row_format: RowFormat
+    policy: str = "error"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A named jagged input, read from one table. pooling: sum, mean or none; output: fp32 or fp16."""
+
+    name: str
+    table: str
+    pooling: str = "sum"
+    output: str = "fp32"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole model.toml."""
+
+    name: str
+    checkpoint: Path
+    tables: tuple[TableSpec, ...]
+    features: tuple[Feature, ...]
+
+
+def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
+    """Returns `name`, or raises ModelError where it cannot be a file's or a tensor's name."""
+    if not isinstance(name, str) or not pattern.fullmatch(name):
+        raise ModelError(f"{what} name {name!r}: expected letters, digits, '-' and '_', starting with a letter or digit")
+    return name
+
+
+def read_model(path: Path) -> ModelSpec:
+    """Parses and checks a model.toml; ModelError names the place and what was expected."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist; write one with: tableside init CHECKPOINT") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ModelError(f"{path}: {error}") from error
+    try:
+        return parse_model(raw, path.parent)
+    except (ModelError, QuantError) as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
+    """Builds the specification from parsed TOML; paths are relative to `folder`."""
+    _only(raw, "the top level", {"name", "checkpoint", "tables", "features"})
+    checkpoint = raw.get("checkpoint")
+    if not isinstance(checkpoint, str) or not checkpoint:
+        raise ModelError(f"checkpoint is {checkpoint!r}; expected the path of a file or folder")
+    tables = tuple(_table(name, t) for name, t in _section(raw, "tables").items())
+    if not tables:
+        raise ModelError("there is no [tables.NAME]; a model needs at least one table")
+    names = {t.name for t in tables}
+    features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
+    features = features or tuple(Feature(t.name, t.name) for t in tables)
+    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features)
+
+
+def _section(raw: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    section = raw.get(name, {})
+    if not isinstance(section, dict) or not all(isinstance(v, dict) for v in section.values()):
+        raise ModelError(f"{name}: expected sections [{name}.NAME]")
+    return section
+
+
+def _only(raw: Mapping[str, Any], where: str, known: set[str]) -> None:
+    if unknown := sorted(set(raw) - known):
+        raise ModelError(f"{where}: unknown key {unknown[0]!r}; expected one of: {', '.join(sorted(known))}")
+
+
+def _choice(raw: Mapping[str, Any], key: str, where: str, known: tuple[str, ...], default: str) -> str:
+    value = raw.get(key, default)
+    if value not in known:
+        raise ModelError(f"{where}: {key} is {value!r}; expected one of: {', '.join(known)}")
+    return str(value)
+
+
+def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
+    where = f"[tables.{name}]"
+    check_name(name, "table", FEATURE_NAME)
+    _only(raw, where, {"key", "row_format", "policy"})
+    key = raw.get("key")
+    if not isinstance(key, str) or not key:
+        raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
+    row_format = RowFormat.parse(_choice(raw, "row_format", where, tuple(f.label for f in RowFormat), "int8"))
+    return TableSpec(name, key, row_format, _choice(raw, "policy", where, POLICIES, "error"))
+
+
+def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
+    where = f"[features.{name}]"
+    check_name(name, "feature", FEATURE_NAME)
+    _only(raw, where, {"table", "pooling", "output"})
+    table = raw.get("table", name)
+    if table not in tables:
+        raise ModelError(f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}")
+    pooling = _choice(raw, "pooling", where, tuple(p.label for p in Pooling), "sum")
+    return Feature(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
+
+
+def write_model(spec: ModelSpec, skipped: list[str]) -> str:
+    """The text of a model.toml; `skipped` names tensors that were left out, as a comment."""
+    lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
+    if skipped:
+        lines += ["", "# Left out (not an embedding by its name or shape):", *(f"#   {s}" for s in skipped)]
+    for t in spec.tables:
+        lines += ["", f"[tables.{_key(t.name)}]", f'key = "{_escape(t.key)}"', f'row_format = "{t.row_format.label}"', f'policy = "{t.policy}"']
+    for f in spec.features:
+        lines += ["", f"[features.{_key(f.name)}]", f'table = "{f.table}"', f'pooling = "{f.pooling}"', f'output = "{f.output}"']
+    return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
