@@ -1,0 +1,63 @@
+"""The worker's ASGI application: /v2 goes to its own short path, everything else to FastAPI, and every error is {"error": ...}."""
+
+import logging
+
+from loader.errors import LoaderError
+from quant import QuantError
+from serving import metrics
+from serving.asgi import Disconnected, Receive, Scope, Send, respond_error
+from serving.errors import ApiError, Kind, ServingError
+from serving.service import Service
+from serving.settings import ServerSettings
+from serving.v1 import make_app
+from serving.v2 import V2
+
+logger = logging.getLogger("tableside")
+
+
+class Application:
+    """ASGI: lifespan attaches the models, http answers requests."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.service = Service(settings)
+        self._v2 = V2(self.service)
+        self._v1 = make_app(self.service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif path == "/v2" or path.startswith("/v2/"):
+            await self._answer_v2(scope, receive, send)
+        else:
+            await self._v1(scope, receive, send)
+
+    async def _answer_v2(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._v2(scope, receive, send)
+        except ApiError as error:
+            metrics.refused(self._model_of(scope["path"]), "v2", error.kind)
+            await respond_error(send, error)
+        except Disconnected:
+            logger.debug("a client left before its request was complete")
+        except Exception:
+            metrics.refused(self._model_of(scope["path"]), "v2", Kind.INTERNAL)
+            await respond_error(send, ApiError(500, Kind.INTERNAL, "internal error; the server's log has the details"))
+            raise
+
+    def _model_of(self, path: str) -> str:
+        """The model that a path names, where it is one of ours."""
+        part = path.split("/")[3:4]
+        return part[0] if part and part[0] in self.service.engines else metrics.UNKNOWN
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.service.start()
+        except (LoaderError, QuantError, ServingError, OSError) as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.service.stop()
+        await send({"type": "lifespan.shutdown.complete"})

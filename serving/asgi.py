@@ -1,0 +1,85 @@
+"""The few lines of ASGI that the raw routes need: read a body, send a response, send an error."""
+
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import orjson
+
+from serving.errors import ApiError, Kind, bad_request
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class Disconnected(Exception):
+    """The client went away before its request was complete; there is no one to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The whole body, decompressed where it says so. ApiError 413: more than `limit` bytes."""
+    message = await receive()
+    parts, size = [], 0
+    while True:
+        if message["type"] != "http.request":
+            raise Disconnected
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large(limit)
+        if not message.get("more_body", False):
+            break
+        message = await receive()
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = header(scope, b"content-encoding")
+    return body if encoding in (None, b"identity") else _decompress(body, encoding or b"", limit)
+
+
+def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
+    if encoding not in (b"gzip", b"deflate"):
+        raise ApiError(415, Kind.BAD_REQUEST, f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none")
+    inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
+    try:
+        plain = inflater.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise bad_request(f"the body is not {encoding.decode()}: {error}") from None
+    if len(plain) > limit:
+        raise too_large(limit)
+    if not inflater.eof:
+        raise bad_request(f"the {encoding.decode()} body ends early")
+    return plain
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit (max_body_bytes)")
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header called `name` (lower case), or None."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def respond(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], *parts: Any) -> None:
+    """Sends a response whose body is the byte buffers `parts`, one after another."""
+    length = (b"content-length", str(sum(map(len, parts))).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1] if parts else b""})
+
+
+async def respond_json(send: Send, value: Any, status: int = 200) -> None:
+    await respond(send, status, (JSON_TYPE,), orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    """{"error": message}: the shape that the Triton client decodes."""
+    await respond_json(send, {"error": error.message}, error.status)

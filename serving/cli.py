@@ -1,0 +1,118 @@
+"""The command `tableside`. Errors are one line on stderr and exit code 1; a wrong command line exits with 2."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from loader.errors import LoaderError
+from quant import QuantError
+from serving import commands
+from serving.client import ClientError
+from serving.errors import ServingError
+from serving.settings import RootSettings, ServerSettings, add_options, given
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
+    top.add_argument("--version", action="version", version=f"tableside {metadata.version('tableside')}")
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        p = sub.add_parser(name, help=text, description=text)
+        p.set_defaults(run=run)
+        if name not in ("serve", "init", "lookup", "bench"):
+            add_options(p, RootSettings)
+        return p
+
+    p = command("init", commands.init, "write a first model.toml from what a checkpoint holds")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write (default: %(default)s)")
+    p.add_argument("--name", help="the model's name (default: the checkpoint's)")
+    p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
+    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p.add_argument("model", type=Path, metavar="MODEL.TOML")
+    p.add_argument("--threads", type=int, default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument("--max-memory", default="64M", metavar="BYTES", help="most private memory for buffers, such as 256M (default: %(default)s)")
+    p.add_argument("--backend", default="auto", help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)")
+    p.add_argument("--keep", type=int, default=1, help="older versions that stay published, for a rollback (default: %(default)s)")
+    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+
+    command("list", commands.list_models, "list models and versions in shared memory")
+
+    p = command("inspect", commands.inspect, "show what a version holds")
+    p.add_argument("model")
+    p.add_argument("version", type=int, nargs="?")
+
+    p = command("verify", commands.verify, "read every byte of the versions and compare checksums")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("version", type=int, nargs="?", help="(default: all versions)")
+
+    p = command("activate", commands.activate, "make a published version the live one: rollback, or a staged release")
+    p.add_argument("model")
+    p.add_argument("version", type=int)
+
+    p = command("remove", commands.remove, "remove a version that is not live, or a whole model")
+    p.add_argument("model")
+    p.add_argument("version", type=int, nargs="?")
+    p.add_argument("--all", action="store_true", help="the whole model, the live version too")
+
+    p = command("gc", commands.gc, "remove what killed loads left, and old versions")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("--keep", type=int, default=1, help="versions beside the live one that stay (default: %(default)s)")
+
+    p = command("serve", commands.serve, "serve published models over HTTP")
+    p.add_argument("models", nargs="*", metavar="MODEL", default=None)
+    add_options(p, ServerSettings, skip=("models",))
+
+    p = command("lookup", commands.lookup, "look ids up on a running server and print the vectors")
+    _add_server(p)
+    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="bags separated by ';', ids by ',': clicked=1,2,3;7")
+    p.add_argument("--json", action="store_true", help="whole vectors as JSON")
+
+    p = command("bench", commands.bench, "load a running server and report throughput and latencies")
+    _add_server(p)
+    p.add_argument("--batch", type=int, default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=int, default=20, help="ids of a bag (default: %(default)s)")
+    p.add_argument("--concurrency", type=int, default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=float, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--zipf", type=float, help="draw ids from Zipf's law with this exponent instead of uniformly")
+    return top
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model")
+    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValidationError as error:
+        for problem in error.errors():
+            name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+            print(f"tableside: {name}: {problem['msg']} (found {problem['input']!r})", file=sys.stderr)
+        return 2
+    except (LoaderError, QuantError, ServingError, ClientError, TypeError, OverflowError) as error:
+        if isinstance(error, TypeError | OverflowError) and options.command != "lookup":
+            raise
+        print(f"tableside: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"tableside: {error.filename or options.command}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""What each command of the command line does. Tables for people go to stdout, progress to stderr where that is a terminal."""
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from loader.checkpoint import open_checkpoint
+from loader.errors import ModelError, VersionError
+from loader.load import Loaded, LoadSettings
+from loader.load import Progress as LoadProgress
+from loader.load import load as load_model
+from loader.memory import available_bytes
+from loader.model import Feature, ModelSpec, TableSpec, check_name, read_model, write_model
+from loader.segment import Segment
+from loader.versions import Model, damaged, models
+from quant import RowFormat
+from serving import bench as load_generator
+from serving import wire
+from serving.client import Client
+from serving.errors import ServingError
+from serving.settings import RootSettings, ServerSettings, given
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def _root(options: argparse.Namespace) -> Path:
+    return RootSettings(**given(options, RootSettings)).root
+
+
+def mb(n: float) -> str:
+    """Bytes for a person."""
+    return f"{n / 1e9:,.2f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
+
+
+def parse_bytes(text: str) -> int:
+    """"256M" -> 268435456. ServingError: not a number with K, M or G."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ServingError(f"{text!r} is not a number of bytes; expected such as 256M or 2G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+# ---- init ----
+
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")
+
+
+def init(options: argparse.Namespace) -> int:
+    """Writes model.toml."""
+    out: Path = options.out
+    if out.exists() and not options.force:
+        raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
+    spec, skipped = first_model(options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
+    out.write_text(write_model(spec, skipped), encoding="utf-8")
+    names = ", ".join(t.name for t in spec.tables)
+    console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
+    return 0
+
+
+def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> tuple[ModelSpec, list[str]]:
+    """A specification of every tensor that looks like an embedding, by its name, or else by its shape; and what was left out."""
+    with open_checkpoint(checkpoint) as found:
+        keys = [k for k in found.matrices if "emb" in k.lower()]
+        keys = keys or [k for k, m in found.matrices.items() if m.rows >= 4 * m.dim] or list(found.matrices)
+        skipped = [f"{k}: {why}" for k, why in found.skipped.items()] + [f"{k}: a matrix" for k in found.matrices if k not in keys]
+    if not keys:
+        raise ModelError(f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16")
+    tables: dict[str, TableSpec] = {}
+    for key in keys:
+        short = match[1] if (match := _EMBEDDING.search(key)) else key.removesuffix(".weight").replace(".", "_")
+        short = re.sub(r"[^A-Za-z0-9_-]", "_", short) or "table"
+        unique = next(n for n in (short, *(f"{short}_{i}" for i in range(2, len(keys) + 2))) if n not in tables)
+        tables[unique] = TableSpec(unique, key, row_format)
+    stem = checkpoint.resolve().name.split(".")[0]
+    model = check_name(name or re.sub(r"[^A-Za-z0-9_-]", "_", stem).lstrip("_-") or "model")
+    absolute = checkpoint.resolve()
+    path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
+    features = tuple(Feature(t, t) for t in tables)
+    return ModelSpec(model, path, tuple(tables.values()), features), skipped
+
+
+# ---- load ----
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed or 0:,.0f} rows/s")
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[LoadProgress | None]:
+    """A bar with rows/s and time left on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn(label), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("load", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def load(options: argparse.Namespace) -> int:
+    """Loads and publishes; removes versions beyond --keep."""
+    spec = read_model(options.model)
+    root = _root(options)
+    settings = LoadSettings(options.threads, parse_bytes(options.max_memory), options.backend, not options.no_activate)
+    with progress_bar(spec.name) as progress:
+        loaded = load_model(spec, root, settings, progress)
+    console.print(describe_load(loaded))
+    if not options.no_activate and options.keep >= 0:
+        for path in Model(root, spec.name).collect(options.keep):
+            console.print(f"removed {path}")
+    return 0
+
+
+def describe_load(loaded: Loaded) -> str:
+    """One line about a load that is done."""
+    ratio = loaded.header.fp32_bytes / loaded.segment_bytes
+    return (
+        f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
+        f"({ratio:.1f} x less than fp32) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
+        f"{loaded.huge_fraction:.0%} on 2 MiB pages; {loaded.path}"
+    )
+
+
+# ---- what is published ----
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """A line a version."""
+    root = _root(options)
+    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", box=None)
+    for model in models(root):
+        live = model.record().current
+        for version in model.versions():
+            try:
+                segment = Segment(model.path(version), "header")
+            except Exception as error:  # noqa: BLE001
+                table.add_row(model.name, str(version), "damaged", str(error))
+                continue
+            h = segment.header
+            cells = ("live" if version == live else "", h.created, str(len(h.tables)), mb(segment.size), mb(h.fp32_bytes))
+            table.add_row(model.name, str(version), *cells)
+        for partial in model.folder.glob("*.partial"):
+            table.add_row(model.name, partial.name.split(".")[0], "loading")
+    console.print(table if table.row_count else f"nothing is published under {root}")
+    free = available_bytes(root if root.exists() else Path("/dev/shm"))
+    console.print(f"{mb(free)} of shared memory free")
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Tables and features of a version."""
+    segment = Model(_root(options), options.model).attach(options.version, "header")
+    h = segment.header
+    console.print(f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}")
+    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s")
+    table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
+    for t in h.tables:
+        table.add_row(t.name, f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes), mb(t.bytes), t.key)
+    console.print(table)
+    table = Table("feature", "table", "pooling", "output", box=None)
+    for f in h.features:
+        table.add_row(f.name, f.table, f.pooling, f.output)
+    console.print(table)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Reads every byte; exit code 1 where one is wrong."""
+    root = _root(options)
+    chosen = [Model(root, options.model)] if options.model else models(root)
+    if options.model and options.version:
+        chosen[0].attach(options.version)
+        console.print(f"{options.model} version {options.version}: whole")
+        return 0
+    if options.model and not chosen[0].versions():
+        chosen[0].current()
+    bad = 0
+    for model in chosen:
+        errors = damaged(model)
+        for version in model.versions():
+            console.print(f"{model.name} version {version}: {errors.get(version, 'whole')}")
+        bad += len(errors)
+    return 1 if bad else 0
+
+
+def activate(options: argparse.Namespace) -> int:
+    """Flips the live version."""
+    Model(_root(options), options.model).activate(options.version)
+    console.print(f"{options.model} version {options.version} is live; servers take it within a second")
+    return 0
+
+
+def remove(options: argparse.Namespace) -> int:
+    """Removes a version or a model."""
+    model = Model(_root(options), options.model)
+    if options.all:
+        console.print(f"removed {options.model} with {model.remove_all()} versions")
+    elif options.version is None:
+        raise VersionError(f"say which version of {options.model!r}, or --all for the whole model")
+    else:
+        model.remove(options.version)
+        console.print(f"removed {options.model} version {options.version}")
+    return 0
+
+
+def gc(options: argparse.Namespace) -> int:
+    """Removes leftovers and old versions."""
+    root = _root(options)
+    removed = [p for m in ([Model(root, options.model)] if options.model else models(root)) for p in m.collect(options.keep)]
+    for path in removed:
+        console.print(f"removed {path}")
+    console.print(f"{len(removed)} files removed")
+    return 0
+
+
+# ---- serving ----
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serves until a signal."""
+    from serving.server import serve as run
+
+    if options.models == []:
+        options.models = None
+    return run(ServerSettings(**given(options, ServerSettings)))
+
+
+def lookup(options: argparse.Namespace) -> int:
+    """Prints vectors."""
+    features = dict(_parse_feature(f) for f in options.features)
+    with Client(options.url) as client:
+        vectors = client.lookup(options.model, features)
+    if options.json:
+        print(orjson.dumps({k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        return 0
+    for name, array in vectors.items():
+        console.print(f"{name} {array.dtype} {list(array.shape)}")
+        for row in array:
+            shown = " ".join(f"{x: .4f}" for x in row[:8])
+            console.print(f"  {shown}{' ...' if len(row) > 8 else ''}")
+    return 0
+
+
+def _parse_feature(text: str) -> tuple[str, wire.Jagged]:
+    name, equals, ids = text.partition("=")
+    try:
+        bags = [[int(i) for i in bag.split(",") if i.strip()] for bag in ids.split(";")]
+    except ValueError:
+        bags = []
+    if not (name and equals and bags):
+        raise ServingError(f"{text!r}: expected FEATURE=IDS such as clicked=1,2,3;7")
+    return name, wire.Jagged([i for bag in bags for i in bag], [len(bag) for bag in bags])
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Loads a server; prints throughput and latencies."""
+    with Client(options.url) as client:
+        described = next((m for m in client.models() if m["name"] == options.model), None)
+        if described is None:
+            raise ServingError(f"model {options.model!r} is not served at {options.url}")
+        requests = make_requests(described, options.url, options.batch, options.ids, options.zipf)
+    load = load_generator.run(
+        f"{options.url}/v2", requests, concurrency=options.concurrency, seconds=options.seconds
+    )
+    ids = options.batch * options.ids * len(described["features"])
+    table = Table("requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
+    latencies = (f"{load.percentile_ms(p):.2f}" for p in (50, 99, 99.9))
+    table.add_row(f"{load.requests_per_s:,.0f}", f"{load.requests_per_s * ids:,.0f}", *latencies, str(load.failed))
+    console.print(
+        f"{options.model}: {len(described['features'])} features x batch {options.batch} x {options.ids} ids, "
+        f"{options.concurrency} connections, {load.seconds:.1f} s"
+    )
+    console.print(table)
+    return 1 if load.failed else 0
+
+
+def make_requests(described: dict, url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0) -> list[bytes]:
+    """`count` different binary lookups of all features of a model, as /v1/models describes it."""
+    rng = np.random.default_rng(seed)
+    rows = {t["name"]: t["rows"] for t in described["tables"]}
+    requests = []
+    for _ in range(count):
+        features = {f["name"]: draw_ids(rng, rows[f["table"]], (batch, ids), zipf) for f in described["features"]}
+        headers, body = wire.encode(features)
+        requests.append(load_generator.request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body))
+    return requests
+
+
+def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
+    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law with the hot ids scattered over the table."""
+    if zipf is None:
+        return rng.integers(0, rows, shape)
+    ranks = rng.zipf(zipf, shape).astype(np.uint64)
+    return (ranks * np.uint64(0x9E3779B97F4A7C15) % np.uint64(rows)).astype(np.int64)

@@ -1,0 +1,223 @@
+"""The engine: a model's live version, and batches of lookups planned over it.
+
+`Served` is one attached version and never changes. `Engine` holds the live one and swaps it whole; a request takes
+`engine.served()` once and answers from it, so it never mixes versions. A replaced version stays mapped until its last
+request is done, and then goes.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loader.errors import LoaderError
+from loader.model import Feature
+from loader.segment import Segment, Verify
+from loader.versions import Model
+from quant import Backend, BadIds, Lookup, Plan, Pooling, Table
+from quant.errors import Problem
+from serving.errors import Kind, bad_request, not_found
+
+logger = logging.getLogger("tableside")
+
+_PLANS = 256  # layouts of requests that a version remembers
+_EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
+
+
+@dataclass(frozen=True)
+class FeatureInput:
+    """A feature's ids as places in a request's input buffer; bytes, at any alignment.
+
+    lengths_at None: `bags` bags of `bag_length` ids each. bags is None for a list of ids without bags (unpooled only).
+    """
+
+    feature: str
+    ids_at: int
+    ids: int
+    bags: int | None = None
+    bag_length: int = 0
+    lengths_at: int | None = None
+    weights_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One feature's vectors in a batch's output buffer: shape [bags or ids, dim] at byte `at`."""
+
+    feature: str
+    at: int
+    bytes: int
+    shape: tuple[int, int]
+    half: bool
+
+    def view(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The vectors, as an array over the buffer."""
+        return buffer[self.at : self.at + self.bytes].view(np.float16 if self.half else np.float32).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class BoundFeature:
+    """A feature with its table."""
+
+    feature: Feature
+    table: Table
+    pooling: Pooling
+
+    @property
+    def half(self) -> bool:
+        return self.feature.output == "fp16"
+
+
+class Batch:
+    """A request's lookups, laid out once: run it on the inputs of any request of the same layout."""
+
+    def __init__(self, served: "Served", inputs: Sequence[FeatureInput], plan: Plan, outputs: tuple[Output, ...]) -> None:
+        self.served, self.inputs, self.outputs = served, tuple(inputs), outputs
+        self._plan = plan
+        self.out_bytes = sum(o.bytes for o in outputs)
+        self.ids = sum(i.ids for i in inputs)
+        self.vectors = sum(o.shape[0] for o in outputs)
+        self.row_bytes = sum(i.ids * served.features[i.feature].table.packed.shape[1] for i in inputs)
+        self._jagged_unpooled = [i for i in inputs if i.lengths_at is not None and not _pooled(served, i)]
+
+    def run(self, inputs: Any) -> np.ndarray[Any, Any]:
+        """Looks everything up; returns the output buffer, uint8 [out_bytes]. ApiError: an id or a length is wrong."""
+        for i in self._jagged_unpooled:
+            _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
+        out = np.empty(self.out_bytes, np.uint8)
+        try:
+            self._plan.run(inputs, out)
+        except BadIds as error:
+            raise bad_request(error.describe(f"feature {self.inputs[error.job].feature!r}"), Kind.BAD_ID) from None
+        return out
+
+
+def _pooled(served: "Served", i: FeatureInput) -> bool:
+    return served.features[i.feature].pooling is not Pooling.NONE
+
+
+def _check_lengths(i: FeatureInput, lengths: np.ndarray[Any, Any]) -> None:
+    """The kernel does not look at the lengths of an unpooled feature; the client's must still add up."""
+    name = f"feature {i.feature!r}"
+    if (negative := np.flatnonzero(lengths < 0)).size:
+        at = int(negative[0])
+        raise bad_request(BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0).describe(name), Kind.BAD_ID)
+    if (total := int(lengths.sum(dtype=np.int64))) != i.ids:
+        raise bad_request(BadIds(Problem.SUM, 0, lengths.size, total, i.ids).describe(name), Kind.BAD_ID)
+
+
+class Served:
+    """One version, attached and ready to answer. Immutable but for its memory of layouts."""
+
+    def __init__(self, segment: Segment, backend: Backend, threads: int = 1, max_response_bytes: int = 1 << 30) -> None:
+        self.segment, self.backend, self.threads = segment, backend, threads
+        self.max_response_bytes = max_response_bytes
+        self.header = segment.header
+        self.version = segment.header.version
+        self.features = {
+            f.name: BoundFeature(f, segment.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
+        }
+        self.layouts: OrderedDict[Any, Any] = OrderedDict()
+
+    def batch(self, inputs: Sequence[FeatureInput]) -> Batch:
+        """Lays a request out. ApiError: a feature is unknown, or its bags or weights do not fit its pooling."""
+        lookups, outputs, at = [], [], 0
+        for i in inputs:
+            bound = self.feature(i.feature)
+            unpooled = bound.pooling is Pooling.NONE
+            if not unpooled and i.bags is None:
+                raise bad_request(f"feature {i.feature!r} is {bound.pooling.label}-pooled and came without lengths; send {i.feature}.lengths")
+            if unpooled and i.weights_at is not None:
+                raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
+            lk = Lookup(bound.table, bound.pooling, i.ids_at, i.ids, at, bound.half, i.bags or 0, i.lengths_at, i.bag_length, i.weights_at)
+            lookups.append(lk)
+            outputs.append(Output(i.feature, at, lk.out_bytes, (lk.outputs, bound.table.dim), bound.half))
+            at += lk.out_bytes
+        if at > self.max_response_bytes:
+            raise bad_request(f"the request asks for {at:,} bytes of vectors; the limit is {self.max_response_bytes:,} (max_response_bytes)", Kind.TOO_LARGE)
+        return Batch(self, inputs, self.backend.plan(lookups, self.threads), tuple(outputs))
+
+    def feature(self, name: str) -> BoundFeature:
+        if (bound := self.features.get(name)) is None:
+            raise bad_request(f"feature {name!r} is unknown; model {self.header.model!r} has: {', '.join(self.features)}")
+        return bound
+
+    def remember(self, key: Any, layout: Any) -> None:
+        """Keeps a layout for `recall`, dropping the one that was not used for longest."""
+        self.layouts[key] = layout
+        if len(self.layouts) > _PLANS:
+            self.layouts.popitem(last=False)
+
+    def recall(self, key: Any) -> Any:
+        if (layout := self.layouts.get(key)) is not None:
+            self.layouts.move_to_end(key)
+        return layout
+
+    def warm_up(self) -> None:
+        """Looks the first and last row of every feature up, so that a broken version fails here and not in a request."""
+        for name, bound in self.features.items():
+            ids = np.array([0, bound.table.rows - 1], np.int64)
+            self.batch([FeatureInput(name, 0, 2, bags=1, bag_length=2)]).run(ids.tobytes())
+
+
+class Engine:
+    """The versions of one model that this process answers from."""
+
+    def __init__(self, model: Model, backend: Backend, *, threads: int, verify: Verify, max_response_bytes: int) -> None:
+        self.model = model
+        self._backend, self._threads, self._verify, self._max_response_bytes = backend, threads, verify, max_response_bytes
+        self._served: Served | None = None
+        self._explicit: OrderedDict[int, Served] = OrderedDict()
+        self._refused = 0
+
+    def served(self) -> Served:
+        """The live version; ApiError before the first one is attached."""
+        if self._served is None:
+            raise not_found(f"model {self.model.name!r} is not ready")
+        return self._served
+
+    def attach(self, version: int | None = None) -> Served:
+        """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served."""
+        segment = self.model.attach(version, self._verify)
+        served = Served(segment, self._backend, self._threads, self._max_response_bytes)
+        served.warm_up()
+        return served
+
+    def swap(self, served: Served) -> None:
+        """From the next request on, `served` is answered from."""
+        self._served = served
+        self._refused = 0
+
+    def changed(self) -> int | None:
+        """The number of the live version where it is neither served nor refused before."""
+        try:
+            current = self.model.record().current
+        except LoaderError as error:
+            logger.warning("%s", error)
+            return None
+        is_news = current and self._served and current != self._served.version and current != self._refused
+        return current if is_news else None
+
+    def refuse(self, version: int) -> None:
+        """Remembers that `version` cannot be served, so that it is not tried again until another one is live."""
+        self._refused = version
+
+    def find(self, version: int) -> Served | None:
+        """An attached version by number, or None."""
+        if self._served is not None and self._served.version == version:
+            return self._served
+        return self._explicit.get(version)
+
+    def attach_explicit(self, version: int) -> Served:
+        """Attaches a version that a request named. ApiError 404 where it is not published or damaged."""
+        try:
+            served = self.attach(version)
+        except LoaderError as error:
+            raise not_found(str(error)) from error
+        self._explicit[version] = served
+        if len(self._explicit) > _EXPLICIT_VERSIONS:
+            self._explicit.popitem(last=False)
+        return served

@@ -1,0 +1,158 @@
+"""uvicorn's HTTP protocol with the limits that it lacks: on headers, bodies, slow clients and numbers of connections.
+
+    what                                    limit                  answer
+    request line and headers                max_header_bytes       431, close
+    a body's declared or received length    max_body_bytes         413, close
+    first byte of a request to its headers  header_timeout_s       408, close (a connection without any byte: idle_timeout_s, close)
+    headers to the end of the body          body_timeout_s         408, close
+    connections of this worker              max_connections        503, close
+    a response that is not read             write_timeout_s        abort
+
+A refused connection is read on for a moment before it is closed, so that a client that is still sending gets the answer and
+not a reset.
+"""
+
+import asyncio
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serving.settings import ServerSettings
+
+LINGER_S = 1.0
+
+
+def limited_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
+    """The protocol class with these limits, for uvicorn's Config(http=...)."""
+    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": settings})
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    limits: ServerSettings
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._body_bytes = 0
+        self._in_headers = False
+        self._refused = False
+
+    # ---- the connection ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(self.limits.idle_timeout_s, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and not self._refused and self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    # ---- the parser's callbacks ----
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._header_bytes, self._body_bytes = True, 0, 0
+        self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._disarm()
+        if self._refused:
+            return
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._refuse_headers()
+        elif len(self.connections) > self.limits.max_connections:
+            self._refuse(503, f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again")
+        elif self._declared_bytes() > self.limits.max_body_bytes:
+            self._refuse_body(self._declared_bytes())
+        else:
+            super().on_headers_complete()
+            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def on_body(self, body: bytes) -> None:
+        if self._refused:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self.limits.max_body_bytes:
+            self._refuse_body(self._body_bytes)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._disarm()
+        if not self._refused:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    # ---- refusing ----
+
+    def _declared_bytes(self) -> int:
+        for name, value in self.headers:
+            if name == b"content-length" and value.isdigit():
+                return int(value)
+        return 0
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the request line and headers exceed {self.limits.max_header_bytes:,} bytes, the limit (max_header_bytes)")
+
+    def _refuse_body(self, size: int) -> None:
+        self._refuse(413, f"the body has {size:,} bytes or more; the limit is {self.limits.max_body_bytes:,} (max_body_bytes)")
+
+    def _time_out(self, what: str, seconds: float) -> None:
+        self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers in place of the application and closes. Once the application has begun to answer, only closes."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._disarm()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            begun = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if begun:
+                self.transport.close()
+                return
+        body = orjson.dumps({"error": message})
+        lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", body)
+        self.transport.write(STATUS_LINE[status] + b"\r\n".join(lines))
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _arm(self, seconds: float, callback: Any, *arguments: Any) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, callback, *arguments)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

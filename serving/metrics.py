@@ -1,0 +1,153 @@
+"""Prometheus metrics, summed over all workers, right after any of them was killed.
+
+Workers write counters and histograms to one memory-mapped file each (prometheus_client's multi-process mode, in the folder
+that PROMETHEUS_MULTIPROC_DIR names before this module is imported); a killed worker's file stays and still counts. Gauges
+would linger, so there are none in those files: what is true now (versions, sizes) is collected by the worker that is asked.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from serving.engine import Batch, Engine
+from serving.errors import Kind, ServingError
+
+logger = logging.getLogger("tableside")
+
+_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+STAGES = ("parse", "lookup", "encode")
+UNKNOWN = "unknown"
+
+REQUESTS = Counter("tableside_requests_total", "Lookup requests answered.", ["model", "protocol", "outcome"])
+ERRORS = Counter("tableside_errors_total", "Requests refused and swaps that failed, by kind.", ["model", "kind"])
+STAGE_SECONDS = Histogram("tableside_stage_seconds", "Seconds a request spent in a stage.", ["model", "protocol", "stage"], buckets=_SECONDS)
+IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
+VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
+ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])
+REQUEST_BYTES = Counter("tableside_request_bytes_total", "Bytes of request bodies.", ["model"])
+RESPONSE_BYTES = Counter("tableside_response_bytes_total", "Bytes of vectors returned.", ["model"])
+SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
+
+
+@dataclass(frozen=True)
+class Stages:
+    """When a request's stages began and ended: seconds of time.perf_counter."""
+
+    started: float
+    parsed: float
+    looked_up: float
+    encoded: float
+
+
+class ModelMetrics:
+    """The counters of one model and protocol, with their labels resolved once."""
+
+    def __init__(self, model: str, protocol: str) -> None:
+        self._model, self._protocol = model, protocol
+        self._ok = REQUESTS.labels(model, protocol, "ok")
+        self._stages = tuple(STAGE_SECONDS.labels(model, protocol, s) for s in STAGES)
+        self._counts = tuple(c.labels(model) for c in (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES))
+
+    def answered(self, batch: Batch, request_bytes: int, times: Stages) -> None:
+        """Counts a request that was answered."""
+        self._ok.inc()
+        parse, lookup, encode = self._stages
+        parse.observe(times.parsed - times.started)
+        lookup.observe(times.looked_up - times.parsed)
+        encode.observe(times.encoded - times.looked_up)
+        amounts = (batch.ids, batch.vectors, batch.row_bytes, request_bytes, batch.out_bytes)
+        for counter, amount in zip(self._counts, amounts, strict=True):
+            counter.inc(amount)
+
+
+def refused(model: str, protocol: str, kind: Kind) -> None:
+    """Counts a request that was refused; `model` is one that is served, or UNKNOWN."""
+    REQUESTS.labels(model, protocol, "refused").inc()
+    ERRORS.labels(model, kind.value).inc()
+
+
+class _Now:
+    """Gauges of what is true at the moment of the scrape."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._engines = list(engines)
+
+    def collect(self) -> Iterator[Metric]:
+        names = {
+            "tableside_version": "Number of the version that this worker serves.",
+            "tableside_segment_bytes": "Bytes of the served version's segment.",
+            "tableside_fp32_bytes": "Bytes that its tables would take in fp32.",
+            "tableside_load_seconds": "Seconds that its load took.",
+            "tableside_published_versions": "Versions of the model in shared memory.",
+        }
+        gauges = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in names.items()}
+        for engine in self._engines:
+            served, label = engine.served(), [engine.model.name]
+            values = (
+                served.version,
+                served.segment.size,
+                served.header.fp32_bytes,
+                served.header.load.get("seconds", 0.0),
+                len(engine.model.versions()),
+            )
+            for gauge, value in zip(gauges.values(), values, strict=True):
+                gauge.add_metric(label, float(value))
+        yield from gauges.values()
+
+
+def _folder() -> Path:
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not folder:
+        raise ServingError("PROMETHEUS_MULTIPROC_DIR is not set; workers are started by `tableside serve`, which sets it")
+    return Path(folder)
+
+
+def counters() -> Iterable[Metric]:
+    """Counters and histograms summed over every worker that ever ran; a file that is damaged is left out and logged."""
+    registry = CollectorRegistry()
+    collector = MultiProcessCollector(registry, str(_folder()))
+    readable = []
+    for file in sorted(_folder().glob("*.db")):
+        try:
+            collector.merge([str(file)], accumulate=False)
+            readable.append(str(file))
+        except Exception as error:  # noqa: BLE001  (whatever a torn file does to the parser, the scrape must go on)
+            logger.warning("metrics file %s is damaged and left out: %r", file, error)
+    merged: Iterable[Metric] = collector.merge(readable, accumulate=True)
+    return merged
+
+
+class _Merged:
+    def collect(self) -> Iterable[Metric]:
+        return counters()
+
+
+def exposition(engines: Iterable[Engine]) -> bytes:
+    """What /metrics answers."""
+    registry = CollectorRegistry()
+    registry.register(_Merged())  # type: ignore[arg-type]
+    registry.register(_Now(engines))  # type: ignore[arg-type]
+    return generate_latest(registry)
+
+
+def statistics(model: str) -> dict[str, tuple[int, float]]:
+    """(count, seconds) of a model's answered stages, and of "refused", over all workers and protocols."""
+    found = {stage: (0, 0.0) for stage in (*STAGES, "refused")}
+    for metric in counters():
+        for sample in metric.samples:
+            if sample.labels.get("model") != model:
+                continue
+            stage = sample.labels.get("stage", "")
+            if sample.name == "tableside_stage_seconds_count":
+                found[stage] = (found[stage][0] + int(sample.value), found[stage][1])
+            elif sample.name == "tableside_stage_seconds_sum":
+                found[stage] = (found[stage][0], found[stage][1] + sample.value)
+            elif sample.name == "tableside_requests_total" and sample.labels.get("outcome") == "refused":
+                found["refused"] = (found["refused"][0] + int(sample.value), 0.0)
+    return found

@@ -1,0 +1,196 @@
+"""`tableside serve`: one listening socket, workers that uvicorn supervises.
+
+Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB and is ready in
+a fraction of a second. Each attaches the models itself. uvicorn replaces a worker that dies, on SIGHUP replaces each one only
+when its successor is ready, and stops where workers cannot start.
+"""
+
+import asyncio
+import functools
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvicorn.supervisors.multiprocess as supervisor
+from uvicorn._subprocess import subprocess_started
+
+from loader.versions import Model
+from quant import choose
+from serving.errors import ServingError
+from serving.settings import ServerSettings
+
+logger = logging.getLogger("tableside")
+_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class Worker(uvicorn.Server):
+    """A worker's server: readiness goes false, then for `drain_s` requests are still answered, then it closes."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._draining = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining or not self.started:
+            super().handle_exit(sig, frame)
+            return
+        self._draining = True
+        application = self.config.loaded_app
+        settings: ServerSettings = application.service.settings
+        application.service.drain()
+        loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
+        loop.call_soon_threadsafe(loop.call_later, settings.drain_s, finish)
+
+
+class WorkerProcess(supervisor.Process):
+    """A worker as uvicorn's supervisor sees it: forked from the preloaded process, ended when its supervisor is gone."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        self.config = config
+        self._server: uvicorn.Server | None = None
+        self.parent_conn, self.child_conn = multiprocessing.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        arguments = {"config": config, "target": self.target, "sockets": sockets, "stdin_fileno": None}
+        self.process = context.Process(target=subprocess_started, kwargs=arguments)  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The worker must not hold the supervisor's end of the pipe, or it would never see that end close.
+        return {**self.__dict__, "parent_conn": None, "process": None}
+
+    @property
+    def server(self) -> uvicorn.Server:
+        if self._server is None:
+            self._server = Worker(self.config)
+        return self._server
+
+    def always_pong(self) -> None:
+        try:
+            super().always_pong()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _MakeApplication:
+    """Builds the application in the worker; carries only the settings there."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+
+    def __call__(self) -> Any:
+        from serving.app import Application
+
+        return Application(self.settings)
+
+
+def make_config(settings: ServerSettings, app: Callable[[], Any] | None = None) -> uvicorn.Config:
+    """uvicorn's configuration of a worker."""
+    return _Config(
+        app or _MakeApplication(settings),
+        factory=True,
+        workers=settings.workers,
+        loop="uvloop",
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        date_header=False,
+        server_header=False,
+        proxy_headers=False,
+        log_config=_log_config(),
+        timeout_keep_alive=int(settings.idle_timeout_s) or 1,
+        timeout_graceful_shutdown=int(settings.shutdown_timeout_s) or 1,
+        backlog=2048,
+    )
+
+
+class _Config(uvicorn.Config):
+    """Makes the limited protocol in the worker: a class made at run time does not travel between processes."""
+
+    def load(self) -> None:
+        super().load()
+        from serving.http import limited_protocol
+
+        make = self.app
+        if isinstance(make, _MakeApplication):
+            self.http_protocol_class = limited_protocol(make.settings)
+
+
+def _log_config() -> dict[str, Any]:
+    line = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
+    handler = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
+    loggers = {name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))}
+    return {"version": 1, "disable_existing_loggers": False, "formatters": {"line": line}, "handlers": {"stderr": handler}, "loggers": loggers}
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The listening socket; ServingError where the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+        sock.listen(2048)  # also finds an address that another server listens on
+    except OSError as error:
+        sock.close()
+        raise ServingError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host, or end what holds it"
+        ) from error
+    return sock
+
+
+def serve(settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
+    """Serves until a signal ends it; returns the exit code. Errors of the models or the address are raised before any worker starts."""
+    if not settings.models:
+        raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
+    for name in settings.models:
+        Model(settings.root, name).attach(verify="header")
+    backend = choose(settings.backend)
+    sock = bind(settings)
+    metrics = tempfile.mkdtemp(prefix="tableside-metrics-")
+    os.environ[_METRICS] = metrics
+    try:
+        preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
+        multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+        supervisor.Process = WorkerProcess  # type: ignore[misc]  # the class that uvicorn's supervisor makes its workers of
+        config = make_config(settings)
+        runner = _Supervisor(config, [sock])
+        host, port = sock.getsockname()[:2]
+        runner.announce = lambda: announce(f"tableside serves {', '.join(settings.models)} on http://{host}:{port} ({settings.workers} workers, lookups on {backend.description})")
+        runner.run()
+        return 1 if runner.failed else 0
+    finally:
+        sock.close()
+        os.environ.pop(_METRICS, None)
+        shutil.rmtree(metrics, ignore_errors=True)
+
+
+class _Supervisor(supervisor.Multiprocess):
+    """uvicorn's supervisor; says when every worker is ready, and whether it stopped because workers could not start."""
+
+    announce: Callable[[], None]
+    failed = False
+
+    def init_processes(self) -> None:
+        super().init_processes()
+        threading.Thread(target=self._announce, daemon=True).start()
+
+    def _announce(self) -> None:
+        for process in list(self.processes):
+            while not self.should_exit.wait(0.02) and process.process.exitcode is None and not process.is_ready(timeout=1):
+                pass
+        if not self.should_exit.is_set() and all(p.process.exitcode is None for p in self.processes):
+            self.announce()
+
+    def keep_subprocess_alive(self) -> None:
+        was_running = not self.should_exit.is_set()
+        super().keep_subprocess_alive()
+        self.failed = self.failed or (was_running and self.should_exit.is_set() and not self.signal_queue)

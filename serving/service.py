@@ -1,0 +1,116 @@
+"""What one worker process answers from: its engines, its readiness, and the watch over which versions are live."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from loader.errors import LoaderError
+from loader.versions import Model
+from quant import QuantError, choose
+from serving.engine import Batch, Engine, Served
+from serving.errors import Kind, ServingError, bad_request, not_found
+from serving.metrics import ERRORS, SWAPS
+from serving.settings import ServerSettings
+
+logger = logging.getLogger("tableside")
+
+
+class Service:
+    """Engines by model name. `ready` is true after `start` and false from `drain` on."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.backend = choose(settings.backend)
+        self.engines = {
+            name: Engine(
+                Model(settings.root, name),
+                self.backend,
+                threads=settings.threads,
+                verify=settings.verify,
+                max_response_bytes=settings.max_response_bytes,
+            )
+            for name in settings.models
+        }
+        self.ready = False
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
+        for engine in self.engines.values():
+            engine.swap(engine.attach())
+            served = engine.served()
+            logger.info(
+                "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+                engine.model.name,
+                served.version,
+                len(served.header.tables),
+                served.segment.size / 1e6,
+                self.backend.description,
+            )
+        self._watcher = asyncio.create_task(self._watch())
+        self.ready = True
+
+    def drain(self) -> None:
+        """Turns readiness off; requests are answered on."""
+        self.ready = False
+
+    async def stop(self) -> None:
+        self.ready = False
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        self._beside.shutdown()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.settings.poll_s)
+            for engine in self.engines.values():
+                version = engine.changed()
+                if version is None:
+                    continue
+                try:
+                    served = await loop.run_in_executor(None, engine.attach)
+                except (LoaderError, QuantError, ServingError, OSError) as error:
+                    logger.error("version %d of %s is not taken: %s", version, engine.model.name, error)
+                    ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
+                    engine.refuse(version)
+                    continue
+                engine.swap(served)
+                SWAPS.labels(engine.model.name).inc()
+                logger.info("serving %s version %d from now on", engine.model.name, served.version)
+
+    # ---- requests ----
+
+    def engine(self, model: Any) -> Engine:
+        if not isinstance(model, str) or (engine := self.engines.get(model)) is None:
+            raise not_found(f"model {model!r} is not served here; this server has: {', '.join(self.engines)}")
+        return engine
+
+    def live(self, model: Any) -> Served:
+        """The live version of a model. ApiError 404: it is not served here."""
+        return self.engine(model).served()
+
+    async def version(self, model: Any, version: Any) -> Served:
+        """A version by number (a string of digits or an int), attached if it is not. ApiError 404: not published."""
+        engine = self.engine(model)
+        number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
+        if type(number) is not int or number < 1:
+            raise bad_request(f"version is {version!r}; expected a number from 1")
+        found = engine.find(number)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, number)
+        return found
+
+    def published(self, model: str) -> list[int]:
+        return self.engine(model).model.versions()
+
+    async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
+        """Runs a batch, beside the event loop where it is large, so that health checks do not wait for it."""
+        if batch.ids <= self.settings.inline_rows:
+            return batch.run(inputs)
+        return await asyncio.get_running_loop().run_in_executor(self._beside, batch.run, inputs)

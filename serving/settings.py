@@ -1,0 +1,64 @@
+"""The server's settings: one frozen object. The only file that reads the environment (TABLESIDE_NAME); each default is here.
+
+The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from loader.versions import DEFAULT_ROOT
+
+
+class RootSettings(BaseSettings):
+    """What every command needs."""
+
+    model_config = SettingsConfigDict(env_prefix="TABLESIDE_", frozen=True)
+
+    root: Path = Field(DEFAULT_ROOT, description="folder in shared memory that holds the published models")
+
+
+class ServerSettings(RootSettings):
+    """What `tableside serve` runs with."""
+
+    models: tuple[str, ...] = Field((), description="names of the published models to serve")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    workers: int = Field(1, ge=1, le=256, description="worker processes")
+    backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
+    threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
+    verify: Literal["full", "header"] = Field("full", description="check every byte of a version when a worker attaches it, or only its header")
+    poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
+    max_body_bytes: int = Field(64 << 20, ge=1024, description="largest request body")
+    max_response_bytes: int = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
+    max_header_bytes: int = Field(16 << 10, ge=256, description="largest request line and headers together")
+    max_connections: int = Field(1024, ge=1, description="connections a worker holds; beyond, requests get 503")
+    header_timeout_s: float = Field(10, gt=0, description="seconds from the first byte of a request to the end of its headers")
+    body_timeout_s: float = Field(30, gt=0, description="seconds from the end of the headers to the end of the body")
+    write_timeout_s: float = Field(30, gt=0, description="seconds that a client may refuse to read its response")
+    idle_timeout_s: float = Field(75, gt=0, description="seconds that a connection may stay open without a request")
+    drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
+    shutdown_timeout_s: float = Field(10, gt=0, description="seconds that running requests get to finish at shutdown")
+    inline_rows: int = Field(200_000, ge=0, description="rows up to which a lookup runs on the event loop, not on a thread beside it")
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:
+    """One option a field, its default shown but not set, so that the environment counts where no option is given."""
+    for name, field in settings.model_fields.items():
+        if name in skip:
+            continue
+        options: dict[str, Any] = {"default": None, "help": f"{field.description} (default: {field.default})"}
+        if get_origin(field.annotation) is Literal:
+            options["choices"] = get_args(field.annotation)
+        else:
+            options["metavar"] = name.rsplit("_", 1)[-1].upper()
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def given(arguments: argparse.Namespace, settings: type[BaseSettings]) -> dict[str, Any]:
+    """The fields that were set on the command line."""
+    values = {name: getattr(arguments, name, None) for name in settings.model_fields}
+    return {name: value for name, value in values.items() if value is not None}

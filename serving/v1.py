@@ -1,0 +1,189 @@
+"""The friendly JSON interface: POST /v1/lookup, GET /v1/models, GET /health, GET /metrics, and FastAPI's /docs."""
+
+import time
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from serving import metrics
+from serving.asgi import Disconnected, read_body
+from serving.engine import Batch, Output, Served
+from serving.errors import ApiError, bad_request
+from serving.metrics import ModelMetrics, Stages
+from serving.service import Service
+from serving.tensors import DATATYPES, Tensor, feature_inputs, from_list
+
+
+class Jagged(BaseModel):
+    """A feature's ids with their bags."""
+
+    values: list[int] = Field(description="ids, bag after bag")
+    lengths: list[int] | None = Field(None, description="ids of each bag; not needed for an unpooled feature")
+    weights: list[float] | None = Field(None, description="one an id")
+
+
+class LookupRequest(BaseModel):
+    """What POST /v1/lookup takes."""
+
+    model: str
+    version: int | None = Field(None, description="the live one where left out")
+    features: dict[str, list[list[int]] | Jagged] = Field(description="feature -> bags of ids, or values and lengths")
+
+    model_config = {"json_schema_extra": {"examples": [{"model": "demo", "features": {"clicked": [[1, 2, 3], [], [7]]}}]}}
+
+
+class LookupResponse(BaseModel):
+    """What it answers: one vector a bag, or one an id where the feature is not pooled."""
+
+    model: str
+    version: int
+    vectors: dict[str, list[list[float]]]
+
+
+class Health(BaseModel):
+    """Whether this worker takes requests, and from which versions."""
+
+    status: str
+    models: dict[str, int]
+
+
+def make_app(service: Service) -> FastAPI:
+    """The FastAPI application over a worker's service."""
+    app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
+    counts = {name: ModelMetrics(name, "v1") for name in service.engines}
+    body_schema = {"schema": LookupRequest.model_json_schema()}
+    schema = {"requestBody": {"required": True, "content": {"application/json": body_schema}}}
+    _answer_errors(app)
+
+    @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=schema, summary="Look ids up")
+    async def lookup(request: Request) -> Response:
+        body = await read_body(request.scope, request.receive, service.settings.max_body_bytes)
+        started = time.perf_counter()
+        raw = _parse(body)
+        served = service.live(raw["model"])
+        request.state.model = served.header.model
+        if raw.get("version") is not None:
+            served = await service.version(raw["model"], raw["version"])
+        batch, inputs = _batch(served, raw["features"])
+        parsed = time.perf_counter()
+        buffer = await service.run(batch, inputs)
+        looked_up = time.perf_counter()
+        answer = {
+            "model": served.header.model,
+            "version": served.version,
+            "vectors": {o.feature: _vectors(o, buffer) for o in batch.outputs},
+        }
+        response = Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+        times = Stages(started, parsed, looked_up, time.perf_counter())
+        counts[served.header.model].answered(batch, len(body), times)
+        return response
+
+    @app.get("/v1/models", summary="What is served")
+    async def models() -> Response:
+        return _json({"models": [_describe(service, name) for name in service.engines]})
+
+    @app.get("/health", response_model=Health, summary="Whether this worker takes requests")
+    async def health() -> Response:
+        status = "ready" if service.ready else "draining"
+        versions = {name: service.live(name).version for name in service.engines}
+        return _json({"status": status, "models": versions}, 200 if service.ready else 503)
+
+    @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(service.engines.values()), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Every error as {"error": message}, counted."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", error.kind)
+        return _json({"error": error.message}, error.status)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        known = "/v1/lookup, /v1/models, /v2, /health, /metrics, /docs"
+        return _json({"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"}, error.status_code)
+
+    @app.exception_handler(Disconnected)
+    async def disconnected(request: Request, error: Disconnected) -> Response:
+        return Response(status_code=400)  # no one reads it
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+def _vectors(output: Output, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return output.view(buffer).astype(np.float32, copy=False)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        raw = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise bad_request(f"the request is a JSON {type(raw).__name__}; expected an object with model and features")
+    if unknown := sorted(set(raw) - {"model", "version", "features"}):
+        raise bad_request(f"field {unknown[0]!r} is unknown; expected model, version, features")
+    for field in ("model", "features"):
+        if field not in raw:
+            raise bad_request(f"field {field!r} is missing")
+    return raw
+
+
+def _batch(served: Served, features: Any) -> tuple[Batch, bytes]:
+    if not isinstance(features, dict) or not features:
+        raise bad_request("features: expected an object of feature to ids, with at least one feature")
+    tensors, parts, at = [], [], 0
+    for feature, value in features.items():
+        served.feature(feature)
+        for part, array in _arrays(feature, value):
+            name = f"{feature}.{part}"
+            tensors.append(Tensor(name, DATATYPES[part], (array.size,), at))
+            parts.append(array.tobytes())
+            at += array.nbytes
+    return served.batch(feature_inputs(tensors)), b"".join(parts)
+
+
+def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    """A feature's JSON -> its values, lengths and weights."""
+    if isinstance(value, list):
+        if not all(isinstance(bag, list) for bag in value):
+            raise bad_request(f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths")
+        lengths = np.array([len(bag) for bag in value], np.int32)
+        return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
+    if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
+        raise bad_request(f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights")
+    return [
+        (part, from_list(f"{feature}.{part}", DATATYPES[part], value[part]))
+        for part in ("values", "lengths", "weights")
+        if value.get(part) is not None
+    ]
+
+
+def _describe(service: Service, name: str) -> dict[str, Any]:
+    served = service.live(name)
+    header = served.header
+    return {
+        "name": name,
+        "version": served.version,
+        "versions": service.published(name),
+        "created": header.created,
+        "backend": served.backend.description,
+        "segment_bytes": served.segment.size,
+        "fp32_bytes": header.fp32_bytes,
+        "load_seconds": header.load.get("seconds"),
+        "tables": [{"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim} for t in header.tables],
+        "features": [
+            {"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features
+        ],
+    }

@@ -1,0 +1,203 @@
+"""The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
+model configuration extensions, as an ASGI application of its own: the path that a lookup takes must be short.
+
+    GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
+    GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
+    GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
+    POST /v2/repository/index
+"""
+
+import time
+from importlib import metadata
+from typing import Any
+
+
+from serving import v2_request
+from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, read_body, respond, respond_json
+from serving.engine import Served
+from serving.errors import ApiError, Kind, bad_request, not_found
+from serving.metrics import ModelMetrics, Stages, statistics
+from serving.service import Service
+
+_BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_LENGTH = b"inference-header-content-length"
+
+
+class V2:
+    """Answers everything under /v2. ApiErrors are the caller's to encode."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._metrics = {name: ModelMetrics(name, "v2") for name in service.engines}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/").split("/")[2:]
+        if path[:1] == ["models"] and path[-1] == "infer":
+            _check_method(scope, "POST")
+            await self._infer(scope, receive, send, path[1:-1])
+        elif path == ["repository", "index"]:
+            _check_method(scope, "POST")
+            await read_body(scope, receive, self.service.settings.max_body_bytes)
+            await respond_json(send, self._index())
+        else:
+            _check_method(scope, "GET")
+            await self._get(send, path)
+
+    async def _get(self, send: Send, path: list[str]) -> None:
+        match path:
+            case []:
+                await respond_json(send, _server_metadata())
+            case ["health", "live"]:
+                await respond(send, 200, ())
+            case ["health", "ready"]:
+                await respond(send, 200 if self.service.ready else 503, ())
+            case ["models", "stats"]:
+                stats = [s for name in self.service.engines for s in self._stats(self.service.live(name))]
+                await respond_json(send, {"model_stats": stats})
+            case ["models", *named]:
+                what = named.pop() if named[-1] in ("ready", "config", "stats") else ""
+                served = await self._served(named)
+                if what == "ready":
+                    await respond(send, 200 if self.service.ready else 503, ())
+                elif what == "config":
+                    await respond_json(send, _config(served))
+                elif what == "stats":
+                    await respond_json(send, {"model_stats": self._stats(served)})
+                else:
+                    await respond_json(send, self._metadata(served))
+            case _:
+                raise not_found(f"/v2/{'/'.join(path)} is not a path of this server; GET /v2 describes it")
+
+    async def _served(self, named: list[str]) -> Served:
+        match named:
+            case [model]:
+                return self.service.live(model)
+            case [model, "versions", version]:
+                return await self.service.version(model, version)
+            case _:
+                raise not_found(f"/v2/models/{'/'.join(named)} is not a path of this server")
+
+    async def _infer(self, scope: Scope, receive: Receive, send: Send, named: list[str]) -> None:
+        limit = self.service.settings.max_body_bytes
+        body = await read_body(scope, receive, limit)
+        started = time.perf_counter()
+        served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
+        layout, inputs = self._understand(served, header(scope, _LENGTH), body)
+        parsed = time.perf_counter()
+        buffer = await self.service.run(layout.batch, inputs)
+        looked_up = time.perf_counter()
+        head, parts = v2_request.encode(layout, buffer)
+        if any(binary for _, binary in layout.outputs):
+            await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
+        else:
+            await respond(send, 200, (JSON_TYPE,), head)
+        times = Stages(started, parsed, looked_up, time.perf_counter())
+        self._metrics[served.header.model].answered(layout.batch, len(body), times)
+
+    def _understand(self, served: Served, header_length: bytes | None, body: bytes) -> tuple[v2_request.Layout, Any]:
+        """The request's layout, remembered where its header came before, and its input buffer."""
+        length = len(body) if header_length is None else _parse_length(header_length, len(body))
+        head = body[:length]
+        binary = memoryview(body)[length:]
+        layout: v2_request.Layout | None = served.recall(head) if binary else None
+        if layout is not None and layout.input_bytes == len(binary):
+            return layout, binary
+        layout, inline = v2_request.layout_of(served, v2_request.parse_header(head), len(binary))
+        if inline is not None:
+            return layout, inline
+        if len(head) <= v2_request.REMEMBERED_HEADER_BYTES:
+            served.remember(head, layout)
+        return layout, binary
+
+    def _index(self) -> list[dict[str, str]]:
+        found = []
+        for name in self.service.engines:
+            served = self.service.live(name)
+            state = "READY" if self.service.ready else "UNAVAILABLE"
+            found.append({"name": name, "version": str(served.version), "state": state})
+        return found
+
+    def _metadata(self, served: Served) -> dict[str, Any]:
+        outputs = [
+            {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
+        ]
+        return {
+            "name": served.header.model,
+            "versions": [str(v) for v in self.service.published(served.header.model)],
+            "platform": "tableside",
+            "inputs": v2_request.input_names(served),
+            "outputs": outputs,
+            "parameters": {
+                "backend": served.backend.description,
+                "segment_bytes": served.segment.size,
+                "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
+                "pooling": {n: f.pooling.label for n, f in served.features.items()},
+            },
+        }
+
+    def _stats(self, served: Served) -> list[dict[str, Any]]:
+        """In the statistics extension's shape; counts and nanoseconds over all workers, and all versions since the start."""
+        found = statistics(served.header.model)
+        count = found["lookup"][0]
+        ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}
+        total = sum(ns[s]["ns"] for s in ("parse", "lookup", "encode"))
+        nothing = {"count": 0, "ns": 0}
+        return [
+            {
+                "name": served.header.model,
+                "version": str(served.version),
+                "inference_count": count,
+                "execution_count": count,
+                "inference_stats": {
+                    "success": {"count": count, "ns": total},
+                    "fail": {"count": found["refused"][0], "ns": 0},
+                    "queue": nothing,
+                    "compute_input": ns["parse"],
+                    "compute_infer": ns["lookup"],
+                    "compute_output": ns["encode"],
+                    "cache_hit": nothing,
+                    "cache_miss": nothing,
+                },
+                "batch_stats": [],
+            }
+        ]
+
+
+def _check_method(scope: Scope, expected: str) -> None:
+    if scope["method"] != expected and not (expected == "GET" and scope["method"] == "HEAD"):
+        raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {scope['path']}: expected {expected}")
+
+
+def _parse_length(value: bytes, size: int) -> int:
+    if not value.isdigit() or not 0 < int(value) <= size:
+        raise bad_request(
+            f"Inference-Header-Content-Length is {value.decode('latin-1')!r}; expected a number from 1 to the body's {size} bytes"
+        )
+    return int(value)
+
+
+def _server_metadata() -> dict[str, Any]:
+    extensions = ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
+    return {"name": "tableside", "version": metadata.version("tableside"), "extensions": extensions}
+
+
+def _config(served: Served) -> dict[str, Any]:
+    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32"}
+    inputs = [
+        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
+        for i in v2_request.input_names(served)
+    ]
+    outputs = [
+        {"name": n, "data_type": "TYPE_FP16" if f.half else "TYPE_FP32", "dims": [-1, f.table.dim]}
+        for n, f in served.features.items()
+    ]
+    return {
+        "name": served.header.model,
+        "platform": "tableside",
+        "backend": "tableside",
+        "version_policy": {"specific": {"versions": [served.version]}},
+        "max_batch_size": 0,
+        "input": inputs,
+        "output": outputs,
+        "parameters": {"backend": {"string_value": served.backend.description}},
+    }

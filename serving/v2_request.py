@@ -1,0 +1,204 @@
+"""The Open Inference Protocol's infer request: parsing and layout, for JSON and binary tensors.
+
+With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
+A header says everything but the values, and clients repeat it byte by byte; so a version remembers what it made of one, and
+an equal header costs a dictionary look-up (`Layout`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+
+from serving.engine import Batch, Output, Served
+from serving.errors import bad_request
+from serving.tensors import Tensor, check_datatype, check_shape, feature_inputs, from_list
+
+REMEMBERED_HEADER_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A header that was understood. input_bytes: what must follow it. binary: outputs sent as bytes, by feature.
+
+    head: the response's JSON, complete where every output is binary.
+    """
+
+    batch: Batch
+    input_bytes: int
+    outputs: tuple[tuple[Output, bool], ...]
+    request_id: str
+    head: bytes
+    in_order: bool  # the output buffer is the binary part as it stands
+
+
+def parse_header(text: bytes) -> dict[str, Any]:
+    """The JSON object of an infer request."""
+    try:
+        header = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise bad_request(f"the request is a JSON {type(header).__name__}; expected an object")
+    return header
+
+
+def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tuple[Layout, bytes | None]:
+    """Understands a header followed by `binary_bytes`; the second value is the input buffer where it came as JSON.
+
+    ApiError names the input or output, what it said and what was expected.
+    """
+    tensors, inline, input_bytes = _inputs(header, binary_bytes)
+    inputs = feature_inputs(tensors)
+    batch = served.batch(inputs)
+    outputs = _outputs(header, batch)
+    request_id = header.get("id", "")
+    if not isinstance(request_id, str):
+        raise bad_request(f"id is {request_id!r}; expected a string")
+    all_binary = all(binary for _, binary in outputs)
+    layout = Layout(
+        batch,
+        input_bytes,
+        outputs,
+        request_id,
+        orjson.dumps(_response(served, request_id, outputs, None)) if all_binary else b"",
+        all_binary and tuple(o for o, _ in outputs) == batch.outputs,
+    )
+    return layout, inline
+
+
+def _inputs(header: dict[str, Any], binary_bytes: int) -> tuple[list[Tensor], bytes | None, int]:
+    raw = header.get("inputs")
+    if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
+        raise bad_request("inputs: expected a list with at least one input")
+    tensors: list[Tensor] = []
+    arrays: list[bytes] = []
+    at = 0
+    for entry in raw:
+        name = entry.get("name")
+        if not isinstance(name, str):
+            raise bad_request(f"inputs: name is {name!r}; expected a feature, <feature>.values, .lengths or .weights")
+        tensor = Tensor(name, check_datatype(name, entry.get("datatype")), check_shape(name, entry.get("shape")), at)
+        parameters = _parameters(entry, f"input {name!r}")
+        if "shared_memory_region" in parameters:
+            raise bad_request(f"input {name!r}: shared memory regions are not supported; send the tensor in the body")
+        if "data" in entry:
+            arrays.append(_inline(tensor, entry, parameters))
+        else:
+            _check_binary(tensor, parameters)
+        tensors.append(tensor)
+        at += tensor.bytes
+    if arrays and len(arrays) != len(tensors):
+        raise bad_request("inputs: some have data and some binary_data_size; send all tensors one way")
+    if arrays:
+        if binary_bytes:
+            raise bad_request(f"{binary_bytes} bytes follow the JSON, but no input has a binary_data_size")
+        return tensors, b"".join(arrays), 0
+    if at != binary_bytes:
+        raise bad_request(f"the inputs' binary_data_size add up to {at} bytes, but {binary_bytes} follow the JSON")
+    return tensors, None, at
+
+
+def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise bad_request(f"{where}: parameters are {parameters!r}; expected an object")
+    return parameters
+
+
+def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
+    if "binary_data_size" in parameters:
+        raise bad_request(f"input {tensor.name!r} has both data and a binary_data_size; send one of them")
+    array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
+    if array.size != prod(tensor.shape):
+        raise bad_request(f"input {tensor.name!r}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}")
+    return array.tobytes()
+
+
+def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
+    size = parameters.get("binary_data_size")
+    if type(size) is not int:
+        raise bad_request(f"input {tensor.name!r} has neither data nor a binary_data_size (found {size!r})")
+    if size != tensor.bytes:
+        raise bad_request(
+            f"input {tensor.name!r}: binary_data_size is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
+        )
+
+
+def _outputs(header: dict[str, Any], batch: Batch) -> tuple[tuple[Output, bool], ...]:
+    binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
+    by_name = {o.feature: o for o in batch.outputs}
+    asked = header.get("outputs", [])
+    if not isinstance(asked, list) or not all(isinstance(o, dict) for o in asked):
+        raise bad_request("outputs: expected a list of objects")
+    if not asked:
+        return tuple((o, binary_default) for o in batch.outputs)
+    chosen: dict[str, tuple[Output, bool]] = {}
+    for entry in asked:
+        name = entry.get("name")
+        if name not in by_name:
+            known = ", ".join(by_name)
+            if isinstance(name, str) and name in batch.served.features:
+                raise bad_request(f"output {name!r} was asked for without its input; send {name} or {name}.values")
+            raise bad_request(f"output {name!r} is unknown; this request's inputs give: {known}")
+        if name in chosen:
+            raise bad_request(f"output {name!r} is asked for twice")
+        parameters = _parameters(entry, f"output {name!r}")
+        for unsupported in ("classification", "shared_memory_region"):
+            if unsupported in parameters:
+                raise bad_request(f"output {name!r}: {unsupported} is not supported")
+        chosen[name] = (by_name[name], _flag(parameters, "binary_data", binary_default))
+    return tuple(chosen.values())
+
+
+def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise bad_request(f"{name} is {value!r}; expected true or false")
+    return value
+
+
+def _response(
+    served: Served, request_id: str, outputs: Sequence[tuple[Output, bool]], buffer: np.ndarray[Any, Any] | None
+) -> dict[str, Any]:
+    described = []
+    for output, binary in outputs:
+        entry: dict[str, Any] = {
+            "name": output.feature,
+            "datatype": "FP16" if output.half else "FP32",
+            "shape": list(output.shape),
+        }
+        if binary:
+            entry["parameters"] = {"binary_data_size": output.bytes}
+        else:
+            assert buffer is not None
+            entry["data"] = output.view(buffer).astype(np.float32, copy=False).reshape(-1)
+        described.append(entry)
+    response = {"model_name": served.header.model, "model_version": str(served.version), "outputs": described}
+    return {"id": request_id, **response} if request_id else response
+
+
+def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[Any]]:
+    """(JSON, binary parts) of the response over a batch's output buffer."""
+    served = layout.batch.served
+    head = layout.head or orjson.dumps(
+        _response(served, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
+    )
+    if layout.in_order:
+        return head, [memoryview(buffer)] if buffer.size else []
+    return head, [memoryview(buffer[o.at : o.at + o.bytes]) for o, binary in layout.outputs if binary and o.bytes]
+
+
+def input_names(served: Served) -> list[dict[str, Any]]:
+    """The inputs that a model takes, for its metadata: both ways of sending each feature."""
+    described = []
+    for name, bound in served.features.items():
+        described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
+        described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
+        described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
+        if bound.pooling.label != "none":
+            described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
+    return described
