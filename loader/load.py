@@ -53,7 +53,7 @@ class LoadSettings:
     activate: bool = True
 
 
-def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:  # noqa: B008
+def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
     """Publishes a new version of `spec` under `root`.
 
     LoaderError: model, checkpoint or memory are not as they should be; nothing was published and nothing is left behind.
@@ -74,7 +74,10 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                     job.run()
                     huge = writer.mapping.huge_fraction()
                     source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint()}
-                    header = writer.seal(source, {"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)})
+                    header = writer.seal(
+                        source,
+                        {"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)},
+                    )
                 finally:
                     writer.close()
                 model.publish(version, settings.activate)

@@ -24,7 +24,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -124,12 +131,12 @@ def available_bytes(where: Path) -> int:
 def _no_space(size: int, free: int, where: Path) -> NoSpace:
     return NoSpace(
         f"{where} has {free:,} bytes free, the segment needs {size:,}; "
-        "remove old versions (tableside gc), choose a smaller row format, or enlarge it (docker run --shm-size, mount -o remount,size=)"
+        "remove old versions (tableside gc), choose a smaller row format, or enlarge it (docker run --shm-size, remount with size=)"
     )
 
 
 def pss_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Bytes of memory of a process, from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem, private."""
+    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem, private."""
     fields: dict[str, int] = {}
     with open(f"/proc/{pid}/smaps_rollup") as rollup:
         for line in rollup:

@@ -145,9 +145,21 @@ def write_model(spec: ModelSpec, skipped: list[str]) -> str:
     if skipped:
         lines += ["", "# Left out (not an embedding by its name or shape):", *(f"#   {s}" for s in skipped)]
     for t in spec.tables:
-        lines += ["", f"[tables.{_key(t.name)}]", f'key = "{_escape(t.key)}"', f'row_format = "{t.row_format.label}"', f'policy = "{t.policy}"']
+        lines += [
+            "",
+            f"[tables.{_key(t.name)}]",
+            f'key = "{_escape(t.key)}"',
+            f'row_format = "{t.row_format.label}"',
+            f'policy = "{t.policy}"',
+        ]
     for f in spec.features:
-        lines += ["", f"[features.{_key(f.name)}]", f'table = "{f.table}"', f'pooling = "{f.pooling}"', f'output = "{f.output}"']
+        lines += [
+            "",
+            f"[features.{_key(f.name)}]",
+            f'table = "{f.table}"',
+            f'pooling = "{f.pooling}"',
+            f'output = "{f.output}"',
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -42,11 +42,16 @@ def init_tbe(
     meta: no weight is allocated. cpu: zeros, to be filled by the caller. Until `bind`, a forward pass on meta weights fails.
     """
     import torch
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
 
     from quant.fbgemm import SPARSE_TYPES
-
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
-    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 
     if weight_init_device not in ("meta", "cpu"):
         raise LoaderError(f"weight_init_device is {weight_init_device!r}; expected meta or cpu")

@@ -83,7 +83,9 @@ class Model:
 
     def _missing(self, what: str) -> VersionError:
         known = ", ".join(map(str, self.versions())) or "none"
-        return VersionError(f"model {self.name!r} under {self.root}: {what} (versions there: {known}); publish one with: tableside load model.toml")
+        return VersionError(
+            f"model {self.name!r} in {self.root}: {what} (versions there: {known}); publish one with: tableside load model.toml"
+        )
 
     # ---- actions ----
 
@@ -132,7 +134,12 @@ class Model:
                 raise VersionError(
                     f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
                 )
-            self._write_record(Record(record.current, max([record.latest, version if self.path(version).exists() else 0, *self.versions()])))
+            self._write_record(
+                Record(
+                    record.current,
+                    max([record.latest, version if self.path(version).exists() else 0, *self.versions()]),
+                )
+            )
             try:
                 self.path(version).unlink()
             except FileNotFoundError:

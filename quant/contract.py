@@ -181,7 +181,14 @@ class _PlanByOne(Plan):
             dtype = np.float16 if lk.half else np.float32
             out = np.frombuffer(outputs, dtype, lk.outputs * lk.table.dim, lk.out_at).reshape(-1, lk.table.dim)
             self.backend.lookup(
-                lk.table, ids, lengths, pooling=lk.pooling, weights=weights, half=lk.half, out=out, threads=self.threads
+                lk.table,
+                ids,
+                lengths,
+                pooling=lk.pooling,
+                weights=weights,
+                half=lk.half,
+                out=out,
+                threads=self.threads,
             )
 
 

@@ -14,7 +14,14 @@ from quant import contract, reference
 from quant.contract import Backend, Bytes, Floats, Ids, Lengths, Pooling, Table
 from quant.errors import MissingBackend, QuantError
 from quant.installed import check_pair
-from quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, FP8_MAX, ROW_ALIGNMENT_BYTES, RowFormat, Source
+from quant.row_format import (
+    FP8_EXPONENT_BIAS,
+    FP8_EXPONENT_BITS,
+    FP8_MAX,
+    ROW_ALIGNMENT_BYTES,
+    RowFormat,
+    Source,
+)
 
 check_pair()
 try:
@@ -22,9 +29,7 @@ try:
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 except ImportError as error:
-    raise MissingBackend(
-        f"fbgemm does not import ({error}); install tableside[cpu], or choose another --backend"
-    ) from error
+    raise MissingBackend(f"fbgemm does not import ({error}); install tableside[cpu], or choose another --backend") from error
 
 SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}
@@ -39,7 +44,9 @@ def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
         return torch.cat([q[:, -8:].view(torch.float32).half().view(torch.uint8), q[:, : x.shape[1]]], dim=1)
     if row_format.has_scale:
         if x.shape[1] * row_format.bits % 16:
-            raise QuantError(f"dim {x.shape[1]} in {row_format.label} is not a multiple of {16 // row_format.bits}, which FBGEMM needs")
+            raise QuantError(
+                f"dim {x.shape[1]} in {row_format.label} is not a multiple of {16 // row_format.bits}, which FBGEMM needs"
+            )
         q = ops.FloatToFusedNBitRowwiseQuantizedSBHalf(x, row_format.bits)
         return torch.cat([q[:, -4:], q[:, :-4]], dim=1)
     if row_format is RowFormat.FP8:
@@ -112,9 +119,7 @@ def operator(table: Table, half: bool = False) -> Any:
     lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
 
     def call(ids: torch.Tensor, offsets: torch.Tensor, mode: Any, weights: torch.Tensor | None) -> torch.Tensor:
-        result = lookup(
-            *fixed, ids, offsets, mode.value, weights, output_dtype, None, None, ROW_ALIGNMENT_BYTES, *fp8
-        )
+        result = lookup(*fixed, ids, offsets, mode.value, weights, output_dtype, None, None, ROW_ALIGNMENT_BYTES, *fp8)
         return torch.as_tensor(result)
 
     return call

@@ -100,7 +100,18 @@ class Native(Backend):
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
         rows, row_bytes = table.packed.shape
         verdict = _native.lookup(
-            table.address, rows, row_bytes, table.dim, table.row_format, pooling, ids, lengths, weights, out, half, threads
+            table.address,
+            rows,
+            row_bytes,
+            table.dim,
+            table.row_format,
+            pooling,
+            ids,
+            lengths,
+            weights,
+            out,
+            half,
+            threads,
         )
         if verdict:
             _raise(verdict, (table,), (ids.size,))

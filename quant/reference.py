@@ -32,7 +32,7 @@ def unpack(packed: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tenso
     shifts = torch.arange(per_byte) * row_format.bits
     q = (used[:, 4:, None].to(torch.int32) >> shifts) & (2**row_format.bits - 1)
     fused = q.reshape(len(used), dim).double() * scale_bias[:, :1].double() + scale_bias[:, 1:].double()
-    return fused.float()
+    return torch.as_tensor(fused.float())
 
 
 def _pack_ints(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:

@@ -80,8 +80,8 @@ class RowFormat(IntEnum):
         if self is RowFormat.FP16:
             return max(largest * _HALF_RELATIVE, _HALF_TINY)
         if self is RowFormat.FP8:
-            return max(largest * 2.0**-4, 2.0**-10)
-        levels = 2**self.bits - 1
+            return max(largest * 0.0625, 2.0**-10)
+        levels = int(2**self.bits) - 1
         bias_error = max(abs(low) * _HALF_RELATIVE, _HALF_TINY)
         step = (high - low + bias_error) / levels
         scale_error = max(step * _HALF_RELATIVE, _HALF_TINY)

@@ -1,4 +1,4 @@
-"""The worker's ASGI application: /v2 goes to its own short path, everything else to FastAPI, and every error is {"error": ...}."""
+"""The worker's ASGI application: /v2 has its own short path, the rest is FastAPI's, and every error is {"error": ...}."""
 
 import logging
 

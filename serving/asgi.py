@@ -42,7 +42,11 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
     if encoding not in (b"gzip", b"deflate"):
-        raise ApiError(415, Kind.BAD_REQUEST, f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none")
+        raise ApiError(
+            415,
+            Kind.BAD_REQUEST,
+            f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none",
+        )
     inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
     try:
         plain = inflater.decompress(body, limit + 1)

@@ -5,6 +5,7 @@ each connection), so that one core can load a server on another. Bounded in time
 """
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,24 +86,39 @@ class _Connection(asyncio.Protocol):
 def request_bytes(url: str, headers: dict[str, str], body: bytes, method: str = "POST") -> bytes:
     """One HTTP/1.1 request, ready to be sent again and again."""
     parts = urlsplit(url)
-    lines = [f"{method} {parts.path or '/'} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(body)}"]
+    lines = [
+        f"{method} {parts.path or '/'} HTTP/1.1",
+        f"Host: {parts.netloc}",
+        f"Content-Length: {len(body)}",
+    ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def _run(url: str, requests: Sequence[bytes], concurrency: int, seconds: float, check: Callable[[bytes], None] | None) -> Load:
+def _same(connection: _Connection) -> _Connection:
+    return connection
+
+
+async def _run(
+    url: str,
+    requests: Sequence[bytes],
+    concurrency: int,
+    seconds: float,
+    check: Callable[[bytes], None] | None,
+) -> Load:
     parts = urlsplit(url)
     loop = asyncio.get_running_loop()
     connections: list[_Connection] = []
     started = time.perf_counter()
     for i in range(concurrency):
+        connection = _Connection(requests, i, check)
         try:
-            _, protocol = await loop.create_connection(
-                lambda i=i: _Connection(requests, i, check), parts.hostname, parts.port or 80  # type: ignore[misc]
-            )
+            await loop.create_connection(functools.partial(_same, connection), parts.hostname or "", parts.port or 80)
         except OSError as error:
-            raise ServingError(f"cannot connect to {url}: {error.strerror or error}; is `tableside serve` running there?") from error
-        connections.append(protocol)
+            raise ServingError(
+                f"cannot connect to {url}: {error.strerror or error}; is `tableside serve` running there?"
+            ) from error
+        connections.append(connection)
     await asyncio.sleep(seconds)
     elapsed = time.perf_counter() - started
     answered = sum(len(c.latencies) for c in connections)
@@ -116,7 +132,12 @@ async def _run(url: str, requests: Sequence[bytes], concurrency: int, seconds: f
 
 
 def run(
-    url: str, requests: Sequence[bytes], *, concurrency: int, seconds: float, check: Callable[[bytes], None] | None = None
+    url: str,
+    requests: Sequence[bytes],
+    *,
+    concurrency: int,
+    seconds: float,
+    check: Callable[[bytes], None] | None = None,
 ) -> Load:
     """Sends `requests` in turn over `concurrency` connections for `seconds`. ServingError: no server at `url`."""
     import uvloop

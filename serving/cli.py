@@ -13,7 +13,7 @@ from quant import QuantError
 from serving import commands
 from serving.client import ClientError
 from serving.errors import ServingError
-from serving.settings import RootSettings, ServerSettings, add_options, given
+from serving.settings import RootSettings, ServerSettings, add_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,9 +39,23 @@ def parser() -> argparse.ArgumentParser:
     p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")
     p.add_argument("--threads", type=int, default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
-    p.add_argument("--max-memory", default="64M", metavar="BYTES", help="most private memory for buffers, such as 256M (default: %(default)s)")
-    p.add_argument("--backend", default="auto", help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)")
-    p.add_argument("--keep", type=int, default=1, help="older versions that stay published, for a rollback (default: %(default)s)")
+    p.add_argument(
+        "--max-memory",
+        default="64M",
+        metavar="BYTES",
+        help="most private memory for buffers, such as 256M (default: %(default)s)",
+    )
+    p.add_argument(
+        "--backend",
+        default="auto",
+        help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)",
+    )
+    p.add_argument(
+        "--keep",
+        type=int,
+        default=1,
+        help="older versions that stay published, for a rollback (default: %(default)s)",
+    )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
 
     command("list", commands.list_models, "list models and versions in shared memory")
@@ -73,7 +87,12 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("lookup", commands.lookup, "look ids up on a running server and print the vectors")
     _add_server(p)
-    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="bags separated by ';', ids by ',': clicked=1,2,3;7")
+    p.add_argument(
+        "features",
+        nargs="+",
+        metavar="FEATURE=IDS",
+        help="bags separated by ';', ids by ',': clicked=1,2,3;7",
+    )
     p.add_argument("--json", action="store_true", help="whole vectors as JSON")
 
     p = command("bench", commands.bench, "load a running server and report throughput and latencies")
@@ -111,7 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
 
 
 if __name__ == "__main__":

@@ -64,7 +64,12 @@ class Client:
         self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
 
     def lookup(
-        self, model: str, features: Mapping[str, Ids], *, outputs: Sequence[str] | None = None, version: int | None = None
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
     ) -> dict[str, Any]:
         """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
 
@@ -121,7 +126,12 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, trust_env=False)
 
     async def lookup(
-        self, model: str, features: Mapping[str, Ids], *, outputs: Sequence[str] | None = None, version: int | None = None
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
     ) -> dict[str, Any]:
         """As Client.lookup."""
         headers, body = wire.encode(features, outputs)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loader.checkpoint import open_checkpoint
-from loader.errors import ModelError, VersionError
+from loader.errors import ModelError, SegmentError, VersionError
 from loader.load import Loaded, LoadSettings
 from loader.load import Progress as LoadProgress
 from loader.load import load as load_model
@@ -43,7 +44,7 @@ def mb(n: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """"256M" -> 268435456. ServingError: not a number with K, M or G."""
+    """ "256M" -> 268435456. ServingError: not a number with K, M or G."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise ServingError(f"{text!r} is not a number of bytes; expected such as 256M or 2G")
@@ -72,7 +73,9 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     with open_checkpoint(checkpoint) as found:
         keys = [k for k in found.matrices if "emb" in k.lower()]
         keys = keys or [k for k, m in found.matrices.items() if m.rows >= 4 * m.dim] or list(found.matrices)
-        skipped = [f"{k}: {why}" for k, why in found.skipped.items()] + [f"{k}: a matrix" for k in found.matrices if k not in keys]
+        skipped = [f"{k}: {why}" for k, why in found.skipped.items()] + [
+            f"{k}: a matrix" for k in found.matrices if k not in keys
+        ]
     if not keys:
         raise ModelError(f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16")
     tables: dict[str, TableSpec] = {}
@@ -103,7 +106,13 @@ def progress_bar(label: str) -> Iterator[LoadProgress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (TextColumn(label), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), _Rate(), TimeRemainingColumn())
+    columns = (
+        TextColumn(label),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        _Rate(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("load", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -145,11 +154,17 @@ def list_models(options: argparse.Namespace) -> int:
         for version in model.versions():
             try:
                 segment = Segment(model.path(version), "header")
-            except Exception as error:  # noqa: BLE001
+            except SegmentError as error:
                 table.add_row(model.name, str(version), "damaged", str(error))
                 continue
             h = segment.header
-            cells = ("live" if version == live else "", h.created, str(len(h.tables)), mb(segment.size), mb(h.fp32_bytes))
+            cells = (
+                "live" if version == live else "",
+                h.created,
+                str(len(h.tables)),
+                mb(segment.size),
+                mb(h.fp32_bytes),
+            )
             table.add_row(model.name, str(version), *cells)
         for partial in model.folder.glob("*.partial"):
             table.add_row(model.name, partial.name.split(".")[0], "loading")
@@ -163,7 +178,9 @@ def inspect(options: argparse.Namespace) -> int:
     """Tables and features of a version."""
     segment = Model(_root(options), options.model).attach(options.version, "header")
     h = segment.header
-    console.print(f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}")
+    console.print(
+        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
+    )
     console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s")
     table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
     for t in h.tables:
@@ -271,9 +288,7 @@ def bench(options: argparse.Namespace) -> int:
         if described is None:
             raise ServingError(f"model {options.model!r} is not served at {options.url}")
         requests = make_requests(described, options.url, options.batch, options.ids, options.zipf)
-    load = load_generator.run(
-        f"{options.url}/v2", requests, concurrency=options.concurrency, seconds=options.seconds
-    )
+    load = load_generator.run(f"{options.url}/v2", requests, concurrency=options.concurrency, seconds=options.seconds)
     ids = options.batch * options.ids * len(described["features"])
     table = Table("requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
     latencies = (f"{load.percentile_ms(p):.2f}" for p in (50, 99, 99.9))
@@ -286,7 +301,9 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if load.failed else 0
 
 
-def make_requests(described: dict, url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0) -> list[bytes]:
+def make_requests(
+    described: dict[str, Any], url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0
+) -> list[bytes]:
     """`count` different binary lookups of all features of a model, as /v1/models describes it."""
     rng = np.random.default_rng(seed)
     rows = {t["name"]: t["rows"] for t in described["tables"]}

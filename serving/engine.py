@@ -129,15 +129,31 @@ class Served:
             bound = self.feature(i.feature)
             unpooled = bound.pooling is Pooling.NONE
             if not unpooled and i.bags is None:
-                raise bad_request(f"feature {i.feature!r} is {bound.pooling.label}-pooled and came without lengths; send {i.feature}.lengths")
+                raise bad_request(
+                    f"feature {i.feature!r} is {bound.pooling.label}-pooled and came without lengths; send {i.feature}.lengths"
+                )
             if unpooled and i.weights_at is not None:
                 raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
-            lk = Lookup(bound.table, bound.pooling, i.ids_at, i.ids, at, bound.half, i.bags or 0, i.lengths_at, i.bag_length, i.weights_at)
+            lk = Lookup(
+                bound.table,
+                bound.pooling,
+                i.ids_at,
+                i.ids,
+                at,
+                bound.half,
+                i.bags or 0,
+                i.lengths_at,
+                i.bag_length,
+                i.weights_at,
+            )
             lookups.append(lk)
             outputs.append(Output(i.feature, at, lk.out_bytes, (lk.outputs, bound.table.dim), bound.half))
             at += lk.out_bytes
         if at > self.max_response_bytes:
-            raise bad_request(f"the request asks for {at:,} bytes of vectors; the limit is {self.max_response_bytes:,} (max_response_bytes)", Kind.TOO_LARGE)
+            raise bad_request(
+                f"the request asks for {at:,} bytes of vectors; the limit is {self.max_response_bytes:,} (max_response_bytes)",
+                Kind.TOO_LARGE,
+            )
         return Batch(self, inputs, self.backend.plan(lookups, self.threads), tuple(outputs))
 
     def feature(self, name: str) -> BoundFeature:
@@ -168,7 +184,12 @@ class Engine:
 
     def __init__(self, model: Model, backend: Backend, *, threads: int, verify: Verify, max_response_bytes: int) -> None:
         self.model = model
-        self._backend, self._threads, self._verify, self._max_response_bytes = backend, threads, verify, max_response_bytes
+        self._backend, self._threads, self._verify, self._max_response_bytes = (
+            backend,
+            threads,
+            verify,
+            max_response_bytes,
+        )
         self._served: Served | None = None
         self._explicit: OrderedDict[int, Served] = OrderedDict()
         self._refused = 0

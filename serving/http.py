@@ -3,7 +3,7 @@
     what                                    limit                  answer
     request line and headers                max_header_bytes       431, close
     a body's declared or received length    max_body_bytes         413, close
-    first byte of a request to its headers  header_timeout_s       408, close (a connection without any byte: idle_timeout_s, close)
+    first byte of a request to its headers  header_timeout_s       408, close (no byte at all: idle_timeout_s, close)
     headers to the end of the body          body_timeout_s         408, close
     connections of this worker              max_connections        503, close
     a response that is not read             write_timeout_s        abort
@@ -87,7 +87,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.max_header_bytes:
             self._refuse_headers()
         elif len(self.connections) > self.limits.max_connections:
-            self._refuse(503, f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again")
+            self._refuse(
+                503,
+                f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again",
+            )
         elif self._declared_bytes() > self.limits.max_body_bytes:
             self._refuse_body(self._declared_bytes())
         else:
@@ -120,10 +123,16 @@ class _LimitedProtocol(HttpToolsProtocol):
         return 0
 
     def _refuse_headers(self) -> None:
-        self._refuse(431, f"the request line and headers exceed {self.limits.max_header_bytes:,} bytes, the limit (max_header_bytes)")
+        self._refuse(
+            431,
+            f"the request line and headers exceed {self.limits.max_header_bytes:,} bytes, the limit (max_header_bytes)",
+        )
 
     def _refuse_body(self, size: int) -> None:
-        self._refuse(413, f"the body has {size:,} bytes or more; the limit is {self.limits.max_body_bytes:,} (max_body_bytes)")
+        self._refuse(
+            413,
+            f"the body has {size:,} bytes or more; the limit is {self.limits.max_body_bytes:,} (max_body_bytes)",
+        )
 
     def _time_out(self, what: str, seconds: float) -> None:
         self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
@@ -143,7 +152,13 @@ class _LimitedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         body = orjson.dumps({"error": message})
-        lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close", b"", body)
+        lines = (
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+            b"",
+            body,
+        )
         self.transport.write(STATUS_LINE[status] + b"\r\n".join(lines))
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)

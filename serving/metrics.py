@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -26,7 +27,12 @@ UNKNOWN = "unknown"
 
 REQUESTS = Counter("tableside_requests_total", "Lookup requests answered.", ["model", "protocol", "outcome"])
 ERRORS = Counter("tableside_errors_total", "Requests refused and swaps that failed, by kind.", ["model", "kind"])
-STAGE_SECONDS = Histogram("tableside_stage_seconds", "Seconds a request spent in a stage.", ["model", "protocol", "stage"], buckets=_SECONDS)
+STAGE_SECONDS = Histogram(
+    "tableside_stage_seconds",
+    "Seconds a request spent in a stage.",
+    ["model", "protocol", "stage"],
+    buckets=_SECONDS,
+)
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
 VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
 ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])
@@ -111,7 +117,7 @@ def _folder() -> Path:
 def counters() -> Iterable[Metric]:
     """Counters and histograms summed over every worker that ever ran; a file that is damaged is left out and logged."""
     registry = CollectorRegistry()
-    collector = MultiProcessCollector(registry, str(_folder()))
+    collector: Any = MultiProcessCollector(registry, str(_folder()))  # type: ignore[no-untyped-call]
     readable = []
     for file in sorted(_folder().glob("*.db")):
         try:
@@ -131,14 +137,14 @@ class _Merged:
 def exposition(engines: Iterable[Engine]) -> bytes:
     """What /metrics answers."""
     registry = CollectorRegistry()
-    registry.register(_Merged())  # type: ignore[arg-type]
-    registry.register(_Now(engines))  # type: ignore[arg-type]
+    registry.register(_Merged())
+    registry.register(_Now(engines))
     return generate_latest(registry)
 
 
 def statistics(model: str) -> dict[str, tuple[int, float]]:
     """(count, seconds) of a model's answered stages, and of "refused", over all workers and protocols."""
-    found = {stage: (0, 0.0) for stage in (*STAGES, "refused")}
+    found = dict.fromkeys((*STAGES, "refused"), (0, 0.0))
     for metric in counters():
         for sample in metric.samples:
             if sample.labels.get("model") != model:

@@ -127,8 +127,17 @@ class _Config(uvicorn.Config):
 def _log_config() -> dict[str, Any]:
     line = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
     handler = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
-    loggers = {name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))}
-    return {"version": 1, "disable_existing_loggers": False, "formatters": {"line": line}, "handlers": {"stderr": handler}, "loggers": loggers}
+    loggers = {
+        name: {"handlers": ["stderr"], "level": level, "propagate": False}
+        for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": line},
+        "handlers": {"stderr": handler},
+        "loggers": loggers,
+    }
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -164,7 +173,9 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] = print) -> 
         config = make_config(settings)
         runner = _Supervisor(config, [sock])
         host, port = sock.getsockname()[:2]
-        runner.announce = lambda: announce(f"tableside serves {', '.join(settings.models)} on http://{host}:{port} ({settings.workers} workers, lookups on {backend.description})")
+        what = f"{', '.join(settings.models)} on http://{host}:{port}"
+        how = f"{settings.workers} workers, lookups on {backend.description}"
+        runner.announce = lambda: announce(f"tableside serves {what} ({how})")
         runner.run()
         return 1 if runner.failed else 0
     finally:

@@ -30,7 +30,9 @@ class ServerSettings(RootSettings):
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
     threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
-    verify: Literal["full", "header"] = Field("full", description="check every byte of a version when a worker attaches it, or only its header")
+    verify: Literal["full", "header"] = Field(
+        "full", description="check every byte of a version when a worker attaches it, or only its header"
+    )
     poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
     max_body_bytes: int = Field(64 << 20, ge=1024, description="largest request body")
     max_response_bytes: int = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
@@ -42,7 +44,11 @@ class ServerSettings(RootSettings):
     idle_timeout_s: float = Field(75, gt=0, description="seconds that a connection may stay open without a request")
     drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
     shutdown_timeout_s: float = Field(10, gt=0, description="seconds that running requests get to finish at shutdown")
-    inline_rows: int = Field(200_000, ge=0, description="rows up to which a lookup runs on the event loop, not on a thread beside it")
+    inline_rows: int = Field(
+        200_000,
+        ge=0,
+        description="rows up to which a lookup runs on the event loop, not on a thread beside it",
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:

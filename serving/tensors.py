@@ -16,7 +16,7 @@ from serving.errors import bad_request
 
 PARTS = ("values", "lengths", "weights")
 DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}
-DTYPES = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
+DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tensor:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """"clicked.lengths" -> ("clicked", "lengths"); a bare feature has the part ""."""
+    """ "clicked.lengths" -> ("clicked", "lengths"); a bare feature has the part ""."""
     feature, _, part = name.rpartition(".")
     return (feature, part) if feature and part in PARTS else (name, "")
 
@@ -77,7 +77,9 @@ def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
     if ids is None:
         raise bad_request(f"feature {feature!r} came without ids; send {feature} or {feature}.values")
     if dense is not None and len(dense.shape) != 2:
-        raise bad_request(f"input {feature!r}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send {feature}.values")
+        raise bad_request(
+            f"input {feature!r}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send {feature}.values"
+        )
     for tensor in (values, lengths):
         if tensor is not None and len(tensor.shape) != 1:
             raise bad_request(f"input {tensor.name!r}: shape is {list(tensor.shape)}; expected one dimension")
@@ -106,7 +108,9 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
     except OverflowError:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         at = next(i for i, x in enumerate(flat) if not low <= x <= high)
-        raise bad_request(f"{name!r}: value {_short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]") from None
+        raise bad_request(
+            f"{name!r}: value {_short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]"
+        ) from None
 
 
 def flatten(data: Any) -> list[Any]:

@@ -110,7 +110,10 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         known = "/v1/lookup, /v1/models, /v2, /health, /metrics, /docs"
-        return _json({"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"}, error.status_code)
+        return _json(
+            {"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"},
+            error.status_code,
+        )
 
     @app.exception_handler(Disconnected)
     async def disconnected(request: Request, error: Disconnected) -> Response:
@@ -183,7 +186,5 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "fp32_bytes": header.fp32_bytes,
         "load_seconds": header.load.get("seconds"),
         "tables": [{"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim} for t in header.tables],
-        "features": [
-            {"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features
-        ],
+        "features": [{"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features],
     }

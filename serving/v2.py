@@ -11,7 +11,6 @@ import time
 from importlib import metadata
 from typing import Any
 
-
 from serving import v2_request
 from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, read_body, respond, respond_json
 from serving.engine import Served

@@ -114,7 +114,9 @@ def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -
         raise bad_request(f"input {tensor.name!r} has both data and a binary_data_size; send one of them")
     array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
     if array.size != prod(tensor.shape):
-        raise bad_request(f"input {tensor.name!r}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}")
+        raise bad_request(
+            f"input {tensor.name!r}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}"
+        )
     return array.tobytes()
 
 
@@ -162,7 +164,10 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _response(
-    served: Served, request_id: str, outputs: Sequence[tuple[Output, bool]], buffer: np.ndarray[Any, Any] | None
+    served: Served,
+    request_id: str,
+    outputs: Sequence[tuple[Output, bool]],
+    buffer: np.ndarray[Any, Any] | None,
 ) -> dict[str, Any]:
     described = []
     for output, binary in outputs:
@@ -188,8 +193,8 @@ def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[An
         _response(served, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )
     if layout.in_order:
-        return head, [memoryview(buffer)] if buffer.size else []
-    return head, [memoryview(buffer[o.at : o.at + o.bytes]) for o, binary in layout.outputs if binary and o.bytes]
+        return head, [buffer.data] if buffer.size else []
+    return head, [buffer[o.at : o.at + o.bytes].data for o, binary in layout.outputs if binary and o.bytes]
 
 
 def input_names(served: Served) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def _array(value: Any, dtype: type, name: str) -> NDArray[Any]:
     array = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
     if array.size and array.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf"):
         raise TypeError(f"{name} are {array.dtype}; expected {np.dtype(dtype)}")
-    converted = np.ascontiguousarray(array, dtype)
+    converted: NDArray[Any] = np.ascontiguousarray(array, dtype)
     if converted.dtype.kind == "i" and array.dtype != converted.dtype and not np.array_equal(converted, array):
         raise OverflowError(f"{name} do not fit in {np.dtype(dtype)}")
     return converted

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from loader.checkpoint.rows import Checkpoint, Collector, Shard, file_size
 from loader.checkpoint.torch_files import load_on_meta, shard_of
@@ -87,8 +87,27 @@ class _Unpickler(pickle.Unpickler):
 
 
 _DTYPES = frozenset(
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex64 complex128".split()
+    [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+    ]
 )
 
 
@@ -112,7 +131,18 @@ def _read_metadata(path: Path) -> _Metadata:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, ValueError, AttributeError, TypeError, ImportError, MemoryError, OverflowError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        IndexError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        ImportError,
+        MemoryError,
+        OverflowError,
+    ) as error:
         raise CheckpointError(f"{path}: damaged or half-written ({error!r})") from error
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state, dict):
         raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint")
@@ -125,7 +155,13 @@ def _items(metadata: _Metadata) -> dict[tuple[str, tuple[int, ...]], _Storage]:
     return {(str(i["fqn"]), tuple(i["offset"] or ())): place for i, place in storage.items()}
 
 
-def _add(found: Collector, folder: Path, key: str, entry: _Tensor, items: dict[tuple[str, tuple[int, ...]], _Storage]) -> None:
+def _add(
+    found: Collector,
+    folder: Path,
+    key: str,
+    entry: _Tensor,
+    items: dict[tuple[str, tuple[int, ...]], _Storage],
+) -> None:
     shape = tuple(int(n) for n in entry["size"])
     properties = entry["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
@@ -155,7 +191,7 @@ def _shard(folder: Path, key: str, place: _Storage, offsets: tuple[int, ...], si
     if begin < 0 or begin + length > (size := file_size(path)):
         raise CheckpointError(f"{path}: {key!r} ends at byte {begin + length}, the file at {size}; it was truncated")
     with path.open("rb") as file:
-        tensor = load_on_meta(_Window(file, begin, length), path)
+        tensor = load_on_meta(cast(BinaryIO, _Window(file, begin, length)), path)
     found = shard_of(tensor, path, begin) if hasattr(tensor, "untyped_storage") else None
     if found is None or tuple(tensor.shape) != sizes:
         raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous tensor {list(sizes)}")

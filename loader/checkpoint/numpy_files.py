@@ -31,7 +31,9 @@ def _members(path: Path) -> dict[str, int]:
             places = {}
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED:
-                    raise CheckpointError(f"{path}: {info.filename} is compressed; write it with np.savez, not np.savez_compressed")
+                    raise CheckpointError(
+                        f"{path}: {info.filename} is compressed; write it with np.savez, not np.savez_compressed"
+                    )
                 file.seek(info.header_offset + 26)
                 name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
                 places[info.filename.removesuffix(".npy")] = info.header_offset + 30 + name_bytes + extra_bytes

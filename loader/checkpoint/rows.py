@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from loader.errors import CheckpointError
 from quant import Source
 
-DTYPES = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
+DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ class Matrix:
             if s.row < 0 or s.column < 0 or s.row + s.rows > self.rows or s.column + s.columns > self.dim:
                 raise CheckpointError(f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.dim}]")
             if any(s.overlaps(t) for t in self.shards[:i]):
-                raise CheckpointError(f"{s.path}: two shards of {self.key!r} hold the same values; the checkpoint is inconsistent")
+                raise CheckpointError(
+                    f"{s.path}: two shards of {self.key!r} hold the same values; the checkpoint is inconsistent"
+                )
             end = s.offset + s.rows * s.columns * self.source.bytes
             if s.offset < 0 or end > (size := file_size(s.path)):
                 raise CheckpointError(
@@ -91,7 +93,9 @@ class Checkpoint:
         if key in self.skipped:
             raise CheckpointError(f"{self.path}: {key!r} cannot be a table: {self.skipped[key]}")
         near = ", ".join(sorted(self.matrices)[:10]) or "none"
-        raise CheckpointError(f"{self.path}: there is no tensor {key!r}; matrices there: {near}{' ...' if len(self.matrices) > 10 else ''}")
+        raise CheckpointError(
+            f"{self.path}: there is no tensor {key!r}; matrices there: {near}{' ...' if len(self.matrices) > 10 else ''}"
+        )
 
     def open_files(self, matrix: Matrix) -> None:
         """Opens the files of a matrix, ahead of reading it from several threads."""
@@ -128,7 +132,9 @@ class Checkpoint:
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{path}: ends at byte {offset}, {len(into)} bytes early; it was truncated while it was read")
+                raise CheckpointError(
+                    f"{path}: ends at byte {offset}, {len(into)} bytes early; it was truncated while it was read"
+                )
             into, offset = into[count:], offset + count
 
     def fingerprint(self) -> dict[str, int]:

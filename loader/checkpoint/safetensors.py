@@ -14,7 +14,18 @@ from loader.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+}
 
 
 def read(path: Path) -> Checkpoint:
@@ -61,7 +72,9 @@ def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     for name, (dtype, shape, begin, end) in entries.items():
         expected = math.prod(shape) * _ITEM_BYTES.get(dtype, 0)
         if begin < 0 or end < begin or (expected and end - begin != expected):
-            raise CheckpointError(f"{path}: {name!r} of {dtype} {list(shape)} needs {expected} bytes, its offsets span {end - begin}")
+            raise CheckpointError(
+                f"{path}: {name!r} of {dtype} {list(shape)} needs {expected} bytes, its offsets span {end - begin}"
+            )
         if start + end > size:
             raise CheckpointError(
                 f"{path}: {name!r} ends at byte {start + end}, the file at {size}; it was truncated or is still being written"

@@ -4,7 +4,6 @@ Nested dicts ({"state_dict": {...}}) are flattened with dots. The values' places
 offset of a storage that it loads onto meta.
 """
 
-import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +24,13 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, found.matrices, found.skipped)
 
 
-def load_on_meta(file: IO[bytes] | io.RawIOBase, path: Path) -> Any:
+def load_on_meta(file: IO[bytes], path: Path) -> Any:
     """What torch.save wrote, with tensors on meta. CheckpointError: damaged, or it would run code."""
     import torch
 
     if file.read(4) != _ZIP_MAGIC:
         raise CheckpointError(
-            f"{path}: not a zip archive, so it is damaged or older than torch 1.6's format; load it with torch, and torch.save it again"
+            f"{path}: not a zip archive: damaged, or older than torch 1.6's format; load it with torch, and torch.save it again"
         )
     file.seek(0)
     try:

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant import Backend, BadIds, Lookup, Pooling, QuantError, RowFormat, Source, Table, backend_names, choose
+from quant import (
+    Backend,
+    BadIds,
+    Lookup,
+    Pooling,
+    QuantError,
+    RowFormat,
+    Source,
+    Table,
+    backend_names,
+    choose,
+)
 from quant.errors import Problem
 
 try:
@@ -112,9 +123,7 @@ def test_values_outside_a_formats_range_are_refused(backend: Backend, row_format
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_lookup_equals_the_reference(
-    backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool
-) -> None:
+def test_lookup_equals_the_reference(backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool) -> None:
     """Pooled and not, with weights and without, empty bags, repeated ids, the first and the last row."""
     table = table_of(row_format, dim)
     rng = np.random.default_rng(dim)
@@ -171,7 +180,11 @@ def test_ids_outside_the_table_are_refused(backend: Backend, value: int, positio
 
 @pytest.mark.parametrize(
     ("lengths", "problem", "position", "value"),
-    [([5, -1, 6], Problem.LENGTH, 1, -1), ([5, 6], Problem.SUM, 2, 11), ([2**31 - 1] * 4, Problem.SUM, 4, 4 * (2**31 - 1))],
+    [
+        ([5, -1, 6], Problem.LENGTH, 1, -1),
+        ([5, 6], Problem.SUM, 2, 11),
+        ([2**31 - 1] * 4, Problem.SUM, 4, 4 * (2**31 - 1)),
+    ],
 )
 def test_lengths_that_do_not_fit_are_refused(
     backend: Backend, lengths: list[int], problem: Problem, position: int, value: int
@@ -216,7 +229,18 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
         weighted = pooling is not Pooling.NONE and data.draw(st.booleans())
         weights = np.linspace(-1, 1, n, dtype=np.float32) if weighted else None
         half = data.draw(st.booleans())
-        lk = Lookup(table, pooling, at, n, out_at, half, len(lengths), at + 8 * n, 0, at + 8 * n + 4 * len(lengths) if weighted else None)
+        lk = Lookup(
+            table,
+            pooling,
+            at,
+            n,
+            out_at,
+            half,
+            len(lengths),
+            at + 8 * n,
+            0,
+            at + 8 * n + 4 * len(lengths) if weighted else None,
+        )
         parts += [ids.tobytes(), lengths.tobytes(), b"" if weights is None else weights.tobytes(), b"y"]
         at, out_at = at + sum(map(len, parts[-4:])), out_at + lk.out_bytes
         lookups.append(lk)
@@ -229,7 +253,9 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
             expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
             dtype = np.float16 if half else np.float32
             found = np.frombuffer(out, dtype, lk.outputs * table.dim, lk.out_at).reshape(expected.shape)
-            np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half))
+            np.testing.assert_allclose(
+                found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half)
+            )
 
 
 def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:

@@ -10,7 +10,12 @@ from quant.installed import check_pair, pair_fits
 
 @pytest.mark.parametrize(
     ("fbgemm", "torch", "fits"),
-    [("1.8.0", "2.13.0+cpu", True), ("1.6.0", "2.11.0+cu130", True), ("1.9.0", "2.13.0", False), ("0.1.0", "2.13.0", False)],
+    [
+        ("1.8.0", "2.13.0+cpu", True),
+        ("1.6.0", "2.11.0+cu130", True),
+        ("1.9.0", "2.13.0", False),
+        ("0.1.0", "2.13.0", False),
+    ],
 )
 def test_pairs(fbgemm: str, torch: str, fits: bool) -> None:
     assert pair_fits(fbgemm, torch) is fits

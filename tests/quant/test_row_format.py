@@ -8,7 +8,15 @@ from quant import QuantError, RowFormat, Source, Table, choose
 
 @pytest.mark.parametrize(
     ("row_format", "dim", "expected"),
-    [("int8", 128, 144), ("int8", 64, 80), ("int4", 64, 48), ("int2", 64, 32), ("fp8", 64, 64), ("fp16", 3, 16), ("fp32", 1, 16)],
+    [
+        ("int8", 128, 144),
+        ("int8", 64, 80),
+        ("int4", 64, 48),
+        ("int2", 64, 32),
+        ("fp8", 64, 64),
+        ("fp16", 3, 16),
+        ("fp32", 1, 16),
+    ],
 )
 def test_row_bytes(row_format: str, dim: int, expected: int) -> None:
     """Scale and bias in front where there are any, rows padded to 16 bytes (int8 of dim 128: 132 -> 144, as FBGEMM)."""

@@ -1,0 +1,41 @@
+# Everything a fresh machine needs: python3 with venv and pip, and make. A C compiler is installed where that is possible;
+# without one the native kernel is left out and lookups run on FBGEMM's operator.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
+
+.PHONY: help setup demo serve test check bench clean
+
+help:            ## what there is
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+setup: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	@./docker/compiler.sh
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (torch is large; a few minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,test]'
+	@touch $@
+
+demo: setup      ## make a model, load it, serve it with two workers, look up, compare, print a table
+	@$(BIN)/python examples/demo.py
+
+serve: setup     ## the demo's model, kept running, with the curl lines to try
+	@$(BIN)/python examples/demo.py --keep-serving
+
+test: setup      ## all tests
+	@$(BIN)/python -m pytest
+
+check: setup     ## ruff and mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: setup     ## the benchmarks; results go to benchmarks/results
+	@for b in lookup load http workers; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+clean:           ## removes the virtual environment and build files
+	rm -rf $(VENV) build *.egg-info quant/*.so

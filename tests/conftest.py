@@ -1,0 +1,52 @@
+"""Fixtures that every room's tests share. Everything a test publishes lies under one folder that goes with it."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.load import Loaded, LoadSettings, load
+from loader.model import parse_model
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A folder of published models in shared memory, of this test alone."""
+    folder = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
+    """publish({"table": values}, name=..., formats={...}, features={...}) -> Loaded: loads arrays through a real checkpoint."""
+
+    def run(
+        tables: dict[str, np.ndarray],
+        name: str = "demo",
+        formats: dict[str, str] | None = None,
+        features: dict[str, dict[str, str]] | None = None,
+        settings: LoadSettings = LoadSettings(),  # noqa: B008  (frozen)
+    ) -> Loaded:
+        path = tmp_path / f"{name}-{uuid.uuid4().hex[:6]}.npz"
+        np.savez(path, **tables)
+        raw = {
+            "name": name,
+            "checkpoint": path.name,
+            "tables": {t: {"key": t, "row_format": (formats or {}).get(t, "int8")} for t in tables},
+            "features": features or {},
+        }
+        return load(parse_model(raw, tmp_path), root, settings)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a developer's environment reaches a test."""
+    for name in [n for n in os.environ if n.startswith("TABLESIDE_")]:
+        monkeypatch.delenv(name)

@@ -1,0 +1,71 @@
+"""model.toml: what it accepts, and what each error says."""
+
+from pathlib import Path
+
+import pytest
+
+from loader.errors import ModelError
+from loader.model import Feature, ModelSpec, TableSpec, parse_model, read_model, write_model
+from quant import RowFormat
+
+GOOD = {
+    "name": "ads",
+    "checkpoint": "c.safetensors",
+    "tables": {"user": {"key": "user.weight", "row_format": "int4"}},
+    "features": {"clicked": {"table": "user", "pooling": "mean", "output": "fp16"}},
+}
+
+
+def test_a_whole_description() -> None:
+    spec = parse_model(GOOD, Path("/models"))
+    assert spec.checkpoint == Path("/models/c.safetensors")
+    assert spec.tables == (TableSpec("user", "user.weight", RowFormat.INT4),)
+    assert spec.features == (Feature("clicked", "user", "mean", "fp16"),)
+
+
+def test_without_features_every_table_is_one() -> None:
+    spec = parse_model({**GOOD, "features": {}}, Path())
+    assert spec.features == (Feature("user", "user", "sum", "fp32"),)
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    tables = (TableSpec("a", 'odd "key" \\', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2))
+    spec = ModelSpec("m", Path("x.pt"), tables, (Feature("a", "a"), Feature("b:c", "b:c", "none")))
+    (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix"]))
+    found = read_model(tmp_path / "model.toml")
+    assert (found.tables, found.features) == (spec.tables, spec.features)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "../etc"}, "model name"),
+        ({"name": None}, "model name"),
+        ({"checkpoint": ""}, "checkpoint is ''"),
+        ({"tables": {}}, "at least one table"),
+        ({"tables": {"user": {}}}, r"\[tables.user\]: key is None"),
+        ({"tables": {"user": {"key": "k", "row_format": "int3"}}}, "row_format is 'int3'; expected one of: int2"),
+        ({"tables": {"user": {"key": "k", "policy": "zero"}}}, "policy is 'zero'; expected one of: error"),
+        ({"tables": {"user": {"key": "k", "dim": 3}}}, "unknown key 'dim'"),
+        ({"tables": {"u.values": {"key": "k"}}}, "table name"),
+        ({"tables": 3}, "expected sections"),
+        ({"features": {"f": {"table": "item"}}}, "table 'item' is not described; expected one of: user"),
+        ({"features": {"f": {"table": "user", "pooling": "max"}}}, "pooling is 'max'"),
+        ({"features": {"f.lengths": {"table": "user"}}}, "feature name"),
+        ({"scorer": "dot"}, "unknown key 'scorer'"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_model({**GOOD, **change}, Path())
+
+
+def test_a_missing_file_names_init(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tableside init"):
+        read_model(tmp_path / "model.toml")
+
+
+def test_broken_toml_names_the_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "model.toml").write_text("name = \n")
+    with pytest.raises(ModelError, match=r"model\.toml: .*line 1"):
+        read_model(tmp_path / "model.toml")

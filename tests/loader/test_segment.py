@@ -1,0 +1,124 @@
+"""The segment's format: golden bytes, and one test per way a file can lie."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader.errors import SegmentError
+from loader.model import Feature
+from loader.segment import PRELUDE, Header, Segment, SegmentWriter, checksum, plan_tables
+from quant import RowFormat, Source, choose
+
+GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
+
+
+def write_golden(path: Path) -> None:
+    """The segment of GOLDEN: a table in int8 and one in fp16, fixed values, fixed times."""
+    tables = plan_tables([("a", "a.weight", RowFormat.INT8, 3, 8), ("b", "b.weight", RowFormat.FP16, 2, 4)])
+    header = Header("golden", 7, "2026-11-20T00:00:00+00:00", tables, (Feature("a", "a"), Feature("b", "b", "none", "fp16")))
+    writer = SegmentWriter(path, header)
+    for table in writer.header.tables:
+        values = np.arange(table.rows * table.dim, dtype=np.float32).reshape(table.rows, table.dim) / 4
+        row_format = RowFormat.parse(table.row_format)
+        choose("reference").quantize(values, Source.FP32, row_format, writer.rows(table, 0, table.rows))
+        writer.finish_chunk(table, 0)
+    writer.seal({"path": "golden.npz"}, {"seconds": 1.5})
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION and another file."""
+    write_golden(tmp_path / "1.segment")
+    assert (tmp_path / "1.segment").read_bytes() == GOLDEN.read_bytes()
+
+
+def test_the_format_read_by_hand() -> None:
+    """docs/format.md's table, followed with nothing but struct and json."""
+    data = GOLDEN.read_bytes()
+    magic, version, header_bytes, size, recorded = struct.unpack_from("<8sIIQQ", data)
+    assert (magic, version, size) == (b"TABLSIDE", 1, len(data))
+    header = Header.from_json(data[64 : 64 + header_bytes])
+    sums = data[64 + header_bytes :][: 8 * header.chunks]
+    assert checksum(data[64 : 64 + header_bytes] + sums) == recorded
+    for table, chunk_sum in zip(header.tables, struct.unpack("<2Q", sums), strict=True):
+        assert table.offset % 4096 == 0
+        assert checksum(data[table.offset : table.offset + table.rows * table.row_bytes]) == chunk_sum
+    scale, bias = np.frombuffer(data, np.float16, 2, header.tables[0].offset + 16)
+    np.testing.assert_allclose(bias, 2.0)
+    np.testing.assert_allclose(scale, 1.75 / 255, rtol=2**-11)
+
+
+def test_an_attached_segment_gives_its_tables() -> None:
+    segment = Segment(GOLDEN)
+    assert segment.header.features[1] == Feature("b", "b", "none", "fp16")
+    np.testing.assert_array_equal(choose("reference").dequantize(segment.tables["b"]), np.arange(8).reshape(2, 4) / 4)
+
+
+def test_rows_cannot_be_written_through_an_attachment() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        Segment(GOLDEN).tables["a"].packed[0, 0] = 1
+
+
+def test_a_table_keeps_the_mapping_alive() -> None:
+    """The mapping goes with the last array over it, not with the Segment object."""
+    table = Segment(GOLDEN).tables["a"]
+    assert choose("reference").dequantize(table).shape == (3, 8)
+
+
+def _change(data: bytes, at: int, value: bytes) -> bytes:
+    return data[:at] + value + data[at + len(value) :]
+
+
+LIES = {
+    "empty": (lambda d: b"", "too few"),
+    "shorter than the prelude": (lambda d: d[:63], "too few"),
+    "another magic": (lambda d: _change(d, 0, b"TABLSIDF"), "expected the magic"),
+    "never sealed": (lambda d: _change(d, 0, bytes(8)), "not a finished segment"),
+    "another format version": (lambda d: _change(d, 8, struct.pack("<I", 2)), "format version 2, this tableside reads 1"),
+    "truncated": (lambda d: d[:-1], "its header says"),
+    "longer than it says": (lambda d: d + b"\0", "its header says"),
+    "a header larger than the file": (lambda d: _change(d, 12, struct.pack("<I", 2**31)), "does not fit"),
+    "a flipped bit in the header": (lambda d: _change(d, 80, bytes([d[80] ^ 1])), "header is corrupt|checksum of the header"),
+    "a flipped bit in the checksums": (lambda d: _flip(d, 64 + struct.unpack_from("<I", d, 12)[0]), "checksum of the header"),
+    "a flipped bit in the first row": (lambda d: _flip(d, 4096), r"table 'a', rows \[0, 3\)"),
+    "a flipped bit in the last table": (lambda d: _flip(d, 8192 + 17), r"table 'b', rows \[0, 2\)"),
+}
+
+
+def _flip(data: bytes, at: int) -> bytes:
+    return _change(data, at, bytes([data[at] ^ 0x10]))
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_segment_that_lies_is_refused(lie: str, tmp_path: Path) -> None:
+    """Each way is found at attach, and the error says which file and what to do."""
+    change, expected = LIES[lie]
+    path = tmp_path / "1.segment"
+    path.write_bytes(change(GOLDEN.read_bytes()))
+    with pytest.raises(SegmentError, match=expected) as caught:
+        Segment(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_header_with_a_right_checksum_but_a_table_outside_the_file_is_refused(tmp_path: Path) -> None:
+    """A writer's fault, not a disk's: checked all the same, since it would read out of bounds."""
+    data = GOLDEN.read_bytes()
+    _, version, header_bytes, size, _ = PRELUDE.unpack(data[: PRELUDE.size])
+    text = data[64 : 64 + header_bytes].replace(b'"rows":3', b'"rows":9999999'.ljust(0)).ljust(header_bytes)
+    text = text.replace(b" " * 7, b"", 1)[:header_bytes].ljust(header_bytes)
+    sums = data[64 + header_bytes :][: 8 * Header.from_json(text).chunks]
+    prelude = PRELUDE.pack(b"TABLSIDE", version, header_bytes, size, checksum(text + sums))
+    path = tmp_path / "1.segment"
+    path.write_bytes(prelude + text + data[64 + header_bytes :])
+    with pytest.raises(SegmentError, match="table 'a' ends at byte"):
+        Segment(path)
+
+
+@pytest.mark.parametrize("rows", [1, 13106, 13107, 13108, 40000])
+def test_chunks_cover_every_row_once(rows: int) -> None:
+    """Sizes around a chunk's 1 MiB."""
+    (table,) = plan_tables([("a", "a", RowFormat.INT8, rows, 64)])
+    ranges = [table.chunk_range(c) for c in range(table.chunks)]
+    assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
+    assert (ranges[0][0], ranges[-1][1]) == (0, rows)

@@ -1,0 +1,45 @@
+"""What tests of several rooms use: values, deadlines, real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+def rows_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
+    """Values whose every row is different: fp32 [rows, dim]."""
+    return np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
+
+
+def until(condition: Callable[[], object], deadline_s: float = 20.0, what: str = "the condition") -> None:
+    """Waits for a condition; fails at the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"{what} was not met within {deadline_s} s")
+        time.sleep(0.01)
+
+
+def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    environment = {**os.environ, **({"TABLESIDE_ROOT": str(root)} if root else {})}
+    command = [sys.executable, "-m", "serving.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+
+
+def end(process: subprocess.Popen[str], deadline_s: float = 20) -> int:
+    """SIGTERM, then the exit code; SIGKILL and a failure at the deadline."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
