@@ -123,9 +123,12 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
 
 
 def available_bytes(where: Path) -> int:
-    """Bytes that the file system of `where` still takes."""
+    """Bytes that the file system of `where` still takes; a tmpfs without a limit takes what memory is available."""
     stats = os.statvfs(where)
-    return stats.f_bavail * stats.f_frsize
+    if stats.f_blocks:
+        return stats.f_bavail * stats.f_frsize
+    with open("/proc/meminfo") as meminfo:
+        return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
 
 
 def _no_space(size: int, free: int, where: Path) -> NoSpace:

@@ -6,13 +6,15 @@
     first byte of a request to its headers  header_timeout_s       408, close (no byte at all: idle_timeout_s, close)
     headers to the end of the body          body_timeout_s         408, close
     connections of this worker              max_connections        503, close
-    a response that is not read             write_timeout_s        abort
+    a response that is not read             write_timeout_s        reset
 
 A refused connection is read on for a moment before it is closed, so that a client that is still sending gets the answer and
 not a reset.
 """
 
 import asyncio
+import socket
+import struct
 from typing import Any
 
 import orjson
@@ -38,6 +40,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._body_bytes = 0
         self._in_headers = False
+        self._completed = False
         self._refused = False
 
     # ---- the connection ----
@@ -55,15 +58,18 @@ class _LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._in_headers:
-            self._header_bytes += len(data)
+        began_in_headers, self._completed = self._in_headers, False
         super().data_received(data)
-        if self._in_headers and not self._refused and self._header_bytes > self.limits.max_header_bytes:
+        if not self._in_headers or self._refused:
+            return
+        if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
+            self._header_bytes += len(data)
+        if self._header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self._reset)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -107,6 +113,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._completed = True
         self._disarm()
         if not self._refused:
             super().on_message_complete()
@@ -115,6 +122,11 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     # ---- refusing ----
+
+    def _reset(self) -> None:
+        """Closes with a reset, so that the kernel too drops what the client does not read."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _declared_bytes(self) -> int:
         for name, value in self.headers:

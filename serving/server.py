@@ -156,7 +156,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     return sock
 
 
-def serve(settings: ServerSettings, announce: Callable[[str], None] = print) -> int:
+def serve(settings: ServerSettings, announce: Callable[[str], None] = functools.partial(print, flush=True)) -> int:
     """Serves until a signal ends it; returns the exit code. Errors of the models or the address are raised before any worker starts."""
     if not settings.models:
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")

@@ -43,3 +43,6 @@ def end(process: subprocess.Popen[str], deadline_s: float = 20) -> int:
         process.kill()
         process.wait()
         raise
+    finally:
+        if process.stdout:
+            process.stdout.close()

@@ -1,0 +1,504 @@
+"""The images' files, checked without a Docker engine: linted, parsed, and their scripts run as real processes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+from support import end, rows_of, until
+
+from loader.load import load
+from loader.model import read_model
+from quant import RowFormat
+
+REPOSITORY = Path(__file__).parents[2]
+DOCKER = REPOSITORY / "docker"
+ENTRYPOINT, PREFLIGHT, COMPILER = DOCKER / "entrypoint.sh", DOCKER / "preflight.py", DOCKER / "compiler.sh"
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+DEADLINE_S = 3  # a check that fails ends the container within this
+
+Run = subprocess.CompletedProcess[str]
+
+
+# ---- the files ----
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """The Dockerfile's stages: name -> (INSTRUCTION, rest of the line), those of its base stage first."""
+    text = re.sub(r"^\s*#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in re.sub(r"\\\n", "", text).splitlines():
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            base, _, name = rest.partition(" AS ")
+            found[name] = list(found.get(base, []))
+        elif instruction:
+            found[name].append((instruction, rest.strip()))
+    return found
+
+
+def last(target: str, instruction: str) -> str:
+    return [rest for name, rest in stages()[target] if name == instruction][-1]
+
+
+def linted(tool: str, *files: Path) -> str:
+    """What a linter says of files; it comes with the extra `test`."""
+    found = shutil.which(tool, path=PATH)
+    assert found, f"{tool} is missing; pip install -e '.[test]'"
+    result = subprocess.run([found, *map(str, files)], capture_output=True, text=True, timeout=60, check=False)
+    return result.stdout + result.stderr
+
+
+def test_hadolint_has_nothing_to_say_of_the_dockerfile() -> None:
+    assert linted("hadolint", DOCKER / "Dockerfile") == ""
+
+
+def test_shellcheck_has_nothing_to_say_of_the_scripts() -> None:
+    assert linted("shellcheck", *DOCKER.glob("*.sh")) == ""
+
+
+@pytest.mark.parametrize("script", [ENTRYPOINT, COMPILER], ids=lambda p: p.name)
+def test_script_parses_and_may_be_executed(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    subprocess.run(["sh", "-n", script], timeout=10, check=True)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_image_is_small_unprivileged_and_checked(target: str) -> None:
+    """A final image runs as a numeric user that is not root, has no compiler, and says when it is healthy."""
+    assert int(last(target, "USER")) > 0
+    assert last(target, "EXPOSE") == "8000"
+    assert json.loads(last(target, "ENTRYPOINT")) == ["/opt/tableside/entrypoint.sh"]
+    assert "--start-period=" in last(target, "HEALTHCHECK")
+    commands = " ".join(rest for name, rest in stages()[target] if name == "RUN")
+    assert "gcc" not in commands and "apt-get" not in commands
+    assert f"[{target}]" in commands
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert target in project["optional-dependencies"]
+
+
+def test_builder_gets_every_package_and_leaves_no_apt_lists() -> None:
+    builder = stages()["builder"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    copied = {source for name, rest in builder if name == "COPY" for source in rest.split()[:-1]}
+    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    assert copied == packages | {"pyproject.toml", project["project"]["readme"]}
+    assert all(rest.endswith("rm -rf /var/lib/apt/lists/*") for name, rest in builder if "apt-get" in rest)
+
+
+def test_build_sees_all_that_it_copies() -> None:
+    """.dockerignore lets exactly the sources of the COPY lines through."""
+    copies = [rest.split()[:-1] for stage in stages().values() for name, rest in stage if name == "COPY"]
+    sources = {source for words in copies for source in words if not source.startswith("--")}
+    ignore = (DOCKER / "Dockerfile.dockerignore").read_text().split()
+    assert sources == {line[1:] for line in ignore if line.startswith("!")}
+
+
+def test_nothing_is_fetched_by_a_url_and_no_image_is_latest() -> None:
+    """No ADD, no host in a tracked file but this machine's, and a tag on every image."""
+    assert not [1 for stage in stages().values() for name, _ in stage if name == "ADD"]
+    assert "://" not in "".join(p.read_text() for p in DOCKER.iterdir() if p.is_file())
+    images = re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    images = [image for image in images if image not in stages()]
+    images += [s["image"] for s in compose()["services"].values() if "image" in s]
+    assert all(re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", image) for image in images)
+
+
+def compose() -> dict[str, Any]:
+    parsed: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    return parsed
+
+
+def test_compose_runs_the_server() -> None:
+    """The CPU image with room for its tables, models it cannot change, reachable from this machine only."""
+    service = compose()["services"]["tableside"]
+    assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
+    assert service["build"]["target"] in stages()
+    assert list(service["build"]["args"]) == [last("cpu", "ARG").rstrip("=")]
+    assert int(service["shm_size"].removesuffix("gb")) >= 1
+    assert service["ulimits"]["memlock"] == -1
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+    assert [v.rsplit(":", 2)[1:] for v in service["volumes"]] == [["/models", "ro"]]
+    assert all(m.startswith("/models/") for m in service["command"])
+    assert "disable" not in service["healthcheck"]
+
+
+def test_prometheus_scrapes_the_server() -> None:
+    services = compose()["services"]
+    mounted, target, mode = services["prometheus"]["volumes"][0].split(":")
+    assert (target, mode) == ("/etc/prometheus/prometheus.yml", "ro")
+    (job,) = yaml.safe_load((DOCKER / mounted).read_text())["scrape_configs"]
+    assert job.get("metrics_path", "/metrics") == "/metrics"
+    (host, port) = job["static_configs"][0]["targets"][0].split(":")
+    assert host in services
+    assert port == last("cpu", "EXPOSE")
+
+
+# ---- a check that fails ----
+
+
+def write_model(folder: Path, name: str = "ads", *, rows: int = 100, dim: int = 16, row_format: str = "int8") -> Path:
+    """A model.toml beside a checkpoint of one table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({"user": rows_of(rows, dim)}, folder / "ads.safetensors")
+    return describe(folder, "ads.safetensors", name, row_format)
+
+
+def describe(folder: Path, checkpoint: str, name: str = "ads", row_format: str = "int8") -> Path:
+    """A model.toml of the table `user` in a checkpoint."""
+    path = folder / "model.toml"
+    table = f'[tables.user]\nkey = "user"\nrow_format = "{row_format}"\n'
+    path.write_text(f'name = "{name}"\ncheckpoint = "{checkpoint}"\n{table}')
+    return path
+
+
+def environment(root: Path, **variables: str) -> dict[str, str]:
+    """What the container's processes see: no GPU but where `variables` say so."""
+    inherited = {k: v for k, v in os.environ.items() if k != "NVIDIA_VISIBLE_DEVICES"}
+    return {**inherited, "PATH": PATH, "TABLESIDE_ROOT": str(root), **variables}
+
+
+def refused(root: Path, *arguments: object, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
+    """Runs the entry point; returns the one line that it ends with."""
+    command = [*prefix, str(ENTRYPOINT), *map(str, arguments)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(root, **(variables or {})), check=False
+    )
+    assert result.returncode not in (0, 126, 127), result
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("tableside: ")
+    return line
+
+
+def private_mount(options: str, folder: Path) -> list[str]:
+    """The start of a command that sees a tmpfs on `folder`; it is seen by no other process, and gone with the command."""
+    script = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
+    for kind in (["--mount"], ["--mount", "--map-root-user"]):
+        prefix = ["unshare", *kind, "sh", "-c", script, str(folder)]
+        if subprocess.run([*prefix, "true"], capture_output=True, timeout=10, check=False).returncode == 0:
+            return prefix
+    pytest.skip("neither this user nor a user namespace may mount a tmpfs here")
+
+
+def test_no_model_is_named(root: Path) -> None:
+    assert "no model is named; expected the path of a model.toml" in refused(root)
+    assert "no model is named" in refused(root, "--", "--workers", "2")
+
+
+def test_option_before_the_dashes(root: Path) -> None:
+    line = refused(root, "ads", "--workers", "2")
+    assert "found option --workers among the models" in line
+    assert "MODEL... -- --workers" in line
+
+
+def test_root_as_an_option(root: Path) -> None:
+    """The load would publish where the server does not look."""
+    assert "set TABLESIDE_ROOT instead" in refused(root, "ads", "--", "--root=/dev/shm/other")
+
+
+def test_model_file_is_missing(root: Path, tmp_path: Path) -> None:
+    line = refused(root, path := tmp_path / "model.toml")
+    assert f"model {path} does not exist" in line
+    assert f"docker run -v FOLDER:{tmp_path}:ro" in line
+
+
+def test_model_file_is_damaged(root: Path, tmp_path: Path) -> None:
+    (path := tmp_path / "model.toml").write_text("name = \n")
+    assert f"{path}: " in refused(root, path)
+
+
+def test_checkpoint_is_missing(root: Path, tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    (tmp_path / "ads.safetensors").unlink()
+    assert f"checkpoint {tmp_path / 'ads.safetensors'} does not exist" in refused(root, path)
+
+
+def test_checkpoint_lacks_the_table(root: Path, tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    save_file({"item": rows_of(4, 4)}, tmp_path / "ads.safetensors")
+    assert "there is no tensor 'user'; matrices there: item" in refused(root, path)
+
+
+def test_model_was_never_published(root: Path) -> None:
+    line = refused(root, "ads")
+    assert "no version is live" in line
+    assert "docker run --ipc=host" in line
+
+
+def test_shared_memory_is_too_small(tmp_path: Path) -> None:
+    """In the 64 MiB that a container gets, with the size that is asked for just enough."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    path = write_model(tmp_path, rows=300_000, dim=64, row_format="fp32")  # 73.2 MiB
+    line = refused(shm / "tableside", path, prefix=private_mount("size=64m", shm))
+    assert re.search(r"has 67,108,864 bytes free, the load needs 7[67],\d{3},\d{3};", line)
+    assert line.endswith("docker run --shm-size=128m")
+    enough = subprocess.run(
+        [*private_mount("size=128m", shm), "tableside", "load", str(path)],
+        capture_output=True, text=True, timeout=60, env=environment(shm / "tableside"), check=False,
+    )  # fmt: skip
+    assert enough.returncode == 0, enough.stderr
+
+
+def test_checkpoint_that_takes_torch_is_estimated_without_it(tmp_path: Path) -> None:
+    """A torch.save file is measured by its size, before torch is imported (here, importing it would end the process)."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit(99)")
+    with open(tmp_path / "ads.pt", "wb") as file:
+        file.write(b"PK\x03\x04")
+        file.truncate(256 << 20)
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    path = describe(tmp_path, "ads.pt")
+    prefix = private_mount("size=64m", shm)
+    line = refused(shm / "tableside", path, prefix=prefix, variables={"PYTHONPATH": str(tmp_path)})
+    assert line.endswith("docker run --shm-size=192m")  # half of the file (32 of 64 bytes a row), rounded up
+
+
+def test_folder_is_not_writable(tmp_path: Path) -> None:
+    """For root, whom permissions do not stop, on a file system that is read-only."""
+    shm = tmp_path / "shm"
+    shm.mkdir(mode=0o555)
+    prefix = [] if os.geteuid() else private_mount("ro", shm)
+    line = refused(shm / "tableside", write_model(tmp_path), prefix=prefix)
+    assert f"{shm} is not writable by user {os.getuid()}" in line
+    assert "set TABLESIDE_ROOT to another one" in line
+
+
+LOW_MEMLOCK = ["prlimit", "--memlock=65536", "--"]
+
+
+@pytest.mark.parametrize("variable", ["NVIDIA_VISIBLE_DEVICES", "TABLESIDE_DEVICES"])
+def test_memlock_limit_is_too_low_for_a_gpu(root: Path, tmp_path: Path, variable: str) -> None:
+    path = write_model(tmp_path, rows=10_000)
+    line = refused(root, path, prefix=LOW_MEMLOCK, variables={variable: "0"})
+    assert "the memlock limit is 65,536 bytes" in line
+    assert line.endswith("docker run --ulimit memlock=-1")
+
+
+def test_memlock_counts_models_that_are_already_published(root: Path, tmp_path: Path) -> None:
+    load(read_model(write_model(tmp_path, rows=10_000)), root)
+    line = refused(root, "ads", prefix=LOW_MEMLOCK, variables={"NVIDIA_VISIBLE_DEVICES": "all"})
+    assert "registering the models with the GPU needs" in line
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"NVIDIA_VISIBLE_DEVICES": ""},
+        {"NVIDIA_VISIBLE_DEVICES": "void"},
+        {"NVIDIA_VISIBLE_DEVICES": "all", "TABLESIDE_IMAGE": "cpu"},
+    ],
+    ids=str,
+)
+def test_memlock_limit_does_not_matter_without_a_gpu(root: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+    path = write_model(tmp_path)
+    command = [*LOW_MEMLOCK, sys.executable, str(PREFLIGHT), str(path), "--", "--workers", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment(root, **variables), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ads\n", "")
+
+
+def preflight() -> ModuleType:
+    """docker/preflight.py as a module; it is a script, and belongs to no package."""
+    spec = spec_from_file_location("preflight", PREFLIGHT)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("rows", "dim", "row_format"), [(1, 1, "fp32"), (1000, 3, "int8"), (70_001, 128, "int4")])
+def test_estimate_is_close_and_never_too_small(root: Path, tmp_path: Path, rows: int, dim: int, row_format: str) -> None:
+    spec = read_model(write_model(tmp_path, rows=rows, dim=dim, row_format=row_format))
+    estimate = preflight().segment_bytes(spec)
+    actual = load(spec, root).segment_bytes
+    assert actual <= estimate <= actual + (2 << 20)
+
+
+# ---- the server ----
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def container(root: Path, *arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The entry point in a session of its own, as a container would run it; nothing of the session outlives the block."""
+    process = subprocess.Popen(
+        [str(ENTRYPOINT), *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env=environment(root, **variables),
+    )  # fmt: skip
+    try:
+        yield process
+        until(lambda: not session(process.pid), what="the end of the session's processes")
+    finally:
+        for pid in session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session, from /proc/PID/stat: pid (command) state parent group session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, sid = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(sid) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def healthcheck(port: int) -> Run:
+    """Runs the image's own check."""
+    command = json.loads(last("cpu", "HEALTHCHECK").partition("CMD ")[2])
+    variables = environment(Path("/"), TABLESIDE_PORT=str(port))
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=variables, check=False)
+
+
+def test_serves_from_load_to_signal(root: Path, tmp_path: Path) -> None:
+    """A model.toml and a published name are served together; the image's check sees it; SIGTERM ends it all with 0."""
+    load(read_model(write_model(tmp_path / "published", "older")), root)
+    path, port = write_model(tmp_path / "new"), free_port()
+    values = rows_of(100, 16)
+    (temporary := tmp_path / "tmp").mkdir()
+    assert healthcheck(port).returncode == 1
+    variables = {"TABLESIDE_PORT": str(port), "TABLESIDE_HOST": "127.0.0.1", "TMPDIR": str(temporary)}
+    with container(root, "older", path, "--", "--workers", "1", **variables) as process:
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or answers(f"{url}/v2/health/ready"), 60, "readiness")
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert healthcheck(port).returncode == 0
+        served = httpx.get(f"{url}/v1/models", trust_env=False).json()["models"]
+        assert [model["name"] for model in served] == ["older", "ads"]
+        request = {"model": "ads", "features": {"user": [[3, 5], [99]]}}
+        response = httpx.post(f"{url}/v1/lookup", json=request, trust_env=False)
+        assert response.status_code == 200, response.text
+        vectors = np.array(response.json()["vectors"]["user"], np.float32)
+        bound = RowFormat.INT8.error_bound(float(values.min()), float(values.max()))  # of a row; the first bag has two
+        np.testing.assert_allclose(vectors, [values[3] + values[5], values[99]], rtol=0, atol=2 * bound)
+        assert end(process) == 0
+    assert sorted(p.name for p in (root / "ads").glob("*.segment*")) == ["1.segment"]
+    assert list(temporary.iterdir()) == []
+
+
+def stand_in(folder: Path, name: str, script: str) -> Path:
+    """An executable shell script."""
+    folder.mkdir(exist_ok=True)
+    (path := folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_signal_during_the_load_ends_the_load(root: Path, tmp_path: Path) -> None:
+    """The shell passes the signal on and does not start the server; a stand-in for the command makes the load last."""
+    stand_in(tmp_path / "bin", "tableside", f'echo "$1" >> {tmp_path}/ran; exec sleep 600')
+    with container(root, write_model(tmp_path), PATH=f"{tmp_path}/bin{os.pathsep}{PATH}") as process:
+        until((tmp_path / "ran").exists, what="the start of the load")
+        assert end(process) == 128 + signal.SIGTERM
+    assert (tmp_path / "ran").read_text() == "load\n"
+
+
+def test_load_that_fails_is_the_containers_exit_code(root: Path, tmp_path: Path) -> None:
+    stand_in(tmp_path / "bin", "tableside", f'echo "$1" >> {tmp_path}/ran; exit 7')
+    with container(root, write_model(tmp_path), PATH=f"{tmp_path}/bin{os.pathsep}{PATH}") as process:
+        assert process.wait(20) == 7
+    assert (tmp_path / "ran").read_text() == "load\n"
+
+
+# ---- the compiler on a developer's machine ----
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Callable[..., Run]:
+    """compiler(cc=..., apt=..., root=...) runs compiler.sh where only these are installed, all of them stand-ins.
+
+    apt-get "installs" gcc and writes its arguments to apt.log; `python` stands for one with or without Python.h.
+    """
+
+    def run(*, cc: str | None = None, apt: bool = False, root: bool = True, headers: bool = True) -> Run:
+        tools = tmp_path / "tools"
+        stand_in(tools, "id", f"echo {0 if root else 1000}")
+        stand_in(tools, "python", "exit 0" if headers else "exit 1")
+        if cc:
+            stand_in(tools, cc, "exit 0")
+        if apt:
+            installed = f"echo noise; echo \"$@\" >> {tmp_path}/apt.log; echo '#!/bin/sh' > {tools}/gcc"
+            stand_in(tools, "apt-get", f"{installed}; {shutil.which('chmod')} +x {tools}/gcc")
+        return subprocess.run(
+            ["/bin/sh", COMPILER], env={"PATH": str(tools), "PYTHON": "python"},
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("cc", ["cc", "gcc"])
+def test_compiler_that_is_there_is_left_alone(compiler: Callable[..., Run], tmp_path: Path, cc: str) -> None:
+    result = compiler(cc=cc, apt=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert not (tmp_path / "apt.log").exists()
+
+
+def test_real_python_is_asked_for_its_header(tmp_path: Path) -> None:
+    """Not a stand-in: with this Python the script finds what sysconfig says."""
+    stand_in(tmp_path / "tools", "cc", "exit 0")
+    there = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    variables = {"PATH": str(tmp_path / "tools"), "PYTHON": sys.executable}
+    result = subprocess.run(["/bin/sh", COMPILER], env=variables, capture_output=True, text=True, timeout=20, check=False)
+    assert result.returncode == 0
+    assert (result.stderr == "") == there
+
+
+def test_compiler_is_installed_with_apt_by_root(compiler: Callable[..., Run], tmp_path: Path) -> None:
+    result = compiler(apt=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(result.stdout.splitlines()) == 1
+    assert "installing gcc" in result.stdout
+    update, install = (tmp_path / "apt.log").read_text().splitlines()
+    assert update == "update"
+    assert install == "install -y --no-install-recommends gcc libc6-dev python3-dev"
+
+
+@pytest.mark.parametrize(
+    "machine", [{}, {"apt": True, "root": False}, {"cc": "gcc", "headers": False}], ids=["bare", "not root", "no header"]
+)
+def test_machine_that_cannot_compile_gets_one_warning(compiler: Callable[..., Run], machine: dict[str, Any]) -> None:
+    """And exit code 0: the kernel is optional."""
+    result = compiler(**machine)
+    assert (result.returncode, result.stdout) == (0, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "the native kernel is left out and lookups run on FBGEMM" in result.stderr

@@ -1,0 +1,114 @@
+"""The command line, as a user types it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import rows_of, run_tableside
+
+
+def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init, load, list, inspect, verify, activate, gc, remove: each says what it did."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {
+        "sparse.embedding_bags.user.weight": torch.randn(100, 16),
+        "dense.weight": torch.randn(64, 64),
+        "b": torch.zeros(3),
+    }
+    torch.save(tensors, "model.pt")
+    found = run_tableside("init", "model.pt", "--row-format", "int4")
+    assert found.returncode == 0, found.stderr
+    text = Path("model.toml").read_text()
+    assert 'key = "sparse.embedding_bags.user.weight"' in text
+    assert "[tables.user]" in text
+    assert "#   dense.weight: a matrix" in text
+    assert run_tableside("init", "model.pt").returncode == 1
+
+    for version in (1, 2):
+        found = run_tableside("load", "model.toml", root=root)
+        assert f"model version {version}: 1 tables" in found.stdout, found.stderr
+        assert "on 2 MiB pages" in found.stdout
+    assert "live" in run_tableside("list", root=root).stdout
+    found = run_tableside("inspect", "model", root=root)
+    assert "int4" in found.stdout
+    assert "100" in found.stdout
+    assert "version 1: whole" in run_tableside("verify", "model", root=root).stdout
+    assert run_tableside("verify", "model", 2, root=root).returncode == 0
+    assert "version 1 is live" in run_tableside("activate", "model", 1, root=root).stdout
+    assert run_tableside("activate", "model", 9, root=root).returncode == 1
+    assert run_tableside("remove", "model", root=root).returncode == 1
+    assert "1 files removed" in run_tableside("gc", "--keep", 0, root=root).stdout
+    assert "removed model with 1 versions" in run_tableside("remove", "model", "--all", root=root).stdout
+    assert "nothing is published" in run_tableside("list", root=root).stdout
+
+
+def test_staging_without_activating(tmp_path: Path, root: Path) -> None:
+    np.save(tmp_path / "t.npy", rows_of(10, 8))
+    (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    run_tableside("load", tmp_path / "m.toml", root=root)
+    run_tableside("load", tmp_path / "m.toml", "--no-activate", root=root)
+    listed = run_tableside("list", root=root).stdout.splitlines()
+    assert ["live" in line for line in listed if line.split()[:1] == ["m"]] == [True, False]
+
+
+def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
+    """--keep says how many stay for a rollback."""
+    np.save(tmp_path / "t.npy", rows_of(10, 8))
+    (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    for _ in range(3):
+        run_tableside("load", tmp_path / "m.toml", "--keep", 1, root=root)
+    assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["2.segment", "3.segment"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("load", "nothing.toml"), "nothing.toml does not exist; write one with: tableside init CHECKPOINT"),
+        (("init", "nothing.pt"), "checkpoint nothing.pt does not exist"),
+        (("inspect", "nope"), "model 'nope'"),
+        (("verify", "nope"), "model 'nope'"),
+        (("activate", "../x", "1"), "model name '../x'"),
+        (("remove", "nope", "1"), "version 1 is not published"),
+        (("load", "x.toml", "--max-memory", "lots"), "'lots' is not a number of bytes"),
+        (("lookup", "m", "user=x", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
+        (("lookup", "m", "user=1", "--url", "http://127.0.0.1:9"), "cannot be reached"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_1(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    found = run_tableside(*arguments, root=root)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert "Traceback" not in found.stderr
+
+
+def test_lookup_and_bench_against_a_server(server: Any) -> None:
+    found = run_tableside("lookup", "demo", "user=1,2;3", "text=4", "--url", server.url)
+    assert "user float32 [2, 64]" in found.stdout
+    found = run_tableside("lookup", "demo", "user=1", "--json", "--url", server.url)
+    assert found.stdout.startswith('{"user":[[')
+    assert "id 5000 at position 0" in run_tableside("lookup", "demo", "user=5000", "--url", server.url).stderr
+    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--zipf", 1.2)
+    assert found.returncode == 0, found.stderr
+    assert "p99.9 ms" in found.stdout
+
+
+def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> None:
+    """The choice is open: it is in the metadata, and answers are the same."""
+    answers = []
+    for backend in ("native", "fbgemm", "reference"):
+        server = start("--backend", backend)
+        (described,) = server.get("/v1/models").json()["models"]
+        assert described["backend"].startswith(backend)
+        import httpx
+
+        reply = httpx.post(server.url + "/v1/lookup", json={"model": "demo", "features": {"user": [[1, 2, 3]]}}, timeout=10)
+        answers.append(np.array(reply.json()["vectors"]["user"]))
+    np.testing.assert_allclose(answers[0], answers[1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(answers[0], answers[2], rtol=0, atol=1e-5)

@@ -1,0 +1,174 @@
+"""Slow, large and many: every limit of serving/http.py, met by raw sockets."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support import until
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def tight(start: Start) -> Any:
+    """A server whose limits are small enough to be met quickly."""
+    return start(
+        *("--header-timeout-s", 0.4, "--body-timeout-s", 0.4, "--idle-timeout-s", 1, "--write-timeout-s", 0.5),
+        *("--max-body-bytes", 100_000, "--max-header-bytes", 2000, "--max-connections", 8, "--max-response-bytes", 1 << 28),
+    )
+
+
+@pytest.fixture
+def connect(tight: Any) -> Iterator[Callable[[], socket.socket]]:
+    """Opens a connection to the tight server."""
+    opened: list[socket.socket] = []
+
+    def run() -> socket.socket:
+        opened.append(socket.create_connection(("127.0.0.1", tight.port), timeout=10))
+        return opened[-1]
+
+    yield run
+    for one in opened:
+        one.close()
+
+
+def everything(connection: socket.socket) -> bytes:
+    """All bytes until the server closes."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def answer(connection: socket.socket) -> tuple[int, str]:
+    """Status and error of a response that closes the connection."""
+    head, _, body = everything(connection).partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_headers_that_never_end(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    assert answer(connection) == (408, "the headers did not arrive within 0.4 s; send the request in one go")
+
+
+def test_headers_that_drip(connect: Callable[[], socket.socket]) -> None:
+    """A byte now and then does not extend the deadline."""
+    connection = connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\n")
+    connection.settimeout(0.05)
+    received = b""
+    for i in range(400):
+        try:
+            connection.sendall(b"X-%d: y\r\n" % i)
+            received = connection.recv(4096)
+            break
+        except TimeoutError:
+            continue
+    assert received.startswith(b"HTTP/1.1 408")
+
+
+def test_a_body_that_never_comes(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    assert answer(connection) == (408, "the body did not arrive within 0.4 s; send the request in one go")
+
+
+def test_a_connection_without_a_request(connect: Callable[[], socket.socket]) -> None:
+    """Closed after idle_timeout_s, without a word."""
+    assert everything(connect()) == b""
+
+
+def test_a_kept_connection_that_goes_quiet(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert everything(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("parts", [1, 30])
+def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts: int) -> None:
+    """In one piece, and growing piece by piece."""
+    connection = connect()
+    connection.sendall(b"GET /health HTTP/1.1\r\n")
+    for i in range(parts):
+        connection.sendall(b"X-%d: " % i + b"y" * (3000 // parts) + b"\r\n")
+    if parts == 1:
+        connection.sendall(b"\r\n")
+    status, error = answer(connection)
+    assert status == 431
+    assert "exceed 2,000 bytes, the limit (max_header_bytes)" in error
+
+
+def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket]) -> None:
+    """Refused before the body comes; a client that sends on still gets the answer."""
+    connection = connect()
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n" + bytes(60_000))
+    status, error = answer(connection)
+    assert status == 413
+    assert "the limit is 100,000 (max_body_bytes)" in error
+
+
+def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(11):
+        connection.sendall(b"2710\r\n" + bytes(10_000) + b"\r\n")
+    status, _ = answer(connection)
+    assert status == 413
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3, b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"]
+)
+def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) -> None:
+    connection = connect()
+    connection.sendall(garbage)
+    assert answer(connection)[0] == 400
+
+
+def test_too_many_connections(connect: Callable[[], socket.socket], tight: Any) -> None:
+    """The ninth gets 503; when others leave, requests are answered again."""
+    held = [connect() for _ in range(8)]
+    last = connect()
+    last.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    status, error = answer(last)
+    assert status == 503
+    assert "8 connections, its limit (max_connections)" in error
+    for one in held:
+        one.close()
+    until(lambda: tight.get("/health").status_code == 200, what="the server to answer again")
+
+
+def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight: Any) -> None:
+    """Its connection is reset, its memory freed, and others are answered meanwhile."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", tight.port))
+    shape, bags = [40_000, 0], 40_000
+    body = json.dumps(
+        {
+            "inputs": [{"name": "user", "datatype": "INT64", "shape": shape, "data": []}],
+            "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
+        }
+    ).encode()
+    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert bags * 64 * 4 > 4 << 20
+    assert tight.get("/health").status_code == 200
+
+    def was_reset() -> bool:
+        with open("/proc/net/tcp") as table:
+            local = f"0100007F:{connection.getsockname()[1]:04X}"
+            states = [line.split()[3] for line in table if line.split()[1] == local]
+        return states != ["01"]  # 01: established
+
+    until(was_reset, what="the server to give the connection up")
+    connection.close()
+
+
+def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 5)
+    assert everything(connection).count(b"HTTP/1.1 200") == 5

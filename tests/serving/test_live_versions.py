@@ -1,0 +1,125 @@
+"""New versions while requests run: taken within a second, each answer whole from one version, none failed."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import run_tableside, until
+
+from loader.load import load
+from loader.model import parse_model
+from loader.versions import Model
+from serving.client import Client
+
+Start = Callable[..., Any]
+
+
+def publish_constant(root: Path, folder: Path, value: float) -> int:
+    """A version whose every value of every table is `value`."""
+    tables = {"user": np.full((1000, 64), value, np.float32), "item": np.full((300, 32), value, np.float32)}
+    np.savez(folder / "constant.npz", **tables)
+    raw = {"name": "demo", "checkpoint": "constant.npz", "tables": {t: {"key": t, "row_format": "fp32"} for t in tables}}
+    return load(parse_model(raw, folder), root).version
+
+
+def versions_of_workers(server: Any, workers: int) -> set[int]:
+    """What each worker answers from, seen over connections until all of them were heard."""
+    heard: dict[int, int] = {}
+    for _ in range(200):
+        text = server.get("/health").json()
+        heard[len(heard)] = text["models"]["demo"]
+        if len(heard) >= 8 * workers:
+            break
+    return set(heard.values())
+
+
+def test_a_new_version_is_taken_by_all_workers_while_requests_run(start: Start, root: Path, tmp_path: Path) -> None:
+    """Every answer has one value in all its features: that of the version it names. None fails."""
+    publish_constant(root, tmp_path, 1.0)
+    server = start("--workers", 2)
+    stop, failures, answers = threading.Event(), [], []
+
+    def ask() -> None:
+        with Client(server.url, retries=0) as client:
+            while not stop.is_set():
+                try:
+                    found = client.lookup("demo", {"user": [[1, 2]] * 8, "item": [[3]] * 8})
+                except Exception as error:  # noqa: BLE001  (any failure fails the test)
+                    failures.append(error)
+                    return
+                values = {float(found["user"].max()) / 2, float(found["user"].min()) / 2, *map(float, np.unique(found["item"]))}
+                answers.append((time.monotonic(), values))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for t in threads:
+        t.start()
+    changed = []
+    for value in (2.0, 3.0, 4.0):
+        publish_constant(root, tmp_path, value)
+        published = time.monotonic()
+        until(lambda v=value: sum(a[1] == {v} for a in answers[-40:]) == 40, what=f"version of value {value}")
+        changed.append((published, value))
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not failures
+    assert all(len(values) == 1 for _, values in answers)
+    for published, value in changed:
+        late = [at for at, values in answers if at > published + 1.0 and values == {value - 1}]
+        assert not late, f"{len(late)} answers from the version before, more than a second after version {value} was live"
+
+
+def test_rollback(start: Start, root: Path, tmp_path: Path) -> None:
+    """`tableside activate` back to the version before; a named version is answered whichever is live."""
+    publish_constant(root, tmp_path, 1.0)
+    publish_constant(root, tmp_path, 2.0)
+    server = start("--workers", 2)
+    with Client(server.url) as client:
+        assert client.lookup("demo", {"user": [[1]]})["user"][0, 0] == 2.0
+        assert client.lookup("demo", {"user": [[1]]}, version=1)["user"][0, 0] == 1.0
+        assert run_tableside("activate", "demo", 1, root=root).returncode == 0
+        until(lambda: versions_of_workers(server, 2) == {1}, what="both workers to roll back")
+        assert client.lookup("demo", {"user": [[1]]})["user"][0, 0] == 1.0
+
+
+def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path) -> None:
+    """The old one is served on, the metrics count the failure, and the next good version is taken."""
+    publish_constant(root, tmp_path, 1.0)
+    server = start("--workers", 1)
+    model = Model(root, "demo")
+    spec = {"name": "demo", "checkpoint": "constant.npz", "tables": {"user": {"key": "user", "row_format": "fp32"}}}
+    from loader.load import LoadSettings
+
+    staged = load(parse_model(spec, tmp_path), root, LoadSettings(activate=False))
+    data = bytearray(staged.path.read_bytes())
+    data[-100_000] ^= 1
+    staged.path.chmod(0o644)
+    staged.path.write_bytes(data)
+    model._write_record(type(model.record())(staged.version, staged.version))
+    until(lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in server.get("/metrics").text, what="the failed swap")
+    assert server.get("/health").json()["models"] == {"demo": 1}
+    publish_constant(root, tmp_path, 5.0)
+    until(lambda: server.get("/health").json()["models"] == {"demo": 3}, what="the next version")
+
+
+def test_a_removed_model_is_served_on(start: Start, root: Path) -> None:
+    """What is mapped stays; the server keeps answering from it."""
+    server = start("--workers", 1)
+    Model(root, "demo").remove_all()
+    with Client(server.url) as client:
+        assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
+    assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_models_in_one_server(start: Start, root: Path, tmp_path: Path, workers: int) -> None:
+    np.save(tmp_path / "t.npy", np.ones((5, 8), np.float32))
+    load(parse_model({"name": "other", "checkpoint": "t.npy", "tables": {"t": {"key": "t"}}}, tmp_path), root)
+    server = start("--workers", workers, models=("demo", "other"))
+    with Client(server.url) as client:
+        assert {m["name"] for m in client.models()} == {"demo", "other"}
+        np.testing.assert_allclose(client.lookup("other", {"t": [[1, 2]]})["t"], 2.0, rtol=1e-3)

@@ -1,0 +1,85 @@
+"""Metrics: every number, after kills and with damaged files, and no label that a request can invent."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support import until
+
+from serving.client import Client, ClientError
+
+Start = Callable[..., Any]
+
+
+def sample(text: str, name: str) -> float:
+    """The value of one sample line."""
+    return float(next(line for line in text.splitlines() if line.startswith(name + " ")).rsplit(" ", 1)[1])
+
+
+def test_every_number_is_there(start: Start) -> None:
+    server = start("--workers", 2)
+    with Client(server.url) as client:
+        for _ in range(10):
+            client.lookup("demo", {"user": [[1, 2], [3, 4]], "text": [[1]]})
+        text = client.metrics()
+    assert sample(text, 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 10
+    assert sample(text, 'tableside_ids_total{model="demo"}') == 50
+    assert sample(text, 'tableside_vectors_total{model="demo"}') == 30
+    assert sample(text, 'tableside_row_bytes_total{model="demo"}') == 10 * (4 * 80 + 32)
+    assert sample(text, 'tableside_response_bytes_total{model="demo"}') == 10 * (2 * 64 * 4 + 16 * 4)
+    assert sample(text, 'tableside_request_bytes_total{model="demo"}') > 10 * 40
+    for stage in ("parse", "lookup", "encode"):
+        labels = f'{{model="demo",protocol="v2",stage="{stage}"}}'
+        assert sample(text, f"tableside_stage_seconds_count{labels}") == 10
+        assert 0 < sample(text, f"tableside_stage_seconds_sum{labels}") < 10
+    assert sample(text, 'tableside_version{model="demo"}') == 1
+    assert sample(text, 'tableside_segment_bytes{model="demo"}') > 1000 * 80
+    assert sample(text, 'tableside_fp32_bytes{model="demo"}') == 4 * (1000 * 64 + 300 * 32 + 50 * 16)
+    assert sample(text, 'tableside_load_seconds{model="demo"}') > 0
+    assert sample(text, 'tableside_published_versions{model="demo"}') == 1
+
+
+def test_errors_by_kind_without_invented_labels(start: Start) -> None:
+    """A thousand unknown names make one label."""
+    server = start("--workers", 1)
+    with Client(server.url) as client:
+        for i in range(50):
+            try:
+                client.lookup(f"model{i}", {"user": [[1]]})
+            except ClientError as error:
+                assert error.status == 404
+        try:
+            client.lookup("demo", {"user": [[-1]]})
+        except ClientError as error:
+            assert error.status == 400
+        text = client.metrics()
+    assert sample(text, 'tableside_errors_total{kind="not_found",model="unknown"}') == 50
+    assert sample(text, 'tableside_errors_total{kind="bad_id",model="demo"}') == 1
+    assert "model7" not in text
+
+
+def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, monkeypatch: Any, tmp_path: Path) -> None:
+    """A worker killed in the middle of a write leaves a torn file: it is left out, the rest counts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = start("--workers", 2)
+    with Client(server.url) as client:
+        client.lookup("demo", {"user": [[1]]})
+        (folder,) = tmp_path.glob("tableside-metrics-*")
+        (folder / "counter_99999.db").write_bytes(b"\xff\xff\x00\x00" + b"garbage" * 10)
+        assert sample(client.metrics(), 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 1
+
+
+def test_counters_survive_kills(start: Start) -> None:
+    """What a killed worker counted is still counted, at once and after its replacement."""
+    server = start("--workers", 2)
+    name = 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}'
+    with Client(server.url, retries=3) as client:
+        for killed in range(1, 4):
+            for _ in range(10):
+                client.lookup("demo", {"user": [[1]]})
+            os.kill(server.workers()[0], signal.SIGKILL)
+            assert sample(client.metrics(), name) == 10 * killed
+            until(lambda: len(server.workers()) == 2, what="a replacement")
+            assert sample(client.metrics(), name) == 10 * killed

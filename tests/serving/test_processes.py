@@ -1,0 +1,191 @@
+"""Workers as processes: killed, replaced, drained, orphaned; and servers that cannot start."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from support import end, run_tableside, until
+
+from loader.versions import Model
+from quant import choose
+from serving.client import Client, ClientError
+
+Start = Callable[..., Any]
+
+
+def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
+    """No wrong row, at most the requests in flight break, the worker is replaced, and counters go on from where they were."""
+    server = start("--workers", 2)
+    table = Model(root, "demo").attach().tables["user"]
+    stop, wrong, broken, answered = threading.Event(), [], [], []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with Client(server.url, retries=0) as client:
+            while not stop.is_set():
+                ids = rng.integers(0, 1000, (4, 5))
+                try:
+                    found = client.lookup("demo", {"user": ids})["user"]
+                except ClientError as error:
+                    broken.append(error)
+                    continue
+                answered.append(1)
+                if not np.array_equal(found, choose("native").lookup(table, ids.reshape(-1), np.full(4, 5, np.int32))):
+                    wrong.append(ids)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for t in threads:
+        t.start()
+    until(lambda: len(answered) > 50, what="load")
+    before = set(server.workers())
+    victim = max(before)
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, what="a replacement")
+    count = len(answered)
+    until(lambda: len(answered) > count + 50, what="load after the replacement")
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert len(broken) <= 16
+    text = server.get("/metrics").text
+    counted = float(text.split('tableside_requests_total{model="demo",outcome="ok",protocol="v2"} ')[1].split("\n")[0])
+    assert len(answered) <= counted <= len(answered) + len(broken)
+
+
+def test_a_client_with_retries_does_not_notice(start: Start) -> None:
+    """A lookup that breaks with a killed worker is sent again."""
+    server = start("--workers", 2)
+    with Client(server.url, retries=3) as client:
+        for i in range(3):
+            client.lookup("demo", {"user": [[1]]})
+            os.kill(server.workers()[i % 2], signal.SIGKILL)
+            for _ in range(20):
+                client.lookup("demo", {"user": [[1]]})
+            until(lambda: len(server.workers()) == 2, what="a replacement")
+
+
+def test_readiness_goes_false_before_draining(start: Start) -> None:
+    """After SIGTERM: not ready, but requests are still answered, for drain_s; then it ends with exit code 0."""
+    server = start("--workers", 1, "--drain-s", 2)
+    with httpx.Client(base_url=server.url) as client:
+        assert client.get("/v2/health/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503, what="readiness to go")
+        assert client.get("/v2/health/live").status_code == 200
+        assert client.get("/health").json()["status"] == "draining"
+        assert client.post("/v1/lookup", json={"model": "demo", "features": {"user": [[1]]}}).status_code == 200
+    assert end(server.process) == 0
+
+
+def test_workers_end_when_their_supervisor_is_killed(start: Start) -> None:
+    """No orphan holds the port."""
+    server = start("--workers", 2, "--drain-s", 0)
+    workers = server.workers()
+    server.process.kill()
+    server.process.wait()
+    until(lambda: not any(Path(f"/proc/{w}").exists() for w in workers), what="the workers to end")
+    until(lambda: _is_free(server.port), what="the port to be free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_hangup_replaces_every_worker(start: Start) -> None:
+    """SIGHUP: each successor is ready before its predecessor goes; no request fails."""
+    server = start("--workers", 2, "--drain-s", 0.1)
+    before = set(server.workers())
+    failed, stop = [], threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                with Client(server.url, retries=1) as client:
+                    client.lookup("demo", {"user": [[1]]})
+            except ClientError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: len(server.workers()) == 2 and not before & set(server.workers()), what="new workers")
+    stop.set()
+    thread.join()
+    assert not failed
+
+
+def test_a_taken_port(start: Start, root: Path) -> None:
+    """One line with the remedy, exit code 1, and the server that has the port is not disturbed."""
+    server = start("--workers", 1)
+    found = run_tableside("serve", "demo", "--port", server.port, root=root)
+    assert found.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port" in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert server.get("/health").status_code == 200
+
+
+def test_a_model_that_is_not_published(root: Path) -> None:
+    found = run_tableside("serve", "nope", "--port", 0, root=root)
+    assert found.returncode == 1
+    assert "model 'nope' in" in found.stderr
+    assert "tableside load model.toml" in found.stderr
+
+
+def test_a_version_that_is_damaged_at_start(start: Start, root: Path) -> None:
+    """Workers refuse it at attach; the server says why and ends with exit code 1 instead of trying for ever."""
+    server = start("--workers", 1)
+    end(server.process)
+    path = Model(root, "demo").path(1)
+    data = bytearray(path.read_bytes())
+    data[8192 + 33] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    found = run_tableside("serve", "demo", "--port", 0, root=root)
+    assert found.returncode == 1
+    assert "the checksum is wrong" in found.stderr
+
+
+def test_no_model_is_named(root: Path) -> None:
+    found = run_tableside("serve", root=root)
+    assert (found.returncode, "no model is named" in found.stderr) == (1, True)
+
+
+def test_settings_from_the_environment_and_bad_ones(root: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TABLESIDE_PORT", "many")
+    found = run_tableside("serve", "demo", root=root)
+    assert found.returncode == 2
+    assert "--port" in found.stderr
+    assert "found 'many'" in found.stderr
+    monkeypatch.delenv("TABLESIDE_PORT")
+    assert run_tableside("serve", "demo", "--backend", "cuda", root=root).returncode == 2
+    found = run_tableside("serve", "demo", "--workers", 0, root=root)
+    assert "--workers: Input should be greater than or equal to 1" in found.stderr
+
+
+def test_nothing_is_left_in_the_temporary_folder(start: Start, monkeypatch: Any, tmp_path: Path) -> None:
+    """The metrics' folder goes with the server."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = start("--workers", 1)
+    until(lambda: list(tmp_path.glob("tableside-metrics-*")), what="the metrics' folder")
+    assert end(server.process) == 0
+    assert not list(tmp_path.glob("tableside-metrics-*"))
+
+
+def test_a_second_worker_adds_little_memory(start: Start) -> None:
+    """Workers share imports with the process they were forked from: each has less than 40 MB of its own."""
+    from loader.memory import pss_bytes
+
+    server = start("--workers", 3)
+    time.sleep(0)
+    private = [pss_bytes(w)["private"] for w in server.workers()]
+    assert len(private) == 3
+    assert max(private) < 40e6, private
