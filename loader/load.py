@@ -25,7 +25,7 @@ from loader.versions import Model
 from quant import Backend, QuantError, RowFormat, choose
 from quant.errors import NotRepresentable
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
 
 

@@ -45,11 +45,9 @@ class Worker(uvicorn.Server):
             super().handle_exit(sig, frame)
             return
         self._draining = True
-        application = self.config.loaded_app
-        settings: ServerSettings = application.service.settings
-        application.service.drain()
+        self.config.loaded_app.service.drain()
         loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
-        loop.call_soon_threadsafe(loop.call_later, settings.drain_s, finish)
+        loop.call_soon_threadsafe(loop.call_later, self.config.settings.drain_s, finish)
 
 
 class WorkerProcess(supervisor.Process):
@@ -80,48 +78,43 @@ class WorkerProcess(supervisor.Process):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _MakeApplication:
-    """Builds the application in the worker; carries only the settings there."""
-
-    def __init__(self, settings: ServerSettings) -> None:
-        self.settings = settings
-
-    def __call__(self) -> Any:
-        from serving.app import Application
-
-        return Application(self.settings)
+MakeApplication = Callable[[ServerSettings], Any]
 
 
-def make_config(settings: ServerSettings, app: Callable[[], Any] | None = None) -> uvicorn.Config:
-    """uvicorn's configuration of a worker."""
-    return _Config(
-        app or _MakeApplication(settings),
-        factory=True,
-        workers=settings.workers,
-        loop="uvloop",
-        lifespan="on",
-        ws="none",
-        access_log=False,
-        date_header=False,
-        server_header=False,
-        proxy_headers=False,
-        log_config=_log_config(),
-        timeout_keep_alive=int(settings.idle_timeout_s) or 1,
-        timeout_graceful_shutdown=int(settings.shutdown_timeout_s) or 1,
-        backlog=2048,
-    )
+def make_application(settings: ServerSettings) -> Any:
+    """The ASGI application, imported where it is built: in the worker."""
+    from serving.app import Application
+
+    return Application(settings)
 
 
 class _Config(uvicorn.Config):
-    """Makes the limited protocol in the worker: a class made at run time does not travel between processes."""
+    """uvicorn's configuration of a worker. It travels to the worker, and makes application and protocol class there."""
+
+    def __init__(self, settings: ServerSettings, make: MakeApplication) -> None:
+        self.settings = settings
+        super().__init__(
+            functools.partial(make, settings),
+            factory=True,
+            workers=settings.workers,
+            loop="uvloop",
+            lifespan="on",
+            ws="none",
+            access_log=False,
+            date_header=False,
+            server_header=False,
+            proxy_headers=False,
+            log_config=_log_config(),
+            timeout_keep_alive=max(1, int(settings.idle_timeout_s)),
+            timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
+            backlog=2048,
+        )
 
     def load(self) -> None:
         super().load()
         from serving.http import limited_protocol
 
-        make = self.app
-        if isinstance(make, _MakeApplication):
-            self.http_protocol_class = limited_protocol(make.settings)
+        self.http_protocol_class = limited_protocol(self.settings)
 
 
 def _log_config() -> dict[str, Any]:
@@ -156,8 +149,15 @@ def bind(settings: ServerSettings) -> socket.socket:
     return sock
 
 
-def serve(settings: ServerSettings, announce: Callable[[str], None] = functools.partial(print, flush=True)) -> int:
-    """Serves until a signal ends it; returns the exit code. Errors of the models or the address are raised before any worker starts."""
+def serve(
+    settings: ServerSettings,
+    announce: Callable[[str], None] = functools.partial(print, flush=True),
+    make: MakeApplication = make_application,
+) -> int:
+    """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
+
+    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
+    """
     if not settings.models:
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
     for name in settings.models:
@@ -170,8 +170,7 @@ def serve(settings: ServerSettings, announce: Callable[[str], None] = functools.
         preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         supervisor.Process = WorkerProcess  # type: ignore[misc]  # the class that uvicorn's supervisor makes its workers of
-        config = make_config(settings)
-        runner = _Supervisor(config, [sock])
+        runner = _Supervisor(_Config(settings, make), [sock])
         host, port = sock.getsockname()[:2]
         what = f"{', '.join(settings.models)} on http://{host}:{port}"
         how = f"{settings.workers} workers, lookups on {backend.description}"

@@ -1,0 +1,167 @@
+"""Load throughput and peak memory: against reading the file and against quantizing it, in the same run.
+
+read      the same bytes with preadv into a buffer, as many threads as the load has
+quantize  the same rows from memory to memory, as many threads
+load      both, plus reserving, hashing and publishing the segment
+The file is in the page cache (warm: the processor is the limit), or dropped from it first (cold: the disk is).
+"""
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import console, report, shared_folder
+from safetensors.numpy import save_file
+
+from loader.load import PIECE_BYTES, load
+from loader.memory import pss_bytes
+from loader.model import ModelSpec, parse_model
+from loader.versions import Model
+from quant import RowFormat, Source, choose
+
+DIM, TABLES, ROUNDS = 64, 4, 5
+TARGET, MEMORY_TARGET = 0.7, 256 << 20
+
+
+def write_checkpoint(path: Path, gib: float) -> int:
+    """A safetensors file of fp32 tables; returns its rows a table."""
+    rows = int(gib * 2**30 / 4 / DIM / TABLES)
+    pool = np.random.default_rng(0).standard_normal((rows, DIM), dtype=np.float32)
+    save_file({f"t{i}.weight": pool for i in range(TABLES)}, path)
+    return rows
+
+
+def drop_cache(path: Path) -> None:
+    """Writes the file out and drops its pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_threads(work: Any, parts: int) -> float:
+    """Seconds until work(i) is done for all parts, over as many threads as cores."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(work, range(parts)))
+    return time.perf_counter() - started
+
+
+def read(path: Path) -> float:
+    """Seconds to read the whole file."""
+    size, step = path.stat().st_size, 16 << 20
+    fd = os.open(path, os.O_RDONLY)
+    local = threading.local()
+
+    def part(i: int) -> None:
+        buffer = getattr(local, "buffer", None) or bytearray(PIECE_BYTES)
+        local.buffer = buffer
+        for offset in range(i * step, min((i + 1) * step, size), PIECE_BYTES):
+            os.preadv(fd, [memoryview(buffer)[: min(PIECE_BYTES, size - offset)]], offset)
+
+    seconds = in_threads(part, -(-size // step))
+    os.close(fd)
+    return seconds
+
+
+def quantize(row_format: RowFormat, values: np.ndarray, out: np.ndarray) -> float:
+    """Seconds to quantize all rows from memory to memory, TABLES times, in pieces as large as a load's."""
+    backend, piece = choose(), PIECE_BYTES // 4 // DIM
+
+    def part(i: int) -> None:
+        start = i % parts * piece
+        backend.quantize(values[start : start + piece], Source.FP32, row_format, out[start : start + piece])
+
+    parts = -(-len(values) // piece)
+    return in_threads(part, parts * TABLES)
+
+
+def peak_of(work: Any) -> int:
+    """The most private memory (without the segment's pages) over what the process had before; this run is not timed."""
+    idle = pss_bytes()["private"]
+    peak, done = [idle], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            found = pss_bytes()
+            peak[0] = max(peak[0], found["private"] - found["pss_shmem"])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    work()
+    done.set()
+    watcher.join()
+    return peak[0] - idle
+
+
+def check(root: Path, spec: ModelSpec, values: np.ndarray) -> None:
+    """A sample of the loaded rows equals the checkpoint within the format's bound."""
+    rows, values = len(values), values[-1000:]
+    segment = Model(root, spec.name).attach()
+    for table in segment.tables.values():
+        found = choose().dequantize(table, rows - 1000, rows)
+        for error, row in zip(np.abs(found - values).max(1), values, strict=True):
+            assert error <= table.row_format.error_bound(float(row.min()), float(row.max()))
+
+
+def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[str, Any]:
+    """Read, quantize and load in turns; medians."""
+    tables = {f"t{i}": {"key": f"t{i}.weight", "row_format": row_format.label} for i in range(TABLES)}
+    spec = parse_model({"name": "bench", "checkpoint": path.name, "tables": tables}, path.parent)
+    times: dict[str, list[float]] = {"read": [], "quantize": [], "load": []}
+    values = np.random.default_rng(0).standard_normal((rows, DIM), dtype=np.float32)
+    out = np.zeros((rows, row_format.row_bytes(DIM)), np.uint8)
+    with shared_folder() as root:
+        peak = peak_of(lambda: load(spec, root))
+        check(root, spec, values)
+        Model(root, spec.name).collect(keep=0)
+        for round_ in range(ROUNDS + 1):
+            for name in times:
+                if cold and name != "quantize":
+                    drop_cache(path)
+                if name == "load":
+                    started = time.perf_counter()
+                    load(spec, root)
+                    seconds = time.perf_counter() - started
+                    Model(root, spec.name).collect(keep=0)
+                else:
+                    seconds = read(path) if name == "read" else quantize(row_format, values, out)
+                if round_:
+                    times[name].append(seconds)
+    source = path.stat().st_size
+    rate = {name: source / float(np.median(found)) / 1e9 for name, found in times.items()}
+    ratio = rate["load"] / min(rate["read"], rate["quantize"])
+    return {
+        "format": row_format.label,
+        "file": "cold" if cold else "warm",
+        "read GB/s": rate["read"],
+        "quantize GB/s": rate["quantize"],
+        "load GB/s": rate["load"],
+        "load / slower": ratio,
+        "target": TARGET,
+        "met": bool(ratio >= TARGET),
+        "peak private MB": peak / 1e6,
+        "peak met": bool(peak <= MEMORY_TARGET),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint (default: %(default)s)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.safetensors"
+        rows = write_checkpoint(path, options.gib)
+        console.print(f"{path.stat().st_size / 1e9:.2f} GB of fp32 in {TABLES} tables of {rows:,} x {DIM}")
+        result = [measure(path, rows, RowFormat.parse(f), False) for f in ("int8", "int4", "int2", "fp8", "fp16", "fp32")]
+        result += [measure(path, rows, RowFormat.INT8, True)]
+    report("load", "throughput of a load, in bytes of the checkpoint", result)
+
+
+if __name__ == "__main__":
+    main()

