@@ -101,9 +101,9 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
     }
 }
 
-/* Reads the lines of the row of id number `i`, or of the last one. */
-INLINE void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *ids, int64_t n_ids, int64_t i) {
-    const uint8_t *row = table + load_i64(ids + 8 * (i < n_ids ? i : n_ids - 1)) * row_bytes;
+/* Reads the lines of the row whose id lies at `id`, into L2: a core has more misses in flight there than in L1. */
+INLINE void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *id) {
+    const uint8_t *row = table + load_i64(id) * row_bytes;
     UNROLL for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
     if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, 2); /* rows start at multiples of 16 */
 }
@@ -117,15 +117,21 @@ INLINE void lookup_whole(int format, int blocks, int weighted, int how, const jo
     const int mean = j->pooling == POOL_MEAN;
     uint8_t *out = j->out + bag * out_row_bytes;
     vf sum[16];
-    for (int64_t i = id; n_ids && i < id + AHEAD; i++) prefetch_row(table, row_bytes, ids, n_ids, i);
+    for (int64_t i = id; i < id + AHEAD && i < n_ids; i++) prefetch_row(table, row_bytes, ids + 8 * i);
     for (; bag < bag_end; bag++, out += out_row_bytes) {
         int64_t length = lengths ? load_i32(lengths + 4 * bag) : fixed_length;
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
-        for (const int64_t end = id + length; id < end; id++) {
-            prefetch_row(table, row_bytes, ids, n_ids, id + AHEAD);
-            add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
-                    weighted ? load_f32(weights + 4 * id) : 1.0f);
-        }
+        const int64_t end = id + length;
+        if (end + AHEAD <= n_ids)
+            for (; id < end; id++) {
+                prefetch_row(table, row_bytes, ids + 8 * (id + AHEAD));
+                add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
+                        weighted ? load_f32(weights + 4 * id) : 1.0f);
+            }
+        else
+            for (; id < end; id++)
+                add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
+                        weighted ? load_f32(weights + 4 * id) : 1.0f);
         if (mean && length > 1) {
             vf factor = v_set(1.0f / (float)length);
             UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_mul(sum[k], factor);
@@ -141,7 +147,7 @@ INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64
     vf sum[16];
     UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
     for (int64_t i = id; i < id + length; i++) {
-        if (column == 0) prefetch_row(j->table, j->row_bytes, j->ids, j->n_ids, i + AHEAD);
+        if (column == 0 && i + AHEAD < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (i + AHEAD));
         const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
         add_row(format, blocks, weighted, sum, row, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);
     }
