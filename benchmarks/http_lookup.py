@@ -112,9 +112,8 @@ def main() -> None:
         run_server(sys.argv[2], int(sys.argv[3]))
     with shared_folder() as root:
         publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
-        console.print(
-            f"segment {Model(root, 'ads').path(1).stat().st_size / 1e6:,.0f} MB, {os.cpu_count()} cores, load generator on the same machine"
-        )
+        size = Model(root, "ads").path(1).stat().st_size
+        console.print(f"segment {size / 1e6:,.0f} MB, {os.cpu_count()} cores, load generator on the same machine")
         rows = [measure(root, workers, concurrency) for workers, concurrency in ((1, 1), (1, 8), (2, 8), (2, 32))]
     title = f"binary lookup of {FEATURES} features x {IDS} ids x batch {BATCH}, int8 D {DIM}, against an echo of as many bytes"
     report("http_lookup", title, rows, request_bytes=FEATURES * IDS * BATCH * 8, response_bytes=OUT_BYTES)

@@ -134,7 +134,8 @@ def available_bytes(where: Path) -> int:
 def _no_space(size: int, free: int, where: Path) -> NoSpace:
     return NoSpace(
         f"{where} has {free:,} bytes free, the segment needs {size:,}; "
-        "remove old versions (tableside gc), choose a smaller row format, or enlarge it (docker run --shm-size, remount with size=)"
+        "remove old versions (tableside gc), choose a smaller row format, "
+        "or enlarge it (docker run --shm-size, remount with size=)"
     )
 
 

@@ -36,8 +36,9 @@ _METRICS = "PROMETHEUS_MULTIPROC_DIR"
 class Worker(uvicorn.Server):
     """A worker's server: readiness goes false, then for `drain_s` requests are still answered, then it closes."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: "_Config") -> None:
         super().__init__(config)
+        self._drain_s = config.settings.drain_s
         self._draining = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -47,13 +48,15 @@ class Worker(uvicorn.Server):
         self._draining = True
         self.config.loaded_app.service.drain()
         loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
-        loop.call_soon_threadsafe(loop.call_later, self.config.settings.drain_s, finish)
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, finish)
 
 
 class WorkerProcess(supervisor.Process):
     """A worker as uvicorn's supervisor sees it: forked from the preloaded process, ended when its supervisor is gone."""
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+    config: "_Config"
+
+    def __init__(self, config: "_Config", sockets: list[socket.socket]) -> None:
         self.config = config
         self._server: uvicorn.Server | None = None
         self.parent_conn, self.child_conn = multiprocessing.Pipe()
@@ -144,14 +147,19 @@ def bind(settings: ServerSettings) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ServingError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port or --host, or end what holds it"
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+            "choose another --port or --host, or end what holds it"
         ) from error
     return sock
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def serve(
     settings: ServerSettings,
-    announce: Callable[[str], None] = functools.partial(print, flush=True),
+    announce: Callable[[str], None] = _say,
     make: MakeApplication = make_application,
 ) -> int:
     """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
@@ -169,7 +177,7 @@ def serve(
     try:
         preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-        supervisor.Process = WorkerProcess  # type: ignore[misc]  # the class that uvicorn's supervisor makes its workers of
+        supervisor.Process = WorkerProcess  # type: ignore[misc, assignment]  # the class that uvicorn's supervisor makes its workers of
         runner = _Supervisor(_Config(settings, make), [sock])
         host, port = sock.getsockname()[:2]
         what = f"{', '.join(settings.models)} on http://{host}:{port}"

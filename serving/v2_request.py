@@ -126,7 +126,8 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
         raise bad_request(f"input {tensor.name!r} has neither data nor a binary_data_size (found {size!r})")
     if size != tensor.bytes:
         raise bad_request(
-            f"input {tensor.name!r}: binary_data_size is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
+            f"input {tensor.name!r}: binary_data_size is {size}, "
+            f"but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
         )
 
 

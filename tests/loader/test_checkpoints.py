@@ -83,7 +83,7 @@ def test_rows_are_what_was_saved(kind: str, dtype: torch.dtype, tmp_path: Path) 
             np.testing.assert_array_equal(found, expected[start:stop].float().numpy())
     with pytest.raises(CheckpointError, match=r"cannot be a table: (shape|dtype)"):
         open_checkpoint(path).matrix(prefix + "ids")
-    with pytest.raises(CheckpointError, match="there is no tensor 'c'; matrices there: .*a.weight"):
+    with pytest.raises(CheckpointError, match=r"there is no tensor 'c'; matrices there: .*a.weight"):
         open_checkpoint(path).matrix("c")
 
 
@@ -184,7 +184,7 @@ def test_safetensors_headers_that_lie(entry: dict[str, object], message: str, tm
 
 def test_compressed_npz_names_the_remedy(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "c.npz", a=rows_of(4, 4))
-    with pytest.raises(CheckpointError, match="write it with np.savez"):
+    with pytest.raises(CheckpointError, match=r"write it with np\.savez"):
         open_checkpoint(tmp_path / "c.npz")
 
 

@@ -135,7 +135,8 @@ def _model_file(folder: Path, rows: int = 60_000) -> Path:
 
 def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str]:
     """A load in a process of its own, with `patch` run before it."""
-    script = f"{textwrap.dedent(patch)}\nimport sys\nfrom serving.cli import main\nsys.exit(main(['load', {str(path)!r}, '--root', {str(root)!r}]))"
+    command = ["load", str(path), "--root", str(root)]
+    script = f"{textwrap.dedent(patch)}\nimport sys\nfrom serving.cli import main\nsys.exit(main({command!r}))"
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -112,7 +112,7 @@ BINARY = [
     ([("user", "INT64", [1, 1], ONE), ("user.values", "INT64", [1], ONE)], {}, "came both as"),
     ([("user.lengths", "INT32", [2], ONE)], {}, "came without ids"),
     ([("user.values", "INT64", [1], ONE)], {}, "came without lengths"),
-    ([("user.values", "INT64", [1], ONE), ("user.lengths", "INT32", [1], b"\2\0\0\0")], {}, "lengths add up to 2, but there are 1"),
+    ([("user.values", "INT64", [1], ONE), ("user.lengths", "INT32", [1], b"\2\0\0\0")], {}, "add up to 2, but there are 1"),
     ([("user.values", "INT64", [1, 1], ONE), ("user.lengths", "INT32", [1], b"\1\0\0\0")], {}, "expected one dimension"),
     ([("nope", "INT64", [1, 1], ONE)], {}, "feature 'nope' is unknown"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "nope"}]}, "output 'nope' is unknown"),

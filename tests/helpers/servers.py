@@ -1,0 +1,75 @@
+"""Real servers: `tableside serve` in processes of its own, on a free loopback port."""
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+@dataclass
+class Server:
+    """A running server. `url` has no trailing slash; `process` is the supervisor."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+    root: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers: those that have a segment mapped."""
+        return [p for p in descendants(self.process.pid) if _maps_segment(p, self.root)]
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`."""
+    found = []
+    for child in (int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()):
+        found += [child, *descendants(child)]
+    return found
+
+
+def _maps_segment(pid: int, root: Path) -> bool:
+    try:
+        return str(root) in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo",)) -> Server:
+    """Starts a server and waits for its announcement; fails with its log where there is none."""
+    command = [
+        sys.executable,
+        "-m",
+        "serving.cli",
+        "serve",
+        *models,
+        "--root",
+        str(root),
+        "--port",
+        "0",
+        "--drain-s",
+        "0",
+        *map(str, options),
+    ]
+    log = root.parent / f"{root.name}.log"
+    with log.open("w") as err:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://\S+", line)
+    text = log.read_text()
+    log.unlink()
+    if not found:
+        process.wait(10)
+        pytest.fail(f"the server did not start: {text}")
+    return Server(found[0], process, root)

@@ -1,0 +1,113 @@
+"""The README's code blocks, executed: what it shows works as it stands."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from servers import Server, start_server
+from support import end, rows_of, run_tableside
+
+from loader.load import load
+from loader.model import parse_model
+
+TOP = Path(__file__).parent.parent
+TEXT = (TOP / "README.md").read_text()
+URL = "http://127.0.0.1:8000"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """The shell lines, comments cut."""
+    lines = (line.split("   #")[0].strip() for block in blocks("sh") for line in block.splitlines())
+    return [shlex.split(line) for line in lines if line]
+
+
+def test_the_server_runs_before_line_30() -> None:
+    assert "make demo" in "\n".join(TEXT.splitlines()[:30])
+
+
+def test_make_targets_exist() -> None:
+    for command in [c for c in commands() if c[0] == "make"] + [["make", t] for t in re.findall(r"`make (\w+)`", TEXT)]:
+        subprocess.run([*command, "-n"], cwd=TOP, check=True, capture_output=True)
+
+
+def test_model_toml_parses() -> None:
+    (text,) = blocks("toml")
+    spec = parse_model(tomllib.loads(text), Path())
+    assert (spec.tables[0].name, spec.features[0].pooling) == ("user", "mean")
+
+
+def test_every_file_of_the_tree_exists() -> None:
+    tree = TEXT.split("## The files")[1].split("##")[0]
+    folder = ""
+    for line in tree.splitlines():
+        if not line.startswith("    "):
+            continue
+        names = line[4:28].strip()
+        if line[4] != " ":
+            folder = names
+            assert (TOP / folder).is_dir(), folder
+        else:
+            for name in names.split(", "):
+                assert list((TOP / folder).glob(name.rstrip("/*") + "*")), name
+
+
+def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init, load, serve, exactly as written, on a checkpoint that TorchRec might have written."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"embedding_bags.user.weight": rows_of(100, 64)}, tmp_path / "checkpoint.safetensors")
+    typed = [c for c in commands() if c[0] == "tableside"]
+    assert [c[1] for c in typed] == ["init", "load", "serve"]
+    for command in typed[:2]:
+        found = run_tableside(*command[1:], root=root)
+        assert found.returncode == 0, found.stderr
+    serve = ["checkpoint" if word == "NAME" else word for word in typed[2][1:]]
+    with subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", *serve, "--port", "0", "--root", str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    ) as server:
+        assert server.stdout is not None
+        assert "4 workers" in server.stdout.readline()
+        assert end(server) == 0
+
+
+def test_python_and_curl(server: Server) -> None:
+    """Against a server of the demo's model, on another port."""
+    (code,) = blocks("python")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code.replace(URL, server.url), "README.md", "exec"), {})
+    assert printed.getvalue() == "(2, 64)\n"
+    curls = [c for c in commands() if c[0] == "curl"]
+    assert len(curls) == 1
+    for _, _, url, _, body in curls:
+        answer = httpx.post(url.replace(URL, server.url), content=body, timeout=10)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["vectors"]["user"]) == 2
+
+
+@pytest.fixture
+def server(root: Path, tmp_path: Path) -> Iterator[Server]:
+    """A server of a model with the demo's features."""
+    np.savez(tmp_path / "d.npz", user=rows_of(50, 64), query=rows_of(20, 16))
+    tables = {t: {"key": t} for t in ("user", "query")}
+    features = {"user": {"table": "user"}, "query_tokens": {"table": "query", "pooling": "none"}}
+    load(parse_model({"name": "demo", "checkpoint": "d.npz", "tables": tables, "features": features}, tmp_path), root)
+    server = start_server(root, "--workers", 1)
+    yield server
+    end(server.process)
