@@ -20,7 +20,7 @@ from make_model import publish_random
 from loader.versions import Model
 from quant import Pooling, RowFormat, Table, choose
 from quant.fbgemm import operator
-from serving.commands import draw_ids
+from serving.bench import draw_ids
 
 IDS = 20
 CASES = [("int8", 64), ("int4", 64), ("int8", 128), ("int2", 64), ("fp8", 64), ("fp16", 64)]

@@ -20,7 +20,6 @@ from loader.versions import Model
 from quant import Pooling, choose
 from serving import bench
 from serving.asgi import Receive, Scope, Send, read_body, respond
-from serving.commands import make_requests
 from serving.server import serve
 from serving.settings import ServerSettings
 
@@ -79,7 +78,7 @@ def measure(root: Path, workers: int, concurrency: int) -> dict[str, Any]:
             "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
             "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
         }
-        lookups = make_requests(described, url, BATCH, IDS, None)
+        lookups = bench.make_requests(described, url, BATCH, IDS, None)
         body_bytes = len(lookups[0]) - lookups[0].index(b"\r\n\r\n") - 4
         echoes = [bench.request_bytes(f"{url}/echo", {"Content-Type": "application/octet-stream"}, bytes(body_bytes))]
         loads: dict[str, list[bench.Load]] = {"lookup": [], "echo": []}

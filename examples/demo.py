@@ -31,7 +31,7 @@ from loader.segment import Segment, StoredTable
 from quant import RowFormat, choose
 from serving import bench
 from serving.client import Client, Jagged
-from serving.commands import make_requests, mb, progress_bar
+from serving.commands import mb, progress_bar
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 
@@ -191,7 +191,7 @@ def print_memory(pid: int, root: Path, segment_bytes: int) -> None:
 
 def print_throughput(url: str) -> None:
     with Client(url) as client:
-        requests = make_requests(client.models()[0], url, 32, 20, None)
+        requests = bench.make_requests(client.models()[0], url, 32, 20, None)
     load = bench.run(url, requests, concurrency=8, seconds=2.0)
     ids = 32 * 20 * len(FEATURES)
     console.print(

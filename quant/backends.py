@@ -6,6 +6,7 @@ from typing import cast
 
 from quant.contract import Backend
 from quant.errors import MissingBackend, QuantError
+from quant.installed import check_pair
 
 _CLASSES = {"native": "Native", "fbgemm": "Fbgemm", "reference": "Reference"}
 _AUTO = ("native", "fbgemm")
@@ -20,8 +21,10 @@ def backend_names() -> tuple[str, ...]:
 def choose(name: str = "auto") -> Backend:
     """The backend `name`; `auto`: the native kernel where it was built, else FBGEMM.
 
-    MissingBackend: it is not part of this installation. QuantError: no such backend, or fbgemm does not fit torch.
+    MissingBackend: it is not part of this installation. QuantError: no such backend, or the installed fbgemm and torch do
+    not belong together, whichever backend is asked for: an installation that is broken is refused at the start.
     """
+    check_pair(required=False)
     if name == "auto":
         missing = []
         for candidate in _AUTO:

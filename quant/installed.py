@@ -21,10 +21,12 @@ def fbgemm_version() -> str | None:
     return version_of("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
-def check_pair() -> None:
-    """MissingBackend where torch or fbgemm is not installed, QuantError where they do not belong together."""
+def check_pair(required: bool = True) -> None:
+    """QuantError where torch and fbgemm do not belong together; MissingBackend where one is `required` and not installed."""
     torch, fbgemm = version_of("torch"), fbgemm_version()
     if torch is None or fbgemm is None:
+        if not required:
+            return
         missing = "torch" if torch is None else "fbgemm-gpu-cpu or fbgemm-gpu"
         raise MissingBackend(f"{missing} is not installed; install tableside[cpu] or tableside[cuda]")
     if not pair_fits(fbgemm, torch):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 import numpy as np
 
+from serving import wire
 from serving.errors import ServingError
 
 
@@ -93,6 +94,28 @@ def request_bytes(url: str, headers: dict[str, str], body: bytes, method: str = 
     ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def make_requests(
+    described: dict[str, Any], url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0
+) -> list[bytes]:
+    """`count` different binary lookups of all features of a model, as /v1/models describes it."""
+    rng = np.random.default_rng(seed)
+    rows = {t["name"]: t["rows"] for t in described["tables"]}
+    requests = []
+    for _ in range(count):
+        features = {f["name"]: draw_ids(rng, rows[f["table"]], (batch, ids), zipf) for f in described["features"]}
+        headers, body = wire.encode(features)
+        requests.append(request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body))
+    return requests
+
+
+def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
+    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law with the hot ids scattered over the table."""
+    if zipf is None:
+        return rng.integers(0, rows, shape)
+    ranks = rng.zipf(zipf, shape).astype(np.uint64)
+    return (ranks * np.uint64(0x9E3779B97F4A7C15) % np.uint64(rows)).astype(np.int64)
 
 
 def _same(connection: _Connection) -> _Connection:

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -287,7 +286,7 @@ def bench(options: argparse.Namespace) -> int:
         described = next((m for m in client.models() if m["name"] == options.model), None)
         if described is None:
             raise ServingError(f"model {options.model!r} is not served at {options.url}")
-        requests = make_requests(described, options.url, options.batch, options.ids, options.zipf)
+        requests = load_generator.make_requests(described, options.url, options.batch, options.ids, options.zipf)
     load = load_generator.run(f"{options.url}/v2", requests, concurrency=options.concurrency, seconds=options.seconds)
     ids = options.batch * options.ids * len(described["features"])
     table = Table("requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
@@ -299,25 +298,3 @@ def bench(options: argparse.Namespace) -> int:
     )
     console.print(table)
     return 1 if load.failed else 0
-
-
-def make_requests(
-    described: dict[str, Any], url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0
-) -> list[bytes]:
-    """`count` different binary lookups of all features of a model, as /v1/models describes it."""
-    rng = np.random.default_rng(seed)
-    rows = {t["name"]: t["rows"] for t in described["tables"]}
-    requests = []
-    for _ in range(count):
-        features = {f["name"]: draw_ids(rng, rows[f["table"]], (batch, ids), zipf) for f in described["features"]}
-        headers, body = wire.encode(features)
-        requests.append(load_generator.request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body))
-    return requests
-
-
-def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
-    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law with the hot ids scattered over the table."""
-    if zipf is None:
-        return rng.integers(0, rows, shape)
-    ranks = rng.zipf(zipf, shape).astype(np.uint64)
-    return (ranks * np.uint64(0x9E3779B97F4A7C15) % np.uint64(rows)).astype(np.int64)

@@ -1,5 +1,10 @@
 """The command line, as a user types it."""
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +91,37 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert message in found.stderr
     assert found.stderr.count("\n") == 1
     assert "Traceback" not in found.stderr
+
+
+def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:
+    """One line, exit code 1, and the version that was published before is still there."""
+    np.save(tmp_path / "t.npy", rows_of(1000, 8))
+    (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    assert run_tableside("load", tmp_path / "m.toml", root=root).returncode == 0
+    os.truncate(tmp_path / "t.npy", 5000)
+    found = run_tableside("load", tmp_path / "m.toml", root=root)
+    assert (found.returncode, found.stderr.count("\n")) == (1, 1)
+    assert "it was truncated or is still being written" in found.stderr
+    assert "live" in run_tableside("list", root=root).stdout
+
+
+def test_a_terminal_sees_progress(tmp_path: Path, root: Path) -> None:
+    """On a real pseudo-terminal: a bar with rows/s; without one, nothing but the result."""
+    np.save(tmp_path / "t.npy", rows_of(300_000, 64))
+    (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "serving.cli", "load", str(tmp_path / "m.toml"), "--root", str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(ours, 65536):
+            seen += part
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"rows/s" in seen
+    assert b"100 %" in seen
+    assert run_tableside("load", tmp_path / "m.toml", root=root).stderr == ""
 
 
 def test_lookup_and_bench_against_a_server(server: Any) -> None:
