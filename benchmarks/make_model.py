@@ -32,5 +32,5 @@ def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]
         work = [(i, chunk) for i, t in enumerate(writer.header.tables) for chunk in range(t.chunks)]
         with ThreadPoolExecutor() as threads:
             list(threads.map(fill, work))
-        writer.seal({}, {})
+        writer.seal({})
         model.publish(version)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How to load. max_memory_bytes: the most private memory for buffers; threads: 0 means one a core."""
+    """How to load. max_memory_bytes: the most private memory for a load's buffers (the native backend makes no others);
+    threads: 0 means one a core.
+    """
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
@@ -56,7 +59,7 @@ class LoadSettings:
 def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
     """Publishes a new version of `spec` under `root`.
 
-    LoaderError: model, checkpoint or memory are not as they should be; nothing was published and nothing is left behind.
+    LoaderError: model, checkpoint or memory are not as they should be; nothing was published, and no bytes are left behind.
     """
     backend = choose(settings.backend)
     with open_checkpoint(spec.checkpoint) as checkpoint:
@@ -68,16 +71,13 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                writer = SegmentWriter(path, _plan(spec, matrices, version))
+                source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint(matrices.values())}
+                writer = SegmentWriter(path, _plan(spec, matrices, version, source))
                 try:
                     job = _Load(checkpoint, matrices, writer, backend, settings, progress)
                     job.run()
                     huge = writer.mapping.huge_fraction()
-                    source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint()}
-                    header = writer.seal(
-                        source,
-                        {"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)},
-                    )
+                    header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)})
                 finally:
                     writer.close()
                 model.publish(version, settings.activate)
@@ -88,13 +88,13 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     return Loaded(spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge)
 
 
-def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int) -> Header:
+def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int, source: dict[str, Any]) -> Header:
     try:
         tables = plan_tables([(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables])
     except QuantError as error:
         raise ModelError(f"model {spec.name!r}: {error}") from error
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Header(spec.name, version, created, tables, spec.features)
+    return Header(spec.name, version, created, tables, spec.features, source)
 
 
 class _Load:
@@ -133,7 +133,7 @@ class _Load:
                 yield table, chunk
 
     def run(self) -> None:
-        """Quantizes every chunk; raises the first error of any thread."""
+        """Quantizes every chunk; raises an error where a thread had one."""
         self.progress(0, self.total_rows)
         with ThreadPoolExecutor(self.threads, thread_name_prefix="tableside-load") as pool:
             futures = [pool.submit(self._work) for _ in range(self.threads)]

@@ -35,7 +35,7 @@ from quant import RowFormat, Table
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 1
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
-_SPARE_BYTES = 256  # room for what is known only at the end: the load's duration and bytes
+_SPARE_BYTES = 256  # room for what is known only at the end: `load`
 
 Verify = Literal["full", "header"]
 
@@ -69,7 +69,7 @@ class StoredTable:
 
 @dataclass(frozen=True)
 class Header:
-    """What a version is. source: the checkpoint it was read from; load: how (seconds, source bytes, threads)."""
+    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes."""
 
     model: str
     version: int
@@ -157,9 +157,9 @@ class SegmentWriter:
         """Takes the checksum of a chunk whose rows are all written."""
         self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
 
-    def seal(self, source: dict[str, Any], load: dict[str, float]) -> Header:
+    def seal(self, load: dict[str, float]) -> Header:
         """Writes header and checksums, then the magic; the file becomes read-only. Returns the final header."""
-        self.header = Header(**{**_shallow(self.header), "source": source, "load": load})
+        self.header = Header(**{**_shallow(self.header), "load": load})
         text = self.header.to_json()
         if len(text) > self._header_bytes:
             raise SegmentError(f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved")

@@ -2,7 +2,7 @@
 
     ROOT/MODEL/3.segment            a version, immutable
     ROOT/MODEL/4.segment.partial    a load under way, or what a killed one left (the next load or `gc` removes it)
-    ROOT/MODEL/current              {"current": 3, "latest": 4}, replaced as a whole: the flip
+    ROOT/MODEL/current              {"current": 3, "latest": 4}, replaced as a whole: the flip; current 0: none is live
     ROOT/MODEL/load.lock            held (flock) by the one load of this model
     ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
 
@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,11 +108,19 @@ class Model:
         return self.folder / f"{version}.segment.partial"
 
     def publish(self, version: int, activate: bool = True) -> None:
-        """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`."""
-        os.rename(self.partial_path(version), self.path(version))
+        """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`.
+
+        The record is written before anything is visible, so that a full file system publishes nothing.
+        """
         with self._lock("record.lock"):
-            current = version if activate else self._readable_record().current
-            self._write_record(Record(current, max(version, self._readable_record().latest)))
+            before = self._readable_record()
+            self._write_new_record(Record(version if activate else before.current, max(version, before.latest)))
+            self.partial_path(version).rename(self.path(version))
+            try:
+                self._flip()
+            except OSError:
+                self.path(version).unlink()
+                raise
 
     def activate(self, version: int) -> None:
         """Makes a published version the live one. VersionError: it is not there. SegmentError: it is damaged."""
@@ -121,52 +128,49 @@ class Model:
             raise self._missing(f"version {version} is not published")
         Segment(self.path(version))
         with self._lock("record.lock"):
-            latest = max([self._readable_record().latest, version, *self.versions()])
-            self._write_record(Record(version, latest))
+            if not self.path(version).exists():  # removed while it was verified
+                raise self._missing(f"version {version} is not published")
+            self._record_version(version)
 
     def remove(self, version: int) -> None:
         """Unlinks a version that is not live; who has it mapped keeps it."""
-        if not self.folder.is_dir():
+        if not self.path(version).exists():
             raise self._missing(f"version {version} is not published")
         with self._lock("record.lock"):
-            record = self._readable_record()
-            if record.current == version:
+            if self._readable_record().current == version:
                 raise VersionError(
                     f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
                 )
-            self._write_record(
-                Record(
-                    record.current,
-                    max([record.latest, version if self.path(version).exists() else 0, *self.versions()]),
-                )
-            )
-            try:
-                self.path(version).unlink()
-            except FileNotFoundError:
-                raise self._missing(f"version {version} is not published") from None
+            self._unlink([version])
 
     def remove_all(self) -> int:
-        """Removes the model with every version; returns how many there were. Servers keep what they have mapped."""
-        if not self.folder.is_dir():
+        """Removes every version; returns how many there were. Servers keep what they have mapped.
+
+        The record stays, without a live version, so that no number is given again.
+        """
+        if not self.versions():
             raise self._missing("it is not published")
         with self._lock("load.lock", wait=False) as free:
             if not free:
                 raise VersionError(f"a load of model {self.name!r} is under way; wait for it, or end that process")
-            count = len(self.versions())
-            shutil.rmtree(self.folder)
-        return count
+            with self._lock("record.lock"):
+                versions = self.versions()
+                self._record_version(0)
+                self._unlink(versions)
+        return len(versions)
 
     def collect(self, keep: int) -> list[Path]:
         """Removes leftovers of killed loads, and published versions but the live one and the `keep` newest others."""
+        if not self.folder.is_dir():
+            return []
         removed = []
         with self._lock("load.lock", wait=False) as free:
             if free:
                 removed += self._clear_partials()
-        live = self.record().current
-        others = [v for v in self.versions() if v != live]
-        for version in others[: max(0, len(others) - keep)]:
-            self.remove(version)
-            removed.append(self.path(version))
+        with self._lock("record.lock"):
+            live = self.record().current
+            others = [v for v in self.versions() if v != live]
+            removed += self._unlink(others[: max(0, len(others) - max(0, keep))])
         return removed
 
     # ---- parts ----
@@ -181,10 +185,27 @@ class Model:
         except VersionError:
             return Record()
 
-    def _write_record(self, record: Record) -> None:
-        temporary = self.folder / "current.new"  # one writer: the record lock is held
-        temporary.write_text(json.dumps({"current": record.current, "latest": record.latest}))
-        os.replace(temporary, self.folder / "current")
+    def _record_version(self, version: int) -> None:
+        """Flips to `version`. Caller holds the record lock."""
+        self._write_new_record(Record(version, max([self._readable_record().latest, version, *self.versions()])))
+        self._flip()
+
+    def _write_new_record(self, record: Record) -> None:
+        """Writes the next record beside the current one. Caller holds the record lock."""
+        (self.folder / "current.new").write_text(json.dumps({"current": record.current, "latest": record.latest}))
+
+    def _flip(self) -> None:
+        os.replace(self.folder / "current.new", self.folder / "current")
+
+    def _unlink(self, versions: list[int]) -> list[Path]:
+        """Unlinks versions, after their numbers are on record. Caller holds the record lock."""
+        if not versions:
+            return []
+        self._record_version(self._readable_record().current)
+        paths = [self.path(v) for v in versions]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return paths
 
     def _clear_partials(self) -> list[Path]:
         """Removes unfinished segments. Caller holds the load lock."""
@@ -195,32 +216,21 @@ class Model:
 
     @contextlib.contextmanager
     def _lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Holds a file lock; yields False, without it, where `wait` is False and another process has it."""
-        if not self.folder.is_dir():
-            yield True
+        """Holds a file lock; yields False, without it, where `wait` is False and another process has it.
+
+        The folder exists, and stays: a lock's file is never removed, so all who wait for it wait for the same one.
+        """
+        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(fd)
+            yield False
             return
-        while True:
-            fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    yield False
-                    return
-                if not _is_still(fd, self.folder / name):
-                    continue  # the model was removed while we waited, and its lock with it
-                yield True
-                return
-            finally:
-                os.close(fd)
-
-
-def _is_still(fd: int, path: Path) -> bool:
-    """Whether `path` still names the open file `fd`."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+        try:
+            yield True
+        finally:
+            os.close(fd)
 
 
 def models(root: Path) -> list[Model]:

@@ -227,6 +227,9 @@ def check_arguments(
         raise QuantError(f"weights are {weights.dtype} {list(weights.shape)}; expected float32 {list(ids.shape)}, one an id")
     dtype = np.float16 if half else np.float32
     shape = (ids.size if lengths is None else lengths.size, table.dim)
+    for name, array in (("ids", ids), ("lengths", lengths), ("weights", weights)):
+        if array is not None and not array.flags.c_contiguous:
+            raise QuantError(f"{name} are a strided view; expected a contiguous array (numpy.ascontiguousarray)")
     if out is None:
         return np.empty(shape, dtype)
     if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:

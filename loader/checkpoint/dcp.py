@@ -1,7 +1,7 @@
 """Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp` files.
 
-`.metadata` is a pickle. It is read by an unpickler that knows twelve names, each bound to an inert stand-in of ours, and
-nothing else: no code of the file's, of torch's or of pathlib's runs. Each stored item is a torch.save archive inside a
+`.metadata` is a pickle. It is read by an unpickler that knows the names in `_ALLOWED`, each bound to an inert stand-in of
+ours, and those of dtypes, nothing else: no code of the file's, of torch's or of pathlib's runs. Each stored item is a torch.save archive inside a
 .distcp file, read like any other (`torch_files`). Joined on (name, offsets), tensors may be sharded by row, column or both.
 """
 
@@ -114,8 +114,9 @@ _DTYPES = frozenset(
 def read(path: Path) -> Checkpoint:
     """Finds the tensors of a distributed checkpoint."""
     metadata = _read_metadata(path / METADATA)
-    found, items = Collector(), _items(metadata)
+    found = Collector()
     try:
+        items = _items(metadata)
         for key, entry in metadata["state_dict_metadata"].items():
             if isinstance(entry, _Tensor):
                 _add(found, path, str(key), entry, items)

@@ -5,7 +5,7 @@ fails while it is read gives an error, not SIGBUS.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -137,10 +137,10 @@ class Checkpoint:
                 )
             into, offset = into[count:], offset + count
 
-    def fingerprint(self) -> dict[str, int]:
-        """File name -> size and modification time folded into one number: changes when a file does."""
-        paths = sorted({s.path for m in self.matrices.values() for s in m.shards})
-        return {p.name: (p.stat().st_size << 64 | p.stat().st_mtime_ns) % (1 << 61) for p in paths}
+    def fingerprint(self, matrices: Iterable[Matrix]) -> dict[str, list[int]]:
+        """File -> [bytes, modification time in ns], of the files that hold `matrices`: what a version was made from."""
+        paths = sorted({s.path for m in matrices for s in m.shards})
+        return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths}
 
     def __enter__(self) -> "Checkpoint":
         return self

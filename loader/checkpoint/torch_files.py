@@ -62,8 +62,12 @@ def tensors(loaded: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def shard_of(tensor: Any, path: Path, window: int) -> tuple[Shard, ...] | None:
     """Where a meta tensor's values lie: `window` bytes into `path`, plus what torch recorded. None: not row after row."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.dim() != 2 or not tensor.is_contiguous():
+        return None
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if tensor.dim() != 2 or not tensor.is_contiguous() or offset is None:
+    if offset is None:
         return None
     begin = window + offset + tensor.storage_offset() * tensor.element_size()
     return (Shard(path, begin, 0, tensor.shape[0], 0, tensor.shape[1]),)

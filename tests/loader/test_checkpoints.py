@@ -112,6 +112,12 @@ def test_views_of_a_larger_storage_are_read_at_their_place(tmp_path: Path) -> No
         open_checkpoint(tmp_path / "c.pt").matrix("transposed")
 
 
+def test_a_sparse_tensor_is_skipped(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(4, 4), "s": torch.zeros(4, 4).to_sparse()}, tmp_path / "c.pt")
+    found = open_checkpoint(tmp_path / "c.pt")
+    assert list(found.matrices) == ["a"]
+
+
 # ---- damage ----
 
 

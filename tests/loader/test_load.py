@@ -1,5 +1,7 @@
 """The load: right rows from every kind of checkpoint, little memory, and faults with real processes."""
 
+import errno
+import json
 import os
 import random
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support import rows_of, run_tableside, until
 
 from loader.errors import CheckpointError, LoaderError, ModelError, NoSpace, VersionError
@@ -60,6 +63,33 @@ def test_a_checkpoint_that_torchrec_sharded(root: Path) -> None:
     expected = np.load(DCP / "expected.npz")
     for name, table in segment.tables.items():
         np.testing.assert_array_equal(choose("reference").dequantize(table), expected[name])
+
+
+def test_a_checkpoint_of_many_files(root: Path, tmp_path: Path) -> None:
+    """The header names them all; it does not outgrow its place."""
+    names = [f"model-{i:05}-of-00040.safetensors" for i in range(40)]
+    for i, name in enumerate(names):
+        save_file({f"t{i}": rows_of(3, 8, i)}, tmp_path / name)
+    index = {"weight_map": {f"t{i}": name for i, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    tables = {f"t{i}": {"key": f"t{i}"} for i in range(40)}
+    load(parse_model({"name": "many", "checkpoint": ".", "tables": tables}, tmp_path), root)
+    assert len(Model(root, "many").attach().header.source["files"]) == 40
+
+
+def test_a_record_that_cannot_be_written_publishes_nothing(publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC at the last step: the version before it stays live, and nothing of the new one is left."""
+    publish({"t": rows_of(10, 8)})
+
+    def full(self: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        publish({"t": rows_of(20, 8)})
+    model = Model(root, "demo")
+    assert (model.versions(), model.current()) == ([1], 1)
+    assert not list(model.folder.glob("*.partial"))
 
 
 def test_a_value_that_cannot_be_represented_names_table_and_row(publish: Publish, root: Path) -> None:
@@ -145,7 +175,8 @@ STEPS = {
     "reading": "import os; os.preadv = lambda *a: os.kill(os.getpid(), 9)",
     "hashing": "import loader.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
-    "renaming": "import os; os.rename = lambda *a: os.kill(os.getpid(), 9)",
+    "recording": "import pathlib, os; pathlib.Path.write_text = lambda *a, **k: os.kill(os.getpid(), 9)",
+    "renaming": "import pathlib, os; pathlib.Path.rename = lambda *a: os.kill(os.getpid(), 9)",
     "flipping": "import os; os.replace = lambda *a: os.kill(os.getpid(), 9)",
 }
 
@@ -165,7 +196,8 @@ def test_a_load_killed_at_each_publishing_step(step: str, publish: Publish, root
     assert model.current() > 1
     assert model.attach().tables["t"].rows == 60_000
     model.collect(keep=0)
-    assert {p.name for p in model.folder.iterdir()} == {f"{model.current()}.segment", "current", "load.lock", "record.lock"}
+    left = {p.name for p in model.folder.iterdir()} - {"load.lock", "record.lock", "current", "current.new"}
+    assert left == {f"{model.current()}.segment"}
 
 
 def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path: Path) -> None:
@@ -270,7 +302,8 @@ def test_versions_activate_roll_back_and_go(publish: Publish, root: Path) -> Non
     with pytest.raises(VersionError, match="no version is live"):
         Model(root, "other").attach()
     assert model.remove_all() == 2
-    assert not model.folder.exists()
+    assert (model.versions(), model.record().current) == ([], 0)
+    assert publish({"t": rows_of(5, 8)}).version == 5
 
 
 def test_a_damaged_version_is_not_activated(publish: Publish, root: Path) -> None:

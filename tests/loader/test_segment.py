@@ -17,14 +17,15 @@ GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
 def write_golden(path: Path) -> None:
     """The segment of GOLDEN: a table in int8 and one in fp16, fixed values, fixed times."""
     tables = plan_tables([("a", "a.weight", RowFormat.INT8, 3, 8), ("b", "b.weight", RowFormat.FP16, 2, 4)])
-    header = Header("golden", 7, "2026-11-20T00:00:00+00:00", tables, (Feature("a", "a"), Feature("b", "b", "none", "fp16")))
+    features = (Feature("a", "a"), Feature("b", "b", "none", "fp16"))
+    header = Header("golden", 7, "2026-11-20T00:00:00+00:00", tables, features, {"path": "golden.npz"})
     writer = SegmentWriter(path, header)
     for table in writer.header.tables:
         values = np.arange(table.rows * table.dim, dtype=np.float32).reshape(table.rows, table.dim) / 4
         row_format = RowFormat.parse(table.row_format)
         choose("reference").quantize(values, Source.FP32, row_format, writer.rows(table, 0, table.rows))
         writer.finish_chunk(table, 0)
-    writer.seal({"path": "golden.npz"}, {"seconds": 1.5})
+    writer.seal({"seconds": 1.5})
 
 
 def test_golden_bytes(tmp_path: Path) -> None:

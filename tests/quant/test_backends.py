@@ -206,6 +206,7 @@ def test_lengths_that_do_not_fit_are_refused(
         {"out": np.empty((1, 63), np.float32)},
         {"out": np.empty((1, 64), np.float16)},
         {"pooling": Pooling.NONE},
+        {"ids": np.arange(8)[::2]},
     ],
     ids=lambda a: "-".join(f"{k}" for k in a),
 )

@@ -99,20 +99,22 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
     data[-100_000] ^= 1
     staged.path.chmod(0o644)
     staged.path.write_bytes(data)
-    model._write_record(type(model.record())(staged.version, staged.version))
+    (model.folder / "current").write_text(f'{{"current": {staged.version}, "latest": {staged.version}}}')
     until(lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in server.get("/metrics").text, what="the failed swap")
     assert server.get("/health").json()["models"] == {"demo": 1}
     publish_constant(root, tmp_path, 5.0)
     until(lambda: server.get("/health").json()["models"] == {"demo": 3}, what="the next version")
 
 
-def test_a_removed_model_is_served_on(start: Start, root: Path) -> None:
-    """What is mapped stays; the server keeps answering from it."""
+def test_a_removed_model_is_served_on(start: Start, root: Path, tmp_path: Path) -> None:
+    """What is mapped stays; the server answers from it until there is another version, which has another number."""
     server = start("--workers", 1)
     Model(root, "demo").remove_all()
     with Client(server.url) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
     assert server.get("/health").status_code == 200
+    publish_constant(root, tmp_path, 7.0)
+    until(lambda: server.get("/health").json()["models"] == {"demo": 2}, what="a version loaded after the removal")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
