@@ -3,6 +3,7 @@
  * isas() -> tuple of names, fastest first, that this processor runs
  * use(name) -> selects one of them
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
+ *   lengths: int32, for pooled lookups
  * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
  *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
@@ -139,10 +140,26 @@ static int integers(PyObject *const *args, int n, int64_t *values) {
     return 1;
 }
 
-static int too_small(const char *what, int64_t needed, const Py_buffer *b) {
-    if (needed >= 0 && needed <= b->len) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: expected at least %lld bytes, got a buffer of %zd", what, (long long)needed, b->len);
-    return 1;
+/* Whether `count` items of `size` bytes lie in a buffer at `offset`; else sets ValueError. Nothing wraps. */
+static int fits(const char *what, int64_t offset, int64_t count, int64_t size, const Py_buffer *b) {
+    int64_t bytes, end;
+    if (offset >= 0 && count >= 0 && size >= 0 && !__builtin_mul_overflow(count, size, &bytes)
+        && !__builtin_add_overflow(offset, bytes, &end) && end <= b->len)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "%s: %lld x %lld bytes at %lld do not lie in a buffer of %zd", what, (long long)count,
+                 (long long)size, (long long)offset, b->len);
+    return 0;
+}
+
+/* What the kernels rely on, but for the ids and lengths themselves. */
+static int is_sound(const job *j, int64_t threads) {
+    int64_t total, item = j->out_half ? 2 : 4;
+    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2 && j->format <= FP32
+        && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0 && j->fixed_length >= 0
+        && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item && threads >= 1)
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "a lookup's format, pooling, sizes or threads are out of range");
+    return 0;
 }
 
 static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -159,9 +176,9 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
              .format = (int)a[4], .pooling = (int)a[5], .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
              .weights = weights.buf, .out = out.buf, .out_half = (int)half_threads[0]};
     j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
-    j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.buf ? lengths.len / 4 : out.len / j.out_row_bytes;
-    j.fixed_length = lengths.buf || !j.n_bags ? 0 : j.n_ids / j.n_bags;
-    if (too_small("out", j.n_bags * j.out_row_bytes, &out) || (weights.buf && too_small("weights", 4 * j.n_ids, &weights)))
+    j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.len / 4;
+    if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
+        || (weights.buf && !fits("weights", 0, j.n_ids, 4, &weights)))
         goto done;
     verdict v;
     Py_BEGIN_ALLOW_THREADS
@@ -176,17 +193,18 @@ done:
     return result;
 }
 
-/* One row of the jobs matrix -> a job; the order of the fields is quant.native.JOB_FIELDS. False: it lies outside its buffers. */
-static int bind(const int64_t *f, const Py_buffer *in, const Py_buffer *out, job *j) {
+/* One row of the jobs matrix -> a job; the order of the fields is that of quant.native._NativePlan. */
+static int bind(const int64_t *f, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
     *j = (job){.table = (const uint8_t *)(intptr_t)f[0], .rows = f[1], .row_bytes = f[2], .dim = f[3], .format = (int)f[4],
                .pooling = (int)f[5], .ids = (const uint8_t *)in->buf + f[6], .n_ids = f[7],
                .lengths = f[8] < 0 || f[5] == POOL_NONE ? NULL : (const uint8_t *)in->buf + f[8], .fixed_length = f[9], .n_bags = f[10],
                .weights = f[11] < 0 ? NULL : (const uint8_t *)in->buf + f[11], .out = (uint8_t *)out->buf + f[12],
                .out_row_bytes = f[13], .out_half = (int)f[14]};
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    return !too_small("inputs (ids)", f[6] + 8 * f[7], in) && (!j->lengths || !too_small("inputs (lengths)", f[8] + 4 * f[10], in))
-           && (f[11] < 0 || !too_small("inputs (weights)", f[11] + 4 * f[7], in))
-           && !too_small("outputs", f[12] + outputs * f[13], out);
+    return is_sound(j, threads) && fits("inputs (ids)", f[6], f[7], 8, in)
+           && (!j->lengths || fits("inputs (lengths)", f[8], f[10], 4, in))
+           && (!j->weights || fits("inputs (weights)", f[11], f[7], 4, in))
+           && fits("outputs", f[12], outputs, f[13], out);
 }
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -206,7 +224,7 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         goto done;
     }
     for (int64_t k = 0; k < count; k++)
-        if (!bind((const int64_t *)matrix.buf + k * JOB_FIELDS, &in, &out, jobs + k)) goto done;
+        if (!bind((const int64_t *)matrix.buf + k * JOB_FIELDS, &in, &out, threads, jobs + k)) goto done;
     verdict v;
     Py_BEGIN_ALLOW_THREADS
     v = execute(jobs, count, (int)threads);
@@ -227,8 +245,11 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (n != 7) return PyErr_Format(PyExc_TypeError, "quantize takes 7 arguments, got %zd", n);
     if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes)) return NULL;
     if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE) || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
-    if (too_small("values", shape[0] * shape[1] * (kind[1] == FP32 ? 4 : 2), &values)
-        || too_small("out", shape[0] * row_bytes, &out))
+    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1 || shape[1] > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "quantize: format, source or dim are out of range");
+        goto done;
+    }
+    if (!fits("values", 0, shape[0], shape[1] * (kind[1] == FP32 ? 4 : 2), &values) || !fits("out", 0, shape[0], row_bytes, &out))
         goto done;
     float *scratch = PyMem_Malloc((size_t)shape[1] * 2 * sizeof(float) + 64);
     if (!scratch) {

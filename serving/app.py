@@ -6,7 +6,7 @@ from loader.errors import LoaderError
 from quant import QuantError
 from serving import metrics
 from serving.asgi import Disconnected, Receive, Scope, Send, respond_error
-from serving.errors import ApiError, Kind, ServingError
+from serving.errors import INTERNAL_ERROR, ApiError, Kind, ServingError
 from serving.service import Service
 from serving.settings import ServerSettings
 from serving.v1 import make_app
@@ -42,7 +42,7 @@ class Application:
             logger.debug("a client left before its request was complete")
         except Exception:
             metrics.refused(self._model_of(scope["path"]), "v2", Kind.INTERNAL)
-            await respond_error(send, ApiError(500, Kind.INTERNAL, "internal error; the server's log has the details"))
+            await respond_error(send, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
             raise
 
     def _model_of(self, path: str) -> str:

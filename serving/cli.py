@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from loader.errors import LoaderError
 from quant import QuantError
 from serving import commands
-from serving.client import ClientError
+from serving.client import ClientError, FeatureError
 from serving.errors import ServingError
 from serving.settings import RootSettings, ServerSettings, add_options
 
@@ -120,9 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
             print(f"tableside: {name}: {problem['msg']} (found {problem['input']!r})", file=sys.stderr)
         return 2
-    except (LoaderError, QuantError, ServingError, ClientError, TypeError, OverflowError) as error:
-        if isinstance(error, TypeError | OverflowError) and options.command != "lookup":
-            raise
+    except (LoaderError, QuantError, ServingError, ClientError, FeatureError) as error:
         print(f"tableside: {error}", file=sys.stderr)
         return 1
     except OSError as error:

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 
 from serving import wire
-from serving.wire import Ids, Jagged
+from serving.wire import FeatureError, Ids, Jagged
 
-__all__ = ["AsyncClient", "Client", "ClientError", "Jagged"]
+__all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged"]
 
 
 class ClientError(Exception):
@@ -43,7 +43,7 @@ def _checked(response: httpx.Response) -> httpx.Response:
 
 
 def _vectors(response: httpx.Response, features: Mapping[str, Ids]) -> dict[str, Any]:
-    """Vectors in the kind of array that the ids came in."""
+    """Vectors as numpy arrays, or as torch tensors where any of the ids came as one."""
     _, vectors = wire.decode(_checked(response).headers.get(wire.HEADER_LENGTH), response.content)
     if not any(wire.is_torch(value) for value in features.values()):
         return dict(vectors)
@@ -74,7 +74,8 @@ class Client:
         """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
 
         features: for each, an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values, lengths, weights).
-        ClientError: the server refused, with its message.
+        Torch tensors in: torch tensors out. FeatureError: ids are no integers, or of another shape. ClientError: the server
+        refused, with its message.
         """
         headers, body = wire.encode(features, outputs)
         response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
@@ -145,6 +146,10 @@ class AsyncClient:
     async def metadata(self, model: str) -> dict[str, Any]:
         """As Client.metadata."""
         return dict(_checked(await self._send("GET", _path(model, None))).json())
+
+    async def metrics(self) -> str:
+        """As Client.metrics."""
+        return _checked(await self._send("GET", "/metrics")).text
 
     async def is_ready(self) -> bool:
         """As Client.is_ready."""

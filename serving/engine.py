@@ -17,7 +17,7 @@ from loader.errors import LoaderError
 from loader.model import Feature
 from loader.segment import Segment, Verify
 from loader.versions import Model
-from quant import Backend, BadIds, Lookup, Plan, Pooling, Table
+from quant import Backend, BadIds, Lookup, Plan, Pooling, QuantError, Table
 from quant.errors import Problem
 from serving.errors import Kind, bad_request, not_found
 
@@ -75,7 +75,9 @@ class Batch:
     """A request's lookups, laid out once: run it on the inputs of any request of the same layout."""
 
     def __init__(self, served: "Served", inputs: Sequence[FeatureInput], plan: Plan, outputs: tuple[Output, ...]) -> None:
-        self.served, self.inputs, self.outputs = served, tuple(inputs), outputs
+        # Not `served` itself: it remembers batches, and a cycle would keep a replaced version mapped.
+        self.model, self.version = served.header.model, served.version
+        self.inputs, self.outputs = tuple(inputs), outputs
         self._plan = plan
         self.out_bytes = sum(o.bytes for o in outputs)
         self.ids = sum(i.ids for i in inputs)
@@ -112,7 +114,7 @@ def _check_lengths(i: FeatureInput, lengths: np.ndarray[Any, Any]) -> None:
 class Served:
     """One version, attached and ready to answer. Immutable but for its memory of layouts."""
 
-    def __init__(self, segment: Segment, backend: Backend, threads: int = 1, max_response_bytes: int = 1 << 30) -> None:
+    def __init__(self, segment: Segment, backend: Backend, threads: int = 1, max_response_bytes: int | None = None) -> None:
         self.segment, self.backend, self.threads = segment, backend, threads
         self.max_response_bytes = max_response_bytes
         self.header = segment.header
@@ -149,7 +151,7 @@ class Served:
             lookups.append(lk)
             outputs.append(Output(i.feature, at, lk.out_bytes, (lk.outputs, bound.table.dim), bound.half))
             at += lk.out_bytes
-        if at > self.max_response_bytes:
+        if self.max_response_bytes is not None and at > self.max_response_bytes:
             raise bad_request(
                 f"the request asks for {at:,} bytes of vectors; the limit is {self.max_response_bytes:,} (max_response_bytes)",
                 Kind.TOO_LARGE,
@@ -216,8 +218,8 @@ class Engine:
         """The number of the live version where it is neither served nor refused before."""
         try:
             current = self.model.record().current
-        except LoaderError as error:
-            logger.warning("%s", error)
+        except (LoaderError, OSError) as error:
+            logger.warning("cannot see which version of %s is live: %s", self.model.name, error)
             return None
         is_news = current and self._served and current != self._served.version and current != self._refused
         return current if is_news else None
@@ -232,11 +234,16 @@ class Engine:
             return self._served
         return self._explicit.get(version)
 
+    def forget_removed(self) -> None:
+        """Lets go of versions that requests named and that were removed since."""
+        for version in [v for v in self._explicit if not self.model.path(v).exists()]:
+            del self._explicit[version]
+
     def attach_explicit(self, version: int) -> Served:
-        """Attaches a version that a request named. ApiError 404 where it is not published or damaged."""
+        """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or damaged."""
         try:
             served = self.attach(version)
-        except LoaderError as error:
+        except (LoaderError, QuantError) as error:
             raise not_found(str(error)) from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:

@@ -17,6 +17,9 @@ class Kind(StrEnum):
     SWAP = "swap"
 
 
+INTERNAL_ERROR = "internal error; the server's log has the details"
+
+
 class ServingError(Exception):
     """Base of what this room raises for a user's or an operator's fault."""
 

@@ -42,11 +42,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._completed = False
         self._refused = False
+        self._is_over = False
 
     # ---- the connection ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_over = len(self.connections) > self.limits.max_connections
         self._arm(self.limits.idle_timeout_s, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,7 +62,11 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         began_in_headers, self._completed = self._in_headers, False
         super().data_received(data)
-        if not self._in_headers or self._refused:
+        if self._refused:
+            return
+        if not self._in_headers:
+            if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+                self._arm(self.limits.idle_timeout_s, self.transport.close)  # blank lines between requests are no request
             return
         if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
             self._header_bytes += len(data)
@@ -69,7 +75,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self._reset)
+        self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -92,7 +98,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refuse_headers()
-        elif len(self.connections) > self.limits.max_connections:
+        elif self._is_over:
             self._refuse(
                 503,
                 f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again",
@@ -122,6 +128,17 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     # ---- refusing ----
+
+    def _watch_writing(self, unsent: int) -> None:
+        """Looks again after write_timeout_s: a slow reader has taken some of the response by then, one that is gone nothing."""
+        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self._check_writing, unsent)
+
+    def _check_writing(self, unsent: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < unsent:
+            self._watch_writing(left)
+        else:
+            self._reset()
 
     def _reset(self) -> None:
         """Closes with a reset, so that the kernel too drops what the client does not read."""

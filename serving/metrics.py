@@ -7,6 +7,7 @@ would linger, so there are none in those files: what is true now (versions, size
 
 import logging
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,17 +117,25 @@ def _folder() -> Path:
 
 def counters() -> Iterable[Metric]:
     """Counters and histograms summed over every worker that ever ran; a file that is damaged is left out and logged."""
-    registry = CollectorRegistry()
-    collector: Any = MultiProcessCollector(registry, str(_folder()))  # type: ignore[no-untyped-call]
-    readable = []
-    for file in sorted(_folder().glob("*.db")):
-        try:
-            collector.merge([str(file)], accumulate=False)
-            readable.append(str(file))
-        except Exception as error:  # noqa: BLE001  (whatever a torn file does to the parser, the scrape must go on)
-            logger.warning("metrics file %s is damaged and left out: %r", file, error)
-    merged: Iterable[Metric] = collector.merge(readable, accumulate=True)
+    collector: Any = MultiProcessCollector(CollectorRegistry(), str(_folder()))  # type: ignore[no-untyped-call]
+    files = [str(f) for f in sorted(_folder().glob("*.db"))]
+    try:
+        merged: Iterable[Metric] = collector.merge(files, accumulate=True)
+    except _TORN:
+        merged = collector.merge([f for f in files if _is_readable(collector, f)], accumulate=True)
     return merged
+
+
+_TORN = (ValueError, RuntimeError, KeyError, IndexError, TypeError, struct.error, OSError)  # what a torn file makes of the parser
+
+
+def _is_readable(collector: Any, file: str) -> bool:
+    try:
+        collector.merge([file], accumulate=False)
+    except _TORN as error:
+        logger.warning("metrics file %s is damaged and left out: %r", file, error)
+        return False
+    return True
 
 
 class _Merged:

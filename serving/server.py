@@ -16,6 +16,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -39,13 +40,14 @@ class Worker(uvicorn.Server):
     def __init__(self, config: "_Config") -> None:
         super().__init__(config)
         self._drain_s = config.settings.drain_s
-        self._draining = False
+        self.is_ending = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining or not self.started:
+        if self.is_ending or not self.started:
+            self.is_ending = True
             super().handle_exit(sig, frame)
             return
-        self._draining = True
+        self.is_ending = True
         self.config.loaded_app.service.drain()
         loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
         loop.call_soon_threadsafe(loop.call_later, self._drain_s, finish)
@@ -69,8 +71,8 @@ class WorkerProcess(supervisor.Process):
         return {**self.__dict__, "parent_conn": None, "process": None}
 
     @property
-    def server(self) -> uvicorn.Server:
-        if self._server is None:
+    def server(self) -> Worker:
+        if not isinstance(self._server, Worker):
             self._server = Worker(self.config)
         return self._server
 
@@ -78,7 +80,12 @@ class WorkerProcess(supervisor.Process):
         try:
             super().always_pong()
         except (EOFError, OSError, pickle.UnpicklingError):
-            os.kill(os.getpid(), signal.SIGTERM)
+            # The pipe is closed where the supervisor asked for the end, which is then under way, or where it died.
+            if not self.server.is_ending:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def wait_until_ready(self, timeout: float, should_exit: threading.Event | None = None) -> bool:
+        return super().wait_until_ready(self.config.settings.ready_timeout_s, should_exit)
 
 
 MakeApplication = Callable[[ServerSettings], Any]
@@ -108,8 +115,8 @@ class _Config(uvicorn.Config):
             server_header=False,
             proxy_headers=False,
             log_config=_log_config(),
-            timeout_keep_alive=max(1, int(settings.idle_timeout_s)),
-            timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout_s)),
+            timeout_keep_alive=settings.idle_timeout_s,
+            timeout_graceful_shutdown=settings.shutdown_timeout_s,
             backlog=2048,
         )
 
@@ -199,14 +206,12 @@ class _Supervisor(supervisor.Multiprocess):
 
     def init_processes(self) -> None:
         super().init_processes()
-        threading.Thread(target=self._announce, daemon=True).start()
-
-    def _announce(self) -> None:
-        for process in list(self.processes):
-            while not self.should_exit.wait(0.02) and process.process.exitcode is None and not process.is_ready(timeout=1):
-                pass
-        if not self.should_exit.is_set() and all(p.process.exitcode is None for p in self.processes):
-            self.announce()
+        # Here, not in a thread: the pipes to the workers are one thread's.
+        while not self.signal_queue and all(p.process.is_alive() for p in self.processes):
+            if all(p.is_ready(timeout=1) for p in self.processes):
+                self.announce()
+                return
+            time.sleep(0.02)
 
     def keep_subprocess_alive(self) -> None:
         was_running = not self.should_exit.is_set()

@@ -18,6 +18,11 @@ from serving.settings import ServerSettings
 logger = logging.getLogger("tableside")
 
 
+def _log_end(watcher: asyncio.Task[None]) -> None:
+    if not watcher.cancelled() and (error := watcher.exception()):
+        logger.critical("the watch over versions ended: new ones are not taken until this worker is replaced", exc_info=error)
+
+
 class Service:
     """Engines by model name. `ready` is true after `start` and false from `drain` on."""
 
@@ -37,6 +42,7 @@ class Service:
         self.ready = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
         self._watcher: asyncio.Task[None] | None = None
+        self._attaching = asyncio.Lock()
 
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
@@ -52,6 +58,7 @@ class Service:
                 self.backend.description,
             )
         self._watcher = asyncio.create_task(self._watch())
+        self._watcher.add_done_callback(_log_end)
         self.ready = True
 
     def drain(self) -> None:
@@ -70,6 +77,7 @@ class Service:
         while True:
             await asyncio.sleep(self.settings.poll_s)
             for engine in self.engines.values():
+                engine.forget_removed()
                 version = engine.changed()
                 if version is None:
                     continue
@@ -101,10 +109,12 @@ class Service:
         number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
         if type(number) is not int or number < 1:
             raise bad_request(f"version is {version!r}; expected a number from 1")
-        found = engine.find(number)
-        if found is None:
-            found = await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, number)
-        return found
+        if (found := engine.find(number)) is not None:
+            return found
+        async with self._attaching:  # requests that name the same version wait for the one that attaches it
+            if (found := engine.find(number)) is not None:
+                return found
+            return await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, number)
 
     def published(self, model: str) -> list[int]:
         return self.engine(model).model.versions()

@@ -1,22 +1,25 @@
-"""The server's settings: one frozen object. The only file that reads the environment (TABLESIDE_NAME); each default is here.
+"""The server's settings: one frozen object. TABLESIDE_NAME in the environment is read here
+alone, and each default is here.
 
 The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
 """
 
 import argparse
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from loader.versions import DEFAULT_ROOT
+
+PREFIX = "TABLESIDE_"
 
 
 class RootSettings(BaseSettings):
     """What every command needs."""
 
-    model_config = SettingsConfigDict(env_prefix="TABLESIDE_", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
 
     root: Path = Field(DEFAULT_ROOT, description="folder in shared memory that holds the published models")
 
@@ -24,7 +27,7 @@ class RootSettings(BaseSettings):
 class ServerSettings(RootSettings):
     """What `tableside serve` runs with."""
 
-    models: tuple[str, ...] = Field((), description="names of the published models to serve")
+    models: Annotated[tuple[str, ...], NoDecode] = Field((), description="published models to serve, separated by commas")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(1, ge=1, le=256, description="worker processes")
@@ -41,14 +44,22 @@ class ServerSettings(RootSettings):
     header_timeout_s: float = Field(10, gt=0, description="seconds from the first byte of a request to the end of its headers")
     body_timeout_s: float = Field(30, gt=0, description="seconds from the end of the headers to the end of the body")
     write_timeout_s: float = Field(30, gt=0, description="seconds that a client may refuse to read its response")
-    idle_timeout_s: float = Field(75, gt=0, description="seconds that a connection may stay open without a request")
+    idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open without a request")
     drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
-    shutdown_timeout_s: float = Field(10, gt=0, description="seconds that running requests get to finish at shutdown")
+    shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get to finish at shutdown")
+    ready_timeout_s: int = Field(
+        600, ge=1, description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up"
+    )
     inline_rows: int = Field(
         200_000,
         ge=0,
         description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:
@@ -56,7 +67,10 @@ def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *
     for name, field in settings.model_fields.items():
         if name in skip:
             continue
-        options: dict[str, Any] = {"default": None, "help": f"{field.description} (default: {field.default})"}
+        options: dict[str, Any] = {
+            "default": None,
+            "help": f"{field.description} (default: {field.default}; {PREFIX}{name.upper()})",
+        }
         if get_origin(field.annotation) is Literal:
             options["choices"] = get_args(field.annotation)
         else:

@@ -88,6 +88,8 @@ def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
     weights_at = None if weights is None else weights.at
     if dense is not None:
         bags, bag_length = dense.shape
+        if bag_length >= 2**31:
+            raise bad_request(f"input {feature!r}: shape is {list(dense.shape)}; a bag has at most {2**31 - 1} ids")
         return FeatureInput(feature, dense.at, dense.elements, bags, bag_length, None, weights_at)
     bags_given = None if lengths is None else lengths.shape[0]
     return FeatureInput(feature, ids.at, ids.elements, bags_given, 0, None if lengths is None else lengths.at, weights_at)

@@ -1,5 +1,6 @@
 """The friendly JSON interface: POST /v1/lookup, GET /v1/models, GET /health, GET /metrics, and FastAPI's /docs."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from serving import metrics
 from serving.asgi import Disconnected, read_body
 from serving.engine import Batch, Output, Served
-from serving.errors import ApiError, bad_request
+from serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request
 from serving.metrics import ModelMetrics, Stages
 from serving.service import Service
 from serving.tensors import DATATYPES, Tensor, feature_inputs, from_list
@@ -94,7 +95,8 @@ def make_app(service: Service) -> FastAPI:
 
     @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
     async def prometheus() -> Response:
-        return Response(metrics.exposition(service.engines.values()), media_type="text/plain; version=0.0.4")
+        text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     return app
 
@@ -109,11 +111,17 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
         known = "/v1/lookup, /v1/models, /v2, /health, /metrics, /docs"
         return _json(
             {"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"},
             error.status_code,
         )
+
+    @app.exception_handler(Exception)  # Starlette answers with it, and raises on, so that the log has the details
+    async def internal(request: Request, error: Exception) -> Response:
+        metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", Kind.INTERNAL)
+        return _json({"error": INTERNAL_ERROR}, 500)
 
     @app.exception_handler(Disconnected)
     async def disconnected(request: Request, error: Disconnected) -> Response:

@@ -53,7 +53,8 @@ class V2:
             case ["models", "stats"]:
                 stats = [s for name in self.service.engines for s in self._stats(self.service.live(name))]
                 await respond_json(send, {"model_stats": stats})
-            case ["models", *named]:
+            case ["models", _, *_]:
+                named = path[1:]
                 what = named.pop() if named[-1] in ("ready", "config", "stats") else ""
                 served = await self._served(named)
                 if what == "ready":

@@ -5,7 +5,7 @@ A header says everything but the values, and clients repeat it byte by byte; so 
 an equal header costs a dictionary look-up (`Layout`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -54,7 +54,7 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
     tensors, inline, input_bytes = _inputs(header, binary_bytes)
     inputs = feature_inputs(tensors)
     batch = served.batch(inputs)
-    outputs = _outputs(header, batch)
+    outputs = _outputs(header, batch, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {request_id!r}; expected a string")
@@ -64,7 +64,7 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
         input_bytes,
         outputs,
         request_id,
-        orjson.dumps(_response(served, request_id, outputs, None)) if all_binary else b"",
+        orjson.dumps(_response(batch, request_id, outputs, None)) if all_binary else b"",
         all_binary and tuple(o for o, _ in outputs) == batch.outputs,
     )
     return layout, inline
@@ -131,7 +131,7 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
         )
 
 
-def _outputs(header: dict[str, Any], batch: Batch) -> tuple[tuple[Output, bool], ...]:
+def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> tuple[tuple[Output, bool], ...]:
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
     by_name = {o.feature: o for o in batch.outputs}
     asked = header.get("outputs", [])
@@ -142,9 +142,9 @@ def _outputs(header: dict[str, Any], batch: Batch) -> tuple[tuple[Output, bool],
     chosen: dict[str, tuple[Output, bool]] = {}
     for entry in asked:
         name = entry.get("name")
-        if name not in by_name:
+        if not isinstance(name, str) or name not in by_name:
             known = ", ".join(by_name)
-            if isinstance(name, str) and name in batch.served.features:
+            if isinstance(name, str) and name in features:
                 raise bad_request(f"output {name!r} was asked for without its input; send {name} or {name}.values")
             raise bad_request(f"output {name!r} is unknown; this request's inputs give: {known}")
         if name in chosen:
@@ -165,7 +165,7 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _response(
-    served: Served,
+    batch: Batch,
     request_id: str,
     outputs: Sequence[tuple[Output, bool]],
     buffer: np.ndarray[Any, Any] | None,
@@ -183,15 +183,14 @@ def _response(
             assert buffer is not None
             entry["data"] = output.view(buffer).astype(np.float32, copy=False).reshape(-1)
         described.append(entry)
-    response = {"model_name": served.header.model, "model_version": str(served.version), "outputs": described}
+    response = {"model_name": batch.model, "model_version": str(batch.version), "outputs": described}
     return {"id": request_id, **response} if request_id else response
 
 
 def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[Any]]:
     """(JSON, binary parts) of the response over a batch's output buffer."""
-    served = layout.batch.served
     head = layout.head or orjson.dumps(
-        _response(served, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
+        _response(layout.batch, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )
     if layout.in_order:
         return head, [buffer.data] if buffer.size else []

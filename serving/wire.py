@@ -30,23 +30,33 @@ def is_torch(value: Any) -> bool:
     return type(found).__module__.partition(".")[0] == "torch"
 
 
+class FeatureError(ValueError):
+    """What was given as a feature's ids, lengths or weights cannot be sent."""
+
+
 def _array(value: Any, dtype: type, name: str) -> NDArray[Any]:
-    array = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+    try:
+        array = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise FeatureError(f"{name}: not an array of numbers ({error})") from error
     if array.size and array.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf"):
-        raise TypeError(f"{name} are {array.dtype}; expected {np.dtype(dtype)}")
+        raise FeatureError(f"{name}: {array.dtype}; expected {np.dtype(dtype)}")
     converted: NDArray[Any] = np.ascontiguousarray(array, dtype)
-    if converted.dtype.kind == "i" and array.dtype != converted.dtype and not np.array_equal(converted, array):
-        raise OverflowError(f"{name} do not fit in {np.dtype(dtype)}")
+    if converted.dtype.kind == "i" and array.size and array.dtype != converted.dtype and not np.array_equal(converted, array):
+        raise FeatureError(f"{name}: values do not fit in {np.dtype(dtype)}")
     return converted
 
 
 def _tensors(name: str, value: Ids) -> list[tuple[str, str, NDArray[Any]]]:
+    if isinstance(value, list | tuple):
+        if not all(isinstance(bag, list | tuple | np.ndarray) for bag in value):
+            raise FeatureError(f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)")
+        value = Jagged([i for bag in value for i in bag], [len(bag) for bag in value])
     if not isinstance(value, Jagged):
-        if isinstance(value, Sequence) and not all(len(bag) == len(value[0]) for bag in value):
-            value = Jagged([i for bag in value for i in bag], [len(bag) for bag in value])
-        else:
-            ids = _array(value, np.int64, name)
-            return [(name, "INT64", ids.reshape(len(ids), -1) if ids.ndim == 1 and not ids.size else ids)]
+        ids = _array(value, np.int64, name)
+        if ids.ndim != 2:
+            raise FeatureError(f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)")
+        return [(name, "INT64", ids)]
     tensors = [(f"{name}.values", "INT64", _array(value.values, np.int64, f"{name}.values"))]
     if value.lengths is not None:
         tensors.append((f"{name}.lengths", "INT32", _array(value.lengths, np.int32, f"{name}.lengths")))
@@ -56,7 +66,7 @@ def _tensors(name: str, value: Ids) -> list[tuple[str, str, NDArray[Any]]]:
 
 
 def encode(features: Mapping[str, Ids], outputs: Sequence[str] | None = None) -> tuple[dict[str, str], bytes]:
-    """(headers, body) of an infer request. TypeError, OverflowError: ids are not integers or too wide."""
+    """(headers, body) of an infer request. FeatureError: a feature is not what can be sent."""
     tensors = [t for name, value in features.items() for t in _tensors(name, value)]
     inputs = [
         {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}} for n, d, a in tensors

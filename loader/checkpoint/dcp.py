@@ -1,8 +1,9 @@
 """Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp` files.
 
-`.metadata` is a pickle. It is read by an unpickler that knows the names in `_ALLOWED`, each bound to an inert stand-in of
-ours, and those of dtypes, nothing else: no code of the file's, of torch's or of pathlib's runs. Each stored item is a torch.save archive inside a
-.distcp file, read like any other (`torch_files`). Joined on (name, offsets), tensors may be sharded by row, column or both.
+`.metadata` is a pickle. It is read by an unpickler that knows the names in `_ALLOWED`, each bound to an inert stand-in of ours,
+and those of dtypes, nothing else: no code of the file's, of torch's or of pathlib's runs. Each stored item is a torch.save
+archive inside a .distcp file, read like any other (`torch_files`). Joined on (name, offsets), tensors may be sharded by row, by
+column or both.
 """
 
 import io

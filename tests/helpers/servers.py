@@ -7,7 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from support import rows_of
+
+from loader.load import load
+from loader.model import parse_model
+
+TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}
+FORMATS = {"user": "int8", "item": "int4", "word": "fp16"}
+FEATURES = {
+    "clicked": {"table": "item", "pooling": "mean"},
+    "user": {"table": "user", "pooling": "sum"},
+    "liked": {"table": "item", "pooling": "sum", "output": "fp16"},
+    "text": {"table": "word", "pooling": "none"},
+}
 
 
 @dataclass
@@ -73,3 +87,14 @@ def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo"
         process.wait(10)
         pytest.fail(f"the server did not start: {text}")
     return Server(found[0], process, root)
+
+
+def publish_demo(root: Path, folder: Path, tables: dict[str, np.ndarray] = TABLES, name: str = "demo") -> None:
+    np.savez(folder / f"{name}.npz", **tables)
+    raw = {
+        "name": name,
+        "checkpoint": f"{name}.npz",
+        "tables": {t: {"key": t, "row_format": FORMATS.get(t, "fp32")} for t in tables},
+        "features": {f: d for f, d in FEATURES.items() if d["table"] in tables},
+    }
+    load(parse_model(raw, folder), root)

@@ -282,6 +282,34 @@ def test_a_plan_never_reads_or_writes_past_its_buffers() -> None:
             plan.run(np.arange(2).tobytes(), bytearray(255))
 
 
+@pytest.mark.skipif(not ISAS, reason="the native kernel is not built")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids_at": -8},
+        {"ids": 2**61},
+        {"ids": -1},
+        {"bags": 2**62, "bag_length": 4},
+        {"bag_length": -1},
+        {"out_at": -256},
+        {"weights_at": 2**63 - 1},
+        {"lengths_at": 15},
+    ],
+    ids=str,
+)
+def test_native_plans_that_wrap_around_are_refused(change: dict[str, int]) -> None:
+    """Offsets and sizes are a caller's; none of them makes the kernel read or write elsewhere."""
+    good = {"ids_at": 0, "ids": 2, "out_at": 0, "bags": 1, "bag_length": 2}
+    lookup = Lookup(table_of(RowFormat.INT8, 64), Pooling.SUM, **{**good, **change})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"do not lie in|out of range"):
+        choose("native").plan([lookup]).run(np.arange(2).tobytes(), bytearray(256))
+
+
+def test_threads_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="threads"):
+        choose("native").lookup(table_of(RowFormat.INT8, 64), np.arange(2), np.array([2], np.int32), threads=0)
+
+
 def test_unknown_backends_are_refused() -> None:
     with pytest.raises(QuantError, match="expected one of: auto, native, fbgemm, reference"):
         choose("cuda11")

@@ -5,33 +5,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from servers import Server, descendants, start_server
-from support import end, rows_of, until
-
-from loader.load import load
-from loader.model import parse_model
-
-TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}
-FORMATS = {"user": "int8", "item": "int4", "word": "fp16"}
-FEATURES = {
-    "clicked": {"table": "item", "pooling": "mean"},
-    "user": {"table": "user", "pooling": "sum"},
-    "liked": {"table": "item", "pooling": "sum", "output": "fp16"},
-    "text": {"table": "word", "pooling": "none"},
-}
-
-
-def publish_demo(root: Path, folder: Path, tables: dict[str, np.ndarray] = TABLES, name: str = "demo") -> None:
-    np.savez(folder / f"{name}.npz", **tables)
-    raw = {
-        "name": name,
-        "checkpoint": f"{name}.npz",
-        "tables": {t: {"key": t, "row_format": FORMATS.get(t, "fp32")} for t in tables},
-        "features": {f: d for f, d in FEATURES.items() if d["table"] in tables},
-    }
-    load(parse_model(raw, folder), root)
+from servers import Server, descendants, publish_demo, start_server
+from support import end, until
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from serving.client import AsyncClient, Client, ClientError, Jagged
+from serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged
 
 
 def test_lists_arrays_and_jagged_give_the_same(server: Any) -> None:
@@ -61,10 +61,15 @@ def test_errors_carry_status_and_message(server: Any) -> None:
         assert caught.value.status == 400
         assert "id 1000 at position 0" in caught.value.message
         for bad in ([[1.5]], np.array([[1.0]]), [["x"]], np.array([[True]])):
-            with pytest.raises(TypeError, match="expected int64"):
+            with pytest.raises(FeatureError, match="expected int64"):
                 client.lookup("demo", {"user": bad})
-        with pytest.raises(OverflowError):
+        with pytest.raises(FeatureError, match=r"user.lengths: values do not fit in int32"):
             client.lookup("demo", {"user": Jagged([1], np.array([2**40]))})
+        with pytest.raises(FeatureError, match=r"user: shape \[3\]; expected \[bags, ids a bag\]"):
+            client.lookup("demo", {"user": np.arange(3)})
+        with pytest.raises(FeatureError, match="expected a list of bags"):
+            client.lookup("demo", {"user": [1, 2]})
+        assert client.lookup("demo", {"user": []})["user"].shape == (0, 64)
 
 
 def test_no_server_says_so() -> None:

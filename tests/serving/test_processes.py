@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from servers import publish_demo
 from support import end, run_tableside, until
 
 from loader.versions import Model
@@ -74,14 +75,17 @@ def test_a_client_with_retries_does_not_notice(start: Start) -> None:
 
 def test_readiness_goes_false_before_draining(start: Start) -> None:
     """After SIGTERM: not ready, but requests are still answered, for drain_s; then it ends with exit code 0."""
-    server = start("--workers", 1, "--drain-s", 2)
+    server = start("--workers", 1, "--drain-s", 3)
     with httpx.Client(base_url=server.url) as client:
         assert client.get("/v2/health/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         until(lambda: client.get("/v2/health/ready").status_code == 503, what="readiness to go")
         assert client.get("/v2/health/live").status_code == 200
         assert client.get("/health").json()["status"] == "draining"
-        assert client.post("/v1/lookup", json={"model": "demo", "features": {"user": [[1]]}}).status_code == 200
+        half = time.monotonic() + 1.5
+        while time.monotonic() < half:  # over new connections too
+            body = {"model": "demo", "features": {"user": [[1]]}}
+            assert httpx.post(server.url + "/v1/lookup", json=body).status_code == 200
     assert end(server.process) == 0
 
 
@@ -169,6 +173,24 @@ def test_settings_from_the_environment_and_bad_ones(root: Path, monkeypatch: Any
     assert run_tableside("serve", "demo", "--backend", "cuda", root=root).returncode == 2
     found = run_tableside("serve", "demo", "--workers", 0, root=root)
     assert "--workers: Input should be greater than or equal to 1" in found.stderr
+
+
+def test_models_from_the_environment(root: Path, tmp_path: Path, start: Start, monkeypatch: Any) -> None:
+    """TABLESIDE_MODELS=a,b, as a container sets it."""
+    monkeypatch.setenv("TABLESIDE_MODELS", "demo")
+    assert start("--workers", 1, models=()).get("/health").json()["models"] == {"demo": 1}
+
+
+def test_a_replaced_version_is_unmapped(start: Start, root: Path, tmp_path: Path) -> None:
+    """After a swap no worker holds the old segment, though requests' layouts were remembered on it."""
+    server = start("--workers", 1)
+    with Client(server.url) as client:
+        client.lookup("demo", {"user": [[1, 2]]})
+        publish_demo(root, tmp_path)
+        (worker,) = server.workers()
+        until(lambda: "/2.segment" in Path(f"/proc/{worker}/maps").read_text(), what="the new version")
+        client.lookup("demo", {"user": [[1, 2]]})
+        until(lambda: "/1.segment" not in Path(f"/proc/{worker}/maps").read_text(), what="the old version to go")
 
 
 def test_nothing_is_left_in_the_temporary_folder(start: Start, monkeypatch: Any, tmp_path: Path) -> None:
