@@ -16,6 +16,7 @@
 A model without `features` has one sum-pooled feature a table, named after it.
 """
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -65,7 +66,9 @@ class ModelSpec:
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
     """Returns `name`, or raises ModelError where it cannot be a file's or a tensor's name."""
     if not isinstance(name, str) or not pattern.fullmatch(name):
-        raise ModelError(f"{what} name {name!r}: expected letters, digits, '-' and '_', starting with a letter or digit")
+        raise ModelError(
+            f"{what} name {name!r}: expected letters, digits, '-' and '_' (tables and features: ':' too), not '-' first"
+        )
     return name
 
 
@@ -75,7 +78,7 @@ def read_model(path: Path) -> ModelSpec:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} does not exist; write one with: tableside init CHECKPOINT") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from error
     try:
         return parse_model(raw, path.parent)
@@ -133,7 +136,7 @@ def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
     check_name(name, "feature", FEATURE_NAME)
     _only(raw, where, {"table", "pooling", "output"})
     table = raw.get("table", name)
-    if table not in tables:
+    if not isinstance(table, str) or table not in tables:
         raise ModelError(f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}")
     pooling = _choice(raw, "pooling", where, tuple(p.label for p in Pooling), "sum")
     return Feature(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
@@ -143,7 +146,7 @@ def write_model(spec: ModelSpec, skipped: list[str]) -> str:
     """The text of a model.toml; `skipped` names tensors that were left out, as a comment."""
     lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
     if skipped:
-        lines += ["", "# Left out (not an embedding by its name or shape):", *(f"#   {s}" for s in skipped)]
+        lines += ["", "# Left out (not an embedding by its name or shape):", *(f"#   {_escape(s)}" for s in skipped)]
     for t in spec.tables:
         lines += [
             "",
@@ -164,7 +167,8 @@ def write_model(spec: ModelSpec, skipped: list[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
+    """A basic string of TOML, without its quotes: JSON's escapes are among TOML's."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _key(name: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loader.errors import SegmentError, VersionError
-from loader.model import check_name
+from loader.model import NAME, check_name
 from loader.segment import Segment, Verify
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
@@ -50,7 +50,7 @@ class Model:
             return Record(int(raw["current"]), int(raw["latest"]))
         except FileNotFoundError:
             return Record()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise VersionError(
                 f"{path} is unreadable ({error!r}); write it anew with: tableside activate {self.name} VERSION"
             ) from error
@@ -113,7 +113,7 @@ class Model:
         The record is written before anything is visible, so that a full file system publishes nothing.
         """
         with self._lock("record.lock"):
-            before = self._readable_record()
+            before = self._readable_record() if activate else self.record()
             self._write_new_record(Record(version if activate else before.current, max(version, before.latest)))
             self.partial_path(version).rename(self.path(version))
             try:
@@ -137,7 +137,7 @@ class Model:
         if not self.path(version).exists():
             raise self._missing(f"version {version} is not published")
         with self._lock("record.lock"):
-            if self._readable_record().current == version:
+            if self.record().current == version:
                 raise VersionError(
                     f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
                 )
@@ -237,7 +237,7 @@ def models(root: Path) -> list[Model]:
     """Every model that has a folder under `root`, by name."""
     if not root.is_dir():
         return []
-    return [Model(root, p.name) for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    return [Model(root, p.name) for p in sorted(root.iterdir()) if p.is_dir() and NAME.fullmatch(p.name)]
 
 
 def damaged(model: Model) -> dict[int, str]:

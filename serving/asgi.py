@@ -36,8 +36,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             break
         message = await receive()
     body = parts[0] if len(parts) == 1 else b"".join(parts)
-    encoding = header(scope, b"content-encoding")
-    return body if encoding in (None, b"identity") else _decompress(body, encoding or b"", limit)
+    encoding = (header(scope, b"content-encoding") or b"identity").lower()
+    return body if encoding == b"identity" else _decompress(body, encoding, limit)
 
 
 def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:

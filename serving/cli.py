@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")
-    p.add_argument("--threads", type=int, default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument("--threads", type=_count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
     p.add_argument(
         "--max-memory",
         default="64M",
@@ -79,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("gc", commands.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument("--keep", type=int, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    p.add_argument("--keep", type=_count(0), default=1, help="versions beside the live one that stay (default: %(default)s)")
 
     p = command("serve", commands.serve, "serve published models over HTTP")
     p.add_argument("models", nargs="*", metavar="MODEL", default=None)
@@ -97,17 +98,52 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("bench", commands.bench, "load a running server and report throughput and latencies")
     _add_server(p)
-    p.add_argument("--batch", type=int, default=32, help="bags of each feature in a request (default: %(default)s)")
-    p.add_argument("--ids", type=int, default=20, help="ids of a bag (default: %(default)s)")
-    p.add_argument("--concurrency", type=int, default=16, help="connections (default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=5.0, help="how long (default: %(default)s)")
-    p.add_argument("--zipf", type=float, help="draw ids from Zipf's law with this exponent instead of uniformly")
+    p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag (default: %(default)s)")
+    p.add_argument("--concurrency", type=_count(1), default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=_seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--zipf", type=_exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
     return top
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """An argument that is a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a day")
+    return value
+
+
+def _exponent(text: str) -> float:
+    if not 1 < (value := float(text)) < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 1")
+    return value
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme == "http" and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address such as http://127.0.0.1:8000")
+    return text.rstrip("/")
 
 
 def _add_server(p: argparse.ArgumentParser) -> None:
     p.add_argument("model")
-    p.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
 
 
 def main(arguments: list[str] | None = None) -> int:

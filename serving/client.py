@@ -11,6 +11,7 @@ A lookup changes nothing, so it is tried again where a connection broke (a worke
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -29,7 +30,7 @@ class ClientError(Exception):
 
 
 def _path(model: str, version: int | None) -> str:
-    return f"/v2/models/{model}" + (f"/versions/{version}" if version is not None else "")
+    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{version}" if version is not None else "")
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
@@ -60,7 +61,7 @@ class Client:
     """A connection pool to one server. Thread-safe; close it, or use it as a context manager."""
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", timeout_s: float = 10.0, retries: int = 2) -> None:
-        self._base_url, self._retries = base_url, retries
+        self._base_url, self._retries = base_url, max(0, retries)
         self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
 
     def lookup(
@@ -123,7 +124,7 @@ class AsyncClient:
     """`Client` for asyncio: the same calls, awaited."""
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", timeout_s: float = 10.0, retries: int = 2) -> None:
-        self._base_url, self._retries = base_url, retries
+        self._base_url, self._retries = base_url, max(0, retries)
         self._http = httpx.AsyncClient(base_url=base_url, timeout=timeout_s, trust_env=False)
 
     async def lookup(

@@ -125,7 +125,7 @@ def load(options: argparse.Namespace) -> int:
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
-    if not options.no_activate and options.keep >= 0:
+    if not options.no_activate:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
     return 0
@@ -196,7 +196,7 @@ def verify(options: argparse.Namespace) -> int:
     """Reads every byte; exit code 1 where one is wrong."""
     root = _root(options)
     chosen = [Model(root, options.model)] if options.model else models(root)
-    if options.model and options.version:
+    if options.model and options.version is not None:
         chosen[0].attach(options.version)
         console.print(f"{options.model} version {options.version}: whole")
         return 0
@@ -221,6 +221,8 @@ def activate(options: argparse.Namespace) -> int:
 def remove(options: argparse.Namespace) -> int:
     """Removes a version or a model."""
     model = Model(_root(options), options.model)
+    if options.all and options.version is not None:
+        raise VersionError("--all removes every version; leave the version or --all out")
     if options.all:
         console.print(f"removed {options.model} with {model.remove_all()} versions")
     elif options.version is None:
@@ -255,7 +257,11 @@ def serve(options: argparse.Namespace) -> int:
 
 def lookup(options: argparse.Namespace) -> int:
     """Prints vectors."""
-    features = dict(_parse_feature(f) for f in options.features)
+    features: dict[str, wire.Jagged] = {}
+    for name, ids in map(_parse_feature, options.features):
+        if name in features:
+            raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
+        features[name] = ids
     with Client(options.url) as client:
         vectors = client.lookup(options.model, features)
     if options.json:

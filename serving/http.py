@@ -2,7 +2,7 @@
 
     what                                    limit                  answer
     request line and headers                max_header_bytes       431, close
-    a body's declared or received length    max_body_bytes         413, close
+    a body's declared or received length    max_body_bytes         413, close (with chunk sizes and trailers: twice that)
     first byte of a request to its headers  header_timeout_s       408, close (no byte at all: idle_timeout_s, close)
     headers to the end of the body          body_timeout_s         408, close
     connections of this worker              max_connections        503, close
@@ -39,6 +39,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._body_bytes = 0
+        self._received_bytes = 0
         self._in_headers = False
         self._completed = False
         self._refused = False
@@ -61,10 +62,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         began_in_headers, self._completed = self._in_headers, False
+        self._received_bytes += len(data)
         super().data_received(data)
         if self._refused:
             return
         if not self._in_headers:
+            if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
+                self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
             if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
                 self._arm(self.limits.idle_timeout_s, self.transport.close)  # blank lines between requests are no request
             return
@@ -87,7 +91,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._header_bytes, self._body_bytes = True, 0, 0
+        self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
         self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
     def on_headers_complete(self) -> None:
@@ -108,6 +112,14 @@ class _LimitedProtocol(HttpToolsProtocol):
         else:
             super().on_headers_complete()
             self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:
+            super().on_header(name, value)
+            return
+        self._header_bytes += len(name) + len(value) + 4  # a trailer: counted, and not taken for a header
+        if self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
 
     def on_body(self, body: bytes) -> None:
         if self._refused:
@@ -174,6 +186,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
+                cycle.keep_alive = False
+                return
             begun = cycle.response_started
             cycle.disconnected = True
             cycle.message_event.set()

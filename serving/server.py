@@ -6,6 +6,8 @@ when its successor is ready, and stops where workers cannot start.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import functools
 import logging
 import multiprocessing
@@ -17,13 +19,15 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 import uvicorn.supervisors.multiprocess as supervisor
 from uvicorn._subprocess import subprocess_started
+from uvicorn.config import STARTUP_FAILURE
 
 from loader.versions import Model
 from quant import choose
@@ -32,6 +36,7 @@ from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
+RETRY_S = 5
 
 
 class Worker(uvicorn.Server):
@@ -179,41 +184,94 @@ def serve(
         Model(settings.root, name).attach(verify="header")
     backend = choose(settings.backend)
     sock = bind(settings)
-    metrics = tempfile.mkdtemp(prefix="tableside-metrics-")
-    os.environ[_METRICS] = metrics
+    host, port = sock.getsockname()[:2]
+    what = f"{', '.join(settings.models)} on http://{f'[{host}]' if ':' in host else host}:{port}"
+    how = f"{settings.workers} workers, lookups on {backend.description}"
     try:
-        preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
-        multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-        supervisor.Process = WorkerProcess  # type: ignore[misc, assignment]  # the class that uvicorn's supervisor makes its workers of
-        runner = _Supervisor(_Config(settings, make), [sock])
-        host, port = sock.getsockname()[:2]
-        what = f"{', '.join(settings.models)} on http://{host}:{port}"
-        how = f"{settings.workers} workers, lookups on {backend.description}"
-        runner.announce = lambda: announce(f"tableside serves {what} ({how})")
-        runner.run()
+        with metrics_folder(settings.root):
+            preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
+            multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+            supervisor.Process = WorkerProcess  # type: ignore[misc, assignment]  # what uvicorn's supervisor makes workers of
+            runner = _Supervisor(_Config(settings, make), [sock], lambda: announce(f"tableside serves {what} ({how})"))
+            runner.run()
         return 1 if runner.failed else 0
     finally:
         sock.close()
+
+
+@contextlib.contextmanager
+def metrics_folder(root: Path) -> Iterator[None]:
+    """A folder beside the models for the workers' counters: in memory, and out of reach of who cleans temporary folders.
+
+    Folders of servers that were killed are removed: their lock is free.
+    """
+    for stale in root.glob(".metrics-*"):
+        _remove_if_free(stale)
+    folder = Path(tempfile.mkdtemp(prefix=".metrics-", dir=root))
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.environ[_METRICS] = str(folder)
+    try:
+        yield
+    finally:
         os.environ.pop(_METRICS, None)
-        shutil.rmtree(metrics, ignore_errors=True)
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_free(folder: Path) -> None:
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        logger.debug("%s belongs to a server that runs", folder)
+    finally:
+        os.close(lock)
 
 
 class _Supervisor(supervisor.Multiprocess):
     """uvicorn's supervisor; says when every worker is ready, and whether it stopped because workers could not start."""
 
-    announce: Callable[[], None]
-    failed = False
+    config: "_Config"
+
+    def __init__(self, config: "_Config", sockets: list[socket.socket], announce: Callable[[], None]) -> None:
+        super().__init__(config, sockets)
+        self.failed = False
+        self._announce, self._announced = announce, False
+        self._retry_at: dict[int, float] = {}
 
     def init_processes(self) -> None:
         super().init_processes()
         # Here, not in a thread: the pipes to the workers are one thread's.
         while not self.signal_queue and all(p.process.is_alive() for p in self.processes):
             if all(p.is_ready(timeout=1) for p in self.processes):
-                self.announce()
+                self._announce()
+                self._announced = True
                 return
             time.sleep(0.02)
 
     def keep_subprocess_alive(self) -> None:
-        was_running = not self.should_exit.is_set()
-        super().keep_subprocess_alive()
-        self.failed = self.failed or (was_running and self.should_exit.is_set() and not self.signal_queue)
+        """Replaces workers that died. One that cannot start ends the server only where none has ever served, or none is left."""
+        for index, process in enumerate(self.processes):
+            if self.should_exit.is_set() or time.monotonic() < self._retry_at.get(index, 0.0):
+                continue
+            if process.is_alive(timeout=self.config.timeout_worker_healthcheck):
+                continue
+            process.kill()
+            process.join()
+            if process.exitcode == STARTUP_FAILURE and index not in self._retry_at:
+                if not (self._announced and any(p.process.is_alive() for p in self.processes)):
+                    self.failed = True
+                    self.should_exit.set()
+                    return
+                logger.error("a worker could not start (see above); the others serve on, it is tried again in %d s", RETRY_S)
+                self._retry_at[index] = time.monotonic() + RETRY_S
+                continue
+            self._retry_at.pop(index, None)
+            logger.info("worker %s ended; it is replaced", process.pid)
+            self.processes[index] = WorkerProcess(self.config, self.sockets)
+            self.processes[index].start()

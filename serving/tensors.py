@@ -44,9 +44,9 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A list of non-negative integers, strictly."""
-    if not isinstance(shape, list) or not shape or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
-        raise bad_request(f"input {name!r}: shape is {_short(shape)}; expected a list of non-negative integers")
+    """A list of one or two non-negative integers, strictly: no input has more dimensions."""
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 2 or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise bad_request(f"input {short(name)}: shape is {short(shape)}; expected a list of one or two non-negative integers")
     return tuple(shape)
 
 
@@ -54,7 +54,7 @@ def check_datatype(name: str, datatype: Any) -> str:
     """The one datatype that a part of a feature has."""
     expected = DATATYPES[split_name(name)[1]]
     if datatype != expected:
-        raise bad_request(f"input {name!r}: datatype is {_short(datatype)}; expected {expected}")
+        raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}")
     return expected
 
 
@@ -103,32 +103,35 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
         expected = "a number" if datatype == "FP32" else "an integer"
-        raise bad_request(f"{name!r}: value {_short(flat[at])} at position {at} is not {expected}")
+        raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is not {expected}")
     dtype = DTYPES[datatype]
     try:
-        return np.array(flat, dtype)
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype)
+        if datatype == "FP32" and not np.isfinite(array).all():
+            at = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is not a finite FP32")
+        return array
     except OverflowError:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         at = next(i for i, x in enumerate(flat) if not low <= x <= high)
-        raise bad_request(
-            f"{name!r}: value {_short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]"
-        ) from None
+        raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]") from None
 
 
 def flatten(data: Any) -> list[Any]:
     """Nested lists in row-major order, as the protocol allows; a depth of two is enough for every input."""
     if not isinstance(data, list):
-        raise bad_request(f"data is {_short(data)}; expected a list of numbers")
+        raise bad_request(f"data is {short(data)}; expected a list of numbers")
     if data and isinstance(data[0], list):
         flat: list[Any] = []
         for row in data:
             if not isinstance(row, list):
-                raise bad_request(f"data mixes lists and {_short(row)}; expected lists of numbers")
+                raise bad_request(f"data mixes lists and {short(row)}; expected lists of numbers")
             flat += row
         return flat
     return data
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

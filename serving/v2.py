@@ -17,6 +17,7 @@ from serving.engine import Served
 from serving.errors import ApiError, Kind, bad_request, not_found
 from serving.metrics import ModelMetrics, Stages, statistics
 from serving.service import Service
+from serving.tensors import short
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _LENGTH = b"inference-header-content-length"
@@ -169,9 +170,10 @@ def _check_method(scope: Scope, expected: str) -> None:
 
 
 def _parse_length(value: bytes, size: int) -> int:
-    if not value.isdigit() or not 0 < int(value) <= size:
+    if not value.isdigit() or len(value) > 18 or not 0 < int(value) <= size:
         raise bad_request(
-            f"Inference-Header-Content-Length is {value.decode('latin-1')!r}; expected a number from 1 to the body's {size} bytes"
+            f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}; "
+            f"expected a number from 1 to the body's {size} bytes"
         )
     return int(value)
 

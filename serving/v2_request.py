@@ -15,7 +15,7 @@ import orjson
 
 from serving.engine import Batch, Output, Served
 from serving.errors import bad_request
-from serving.tensors import Tensor, check_datatype, check_shape, feature_inputs, from_list
+from serving.tensors import Tensor, check_datatype, check_shape, feature_inputs, from_list, short
 
 REMEMBERED_HEADER_BYTES = 32 << 10
 
@@ -57,7 +57,7 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
     outputs = _outputs(header, batch, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
-        raise bad_request(f"id is {request_id!r}; expected a string")
+        raise bad_request(f"id is {short(request_id)}; expected a string")
     all_binary = all(binary for _, binary in outputs)
     layout = Layout(
         batch,
@@ -80,7 +80,7 @@ def _inputs(header: dict[str, Any], binary_bytes: int) -> tuple[list[Tensor], by
     for entry in raw:
         name = entry.get("name")
         if not isinstance(name, str):
-            raise bad_request(f"inputs: name is {name!r}; expected a feature, <feature>.values, .lengths or .weights")
+            raise bad_request(f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights")
         tensor = Tensor(name, check_datatype(name, entry.get("datatype")), check_shape(name, entry.get("shape")), at)
         parameters = _parameters(entry, f"input {name!r}")
         if "shared_memory_region" in parameters:
@@ -105,7 +105,7 @@ def _inputs(header: dict[str, Any], binary_bytes: int) -> tuple[list[Tensor], by
 def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise bad_request(f"{where}: parameters are {parameters!r}; expected an object")
+        raise bad_request(f"{where}: parameters are {short(parameters)}; expected an object")
     return parameters
 
 
@@ -123,10 +123,10 @@ def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -
 def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
     size = parameters.get("binary_data_size")
     if type(size) is not int:
-        raise bad_request(f"input {tensor.name!r} has neither data nor a binary_data_size (found {size!r})")
+        raise bad_request(f"input {tensor.name!r} has neither data nor a binary_data_size (found {short(size)})")
     if size != tensor.bytes:
         raise bad_request(
-            f"input {tensor.name!r}: binary_data_size is {size}, "
+            f"input {tensor.name!r}: binary_data_size is {short(size)}, "
             f"but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
         )
 
@@ -146,7 +146,7 @@ def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> 
             known = ", ".join(by_name)
             if isinstance(name, str) and name in features:
                 raise bad_request(f"output {name!r} was asked for without its input; send {name} or {name}.values")
-            raise bad_request(f"output {name!r} is unknown; this request's inputs give: {known}")
+            raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {known}")
         if name in chosen:
             raise bad_request(f"output {name!r} is asked for twice")
         parameters = _parameters(entry, f"output {name!r}")
@@ -160,7 +160,7 @@ def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> 
 def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise bad_request(f"{name} is {value!r}; expected true or false")
+        raise bad_request(f"{name} is {short(value)}; expected true or false")
     return value
 
 

@@ -66,7 +66,7 @@ def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         try:
             raw = json.loads(file.read(length))
             entries = {k: _entry(v) for k, v in raw.items() if k != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path}: the header is not safetensors' JSON ({error!r})") from error
     start, tensors = 8 + length, {}
     for name, (dtype, shape, begin, end) in entries.items():
@@ -85,9 +85,9 @@ def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 def _entry(raw: Any) -> tuple[str, tuple[int, ...], int, int]:
     begin, end = raw["data_offsets"]
-    shape = tuple(int(n) for n in raw["shape"])
-    if min(shape, default=0) < 0:
-        raise ValueError(f"shape {shape}")
+    shape = tuple(raw["shape"]) if isinstance(raw["shape"], list) else (-1,)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"shape {raw['shape']!r}")
     return str(raw["dtype"]), shape, int(begin), int(end)
 
 

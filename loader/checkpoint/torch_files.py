@@ -19,8 +19,12 @@ def read(path: Path) -> Checkpoint:
     """Finds the tensors of a torch.save file."""
     found = Collector()
     with path.open("rb") as file:
-        for key, tensor in tensors(load_on_meta(file, path)):
+        loaded = load_on_meta(file, path)
+    try:
+        for key, tensor in tensors(loaded):
             found.add(key, tuple(tensor.shape), str(tensor.dtype), shard_of(tensor, path, 0))
+    except RecursionError:
+        raise CheckpointError(f"{path}: a dict in it holds itself; save its state_dict() alone") from None
     return Checkpoint(path, found.matrices, found.skipped)
 
 
@@ -41,7 +45,8 @@ def load_on_meta(file: IO[bytes], path: Path) -> Any:
             f"{path}: refused, it holds more than tensors and could run code ({reason}); save its state_dict() alone"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a torch.save file, it may be half-written ({error})") from error
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"{path}: cannot be read as a torch.save file, it may be half-written ({reason})") from error
 
 
 def _unsafe(message: str) -> str:

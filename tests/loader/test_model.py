@@ -29,9 +29,9 @@ def test_without_features_every_table_is_one() -> None:
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
-    tables = (TableSpec("a", 'odd "key" \\', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2))
+    tables = (TableSpec("a", 'odd "key" \\ \n\t\x7f é', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2))
     spec = ModelSpec("m", Path("x.pt"), tables, (Feature("a", "a"), Feature("b:c", "b:c", "none")))
-    (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix"]))
+    (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix", 'evil\nname = "x"']))
     found = read_model(tmp_path / "model.toml")
     assert (found.tables, found.features) == (spec.tables, spec.features)
 
@@ -52,6 +52,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"features": {"f": {"table": "item"}}}, "table 'item' is not described; expected one of: user"),
         ({"features": {"f": {"table": "user", "pooling": "max"}}}, "pooling is 'max'"),
         ({"features": {"f.lengths": {"table": "user"}}}, "feature name"),
+        ({"features": {"f": {"table": ["user"]}}}, "is not described"),
         ({"scorer": "dot"}, "unknown key 'scorer'"),
     ],
 )

@@ -93,6 +93,24 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "m", "--concurrency", "0"),
+        ("bench", "m", "--seconds", "nan"),
+        ("bench", "m", "--zipf", "0.5"),
+        ("bench", "m", "--url", "http://[::1"),
+        ("bench", "m", "--batch", "-1"),
+        ("gc", "--keep", "-1"),
+        ("load", "m.toml", "--threads", "-2"),
+    ],
+)
+def test_arguments_out_of_range_are_exit_code_2(arguments: tuple[str, ...], root: Path) -> None:
+    found = run_tableside(*arguments, root=root)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+
+
 def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:
     """One line, exit code 1, and the version that was published before is still there."""
     np.save(tmp_path / "t.npy", rows_of(1000, 8))

@@ -168,6 +168,32 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
     connection.close()
 
 
+def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
+    """Trailers of a chunked body are limited like headers, and are not taken for headers."""
+    connection = connect()
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+    for _ in range(10):
+        connection.sendall(b"X-T: " + b"y" * 500 + b"\r\n")
+    assert answer(connection)[0] == 431
+
+
+def test_blank_lines_do_not_keep_a_connection(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    connection.sendall(b"\r\n")
+    assert everything(connection) == b""
+
+
+def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], socket.socket]) -> None:
+    body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
+    connection = connect()
+    connection.sendall(
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + b"GARBAGE\r\n\r\n"
+    )
+    assert everything(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 5)

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from servers import publish_demo
+from servers import descendants, publish_demo
 from support import end, run_tableside, until
 
 from loader.versions import Model
@@ -193,13 +193,31 @@ def test_a_replaced_version_is_unmapped(start: Start, root: Path, tmp_path: Path
         until(lambda: "/1.segment" not in Path(f"/proc/{worker}/maps").read_text(), what="the old version to go")
 
 
-def test_nothing_is_left_in_the_temporary_folder(start: Start, monkeypatch: Any, tmp_path: Path) -> None:
-    """The metrics' folder goes with the server."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    server = start("--workers", 1)
-    until(lambda: list(tmp_path.glob("tableside-metrics-*")), what="the metrics' folder")
-    assert end(server.process) == 0
-    assert not list(tmp_path.glob("tableside-metrics-*"))
+def test_the_metrics_folder_goes_with_the_server(start: Start, root: Path) -> None:
+    """And that of a server that was killed goes when the next one starts; one that runs keeps its own."""
+    first = start("--workers", 1)
+    assert len(list(root.glob(".metrics-*"))) == 1
+    first.process.kill()
+    first.process.wait()
+    second, third = start("--workers", 1), start("--workers", 1)
+    assert len(list(root.glob(".metrics-*"))) == 2
+    assert "demo" in second.get("/metrics").text
+    assert end(second.process) == 0
+    assert end(third.process) == 0
+    assert not list(root.glob(".metrics-*"))
+
+
+def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, root: Path) -> None:
+    """The model was removed and a worker dies: the other one serves on, and a later version brings the second back."""
+    server = start("--workers", 2)
+    Model(root, "demo").remove_all()
+    victim, other = server.workers()
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: descendants(server.process.pid) and server.workers() == [other], what="the worker to be gone")
+    end_of_watch = time.monotonic() + 2
+    while time.monotonic() < end_of_watch:
+        assert server.get("/health").status_code == 200
+    assert server.process.poll() is None
 
 
 def test_a_second_worker_adds_little_memory(start: Start) -> None:

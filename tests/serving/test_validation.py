@@ -103,10 +103,10 @@ BINARY = [
     ([("user", "INT64", [1, 0], ONE)], {}, "binary_data_size is 8"),
     ([("user", "INT32", [1, 2], ONE)], {}, "datatype is 'INT32'; expected INT64"),
     ([("user", "INT64", [1], ONE)], {}, "shape is [1]; expected [bags, ids a bag]"),
-    ([("user", "INT64", [-1, -1], ONE)], {}, "expected a list of non-negative integers"),
-    ([("user", "INT64", [], ONE)], {}, "expected a list of non-negative integers"),
-    ([("user", "INT64", [1.0, 1], ONE)], {}, "expected a list of non-negative integers"),
-    ([("user", "INT64", [2**40, 2**40], ONE)], {}, "expected a list of non-negative integers"),
+    ([("user", "INT64", [-1, -1], ONE)], {}, "non-negative integers"),
+    ([("user", "INT64", [], ONE)], {}, "non-negative integers"),
+    ([("user", "INT64", [1.0, 1], ONE)], {}, "non-negative integers"),
+    ([("user", "INT64", [2**40, 2**40], ONE)], {}, "non-negative integers"),
     ([("user", "INT64", [2**39, 0], b"")], {}, "bytes of vectors; the limit is"),
     ([("user", "INT64", [1, 1], ONE), ("user", "INT64", [1, 1], ONE)], {}, "came twice"),
     ([("user", "INT64", [1, 1], ONE), ("user.values", "INT64", [1], ONE)], {}, "came both as"),
@@ -121,6 +121,7 @@ BINARY = [
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "user", "parameters": {"classification": 1}}]}, "not supported"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": []}]}, "output [] is unknown"),
     ([("user", "INT64", [0, 2**39], b"")], {}, "a bag has at most"),
+    ([("user", "INT64", [2**39] * 3000, b"")], {}, "one or two non-negative integers"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": 3}, "expected a list of objects"),
     ([("user", "INT64", [1, 1], ONE)], {"id": 3}, "expected a string"),
     ([("user", "INT64", [1, 1], ONE)], {"parameters": {"binary_data_output": 1}}, "expected true or false"),
@@ -135,7 +136,7 @@ def test_v2_refuses(server: Any, inputs: Any, request_: dict[str, Any], message:
     refused(post(server, INFER, body, **headers), 400, message)
 
 
-@pytest.mark.parametrize("length", ["0", "-1", "x", "99999999", "1.5", "", "1e2"])
+@pytest.mark.parametrize("length", ["0", "-1", "x", "99999999", "1.5", "", "1e2", "9" * 5000])
 def test_v2_header_lengths_that_lie(server: Any, length: str) -> None:
     body, _ = binary([("user", "INT64", [1, 1], ONE)])
     refused(post(server, INFER, body, **{"Inference-Header-Content-Length": length}), 400, "Inference-Header-Content-Length is")
