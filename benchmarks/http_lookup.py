@@ -32,15 +32,13 @@ def make_echo(settings: ServerSettings) -> Any:
     """The server's application with one more route, in the worker."""
     from serving.app import Application
 
-    answer = bytes(OUT_BYTES)
-
     class Echo(Application):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             if scope.get("path") != "/echo":
                 await super().__call__(scope, receive, send)
                 return
-            await read_body(scope, receive, settings.max_body_bytes)
-            await respond(send, 200, (), answer)
+            body = await read_body(scope, receive, settings.max_body_bytes)
+            await respond(send, 200, (), body, memoryview(body)[: OUT_BYTES - len(body)])
 
     return Echo(settings)
 

@@ -59,6 +59,17 @@ def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
     return plain
 
 
+def json_object(text: bytes) -> dict[str, Any]:
+    """The JSON object that a request is. ApiError: it is not JSON, or something else."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"the request is a JSON {type(value).__name__}; expected an object")
+    return value
+
+
 def too_large(limit: int) -> ApiError:
     return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit (max_body_bytes)")
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from serving import metrics
-from serving.asgi import Disconnected, read_body
+from serving.asgi import Disconnected, json_object, read_body
 from serving.engine import Batch, Output, Served
 from serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request
 from serving.metrics import ModelMetrics, Stages
@@ -137,12 +137,7 @@ def _vectors(output: Output, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, An
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        raw = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the request is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise bad_request(f"the request is a JSON {type(raw).__name__}; expected an object with model and features")
+    raw = json_object(body)
     if unknown := sorted(set(raw) - {"model", "version", "features"}):
         raise bad_request(f"field {unknown[0]!r} is unknown; expected model, version, features")
     for field in ("model", "features"):

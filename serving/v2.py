@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from serving import v2_request
-from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, read_body, respond, respond_json
+from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, json_object, read_body, respond, respond_json
 from serving.engine import Served
 from serving.errors import ApiError, Kind, bad_request, not_found
 from serving.metrics import ModelMetrics, Stages, statistics
@@ -103,7 +103,7 @@ class V2:
         layout: v2_request.Layout | None = served.recall(head) if binary else None
         if layout is not None and layout.input_bytes == len(binary):
             return layout, binary
-        layout, inline = v2_request.layout_of(served, v2_request.parse_header(head), len(binary))
+        layout, inline = v2_request.layout_of(served, json_object(head), len(binary))
         if inline is not None:
             return layout, inline
         if len(head) <= v2_request.REMEMBERED_HEADER_BYTES:

@@ -35,17 +35,6 @@ class Layout:
     in_order: bool  # the output buffer is the binary part as it stands
 
 
-def parse_header(text: bytes) -> dict[str, Any]:
-    """The JSON object of an infer request."""
-    try:
-        header = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"the request is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise bad_request(f"the request is a JSON {type(header).__name__}; expected an object")
-    return header
-
-
 def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tuple[Layout, bytes | None]:
     """Understands a header followed by `binary_bytes`; the second value is the input buffer where it came as JSON.
 
