@@ -2,10 +2,10 @@
  *
  * A bag's sum stays in registers: BLOCK vectors of LANES columns at a time, over all rows of the bag. int4 and int2 load LANES
  * bytes and split them by shift and mask into 2 or 4 vectors of every second or fourth column; the vectors are
- * interleaved once a bag, not once a row. Rows are prefetched AHEAD ids before they are read, across bags.
+ * interleaved once a bag, not once a row. Rows are prefetched AHEAD ids before they are read, across bags;
+ * the first AHEAD of a job are the caller's to prefetch (_native.c does it while the job before runs).
  * Order of arithmetic, which FBGEMM's CPU kernel shares: sum = fma(q, scale, sum + bias), with scale and bias times the weight.
  */
-#define AHEAD 64
 #define STREAM_BYTES (4 << 20)
 
 #define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
@@ -101,13 +101,6 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
     }
 }
 
-/* Reads the lines of the row whose id lies at `id`, into L2: a core has more misses in flight there than in L1. */
-INLINE void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *id) {
-    const uint8_t *row = table + load_i64(id) * row_bytes;
-    UNROLL for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
-    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, 2); /* rows start at multiples of 16 */
-}
-
 /* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler. */
 INLINE void lookup_whole(int format, int blocks, int weighted, int how, const job *j, int64_t bag, int64_t bag_end,
                          int64_t id) {
@@ -117,7 +110,6 @@ INLINE void lookup_whole(int format, int blocks, int weighted, int how, const jo
     const int mean = j->pooling == POOL_MEAN;
     uint8_t *out = j->out + bag * out_row_bytes;
     vf sum[16];
-    for (int64_t i = id; i < id + AHEAD && i < n_ids; i++) prefetch_row(table, row_bytes, ids + 8 * i);
     for (; bag < bag_end; bag++, out += out_row_bytes) {
         int64_t length = lengths ? load_i32(lengths + 4 * bag) : fixed_length;
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);

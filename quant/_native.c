@@ -97,13 +97,26 @@ static int64_t first_id(const job *j, int64_t bag) {
     return id;
 }
 
+typedef struct { int64_t bag, end, id; } range;
+
+/* The bags of job k that are this thread's; prefetches their first rows. */
+static range range_of(const share *s, int64_t k) {
+    const job *j = s->jobs + k;
+    int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
+    range r = {outputs * s->part / s->parts, outputs * (s->part + 1) / s->parts, 0};
+    r.id = first_id(j, r.bag);
+    for (int64_t i = r.id; r.bag < r.end && i < r.id + AHEAD && i < j->n_ids; i++)
+        prefetch_row(j->table, j->row_bytes, j->ids + 8 * i);
+    return r;
+}
+
 static void *work(void *argument) {
     const share *s = argument;
+    range next = range_of(s, 0);
     for (int64_t k = 0; k < s->n; k++) {
-        const job *j = s->jobs + k;
-        int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-        int64_t bag = outputs * s->part / s->parts, end = outputs * (s->part + 1) / s->parts;
-        if (bag < end) active->lookup(j, bag, end, first_id(j, bag));
+        range r = next;
+        if (k + 1 < s->n) next = range_of(s, k + 1);
+        if (r.bag < r.end) active->lookup(s->jobs + k, r.bag, r.end, r.id);
     }
     return NULL;
 }

@@ -32,4 +32,15 @@ typedef struct {
 
 static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }
 static inline int32_t load_i32(const uint8_t *p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }
+/* Rows are prefetched this many ids before they are read. */
+#define AHEAD 64
+
 static inline float load_f32(const uint8_t *p) { float x; __builtin_memcpy(&x, p, 4); return x; }
+
+/* Reads the lines of the row whose id lies at `id`, into L2: a core has more misses in flight there than in L1. */
+static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *id) {
+    const uint8_t *row = table + load_i64(id) * row_bytes;
+#pragma GCC unroll 16
+    for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, 2); /* rows start at multiples of 16 */
+}
