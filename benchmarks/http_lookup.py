@@ -1,7 +1,7 @@
 """How much of a server's time is lookups: binary lookups of 26 features against an echo of the same number of bytes.
 
 Both routes run in the same workers of the same server, in turns: the echo reads the same request and answers as many bytes as
-the lookup does, and nothing else. The load comes from one process of its own over loopback. Correctness is asserted first.
+the lookup does, the request's own, and nothing else. The load comes from one process of its own over loopback. Correctness is asserted first.
 """
 
 import os
@@ -63,7 +63,7 @@ def check_answer(root: Path, url: str) -> None:
         np.testing.assert_array_equal(found[name], expected)
 
 
-def measure(root: Path, workers: int, concurrency: int) -> dict[str, Any]:
+def measure(root: Path, workers: int, concurrency: int, zipf: float | None) -> dict[str, Any]:
     """One server, both routes in turns."""
     command = [sys.executable, __file__, "--server", str(root), str(workers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def measure(root: Path, workers: int, concurrency: int) -> dict[str, Any]:
             "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
             "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
         }
-        lookups = bench.make_requests(described, url, BATCH, IDS, None)
+        lookups = bench.make_requests(described, url, BATCH, IDS, zipf)
         body_bytes = len(lookups[0]) - lookups[0].index(b"\r\n\r\n") - 4
         echoes = [bench.request_bytes(f"{url}/echo", {"Content-Type": "application/octet-stream"}, bytes(body_bytes))]
         loads: dict[str, list[bench.Load]] = {"lookup": [], "echo": []}
@@ -94,6 +94,7 @@ def measure(root: Path, workers: int, concurrency: int) -> dict[str, Any]:
     return {
         "workers": workers,
         "connections": concurrency,
+        "ids": "uniform" if zipf is None else f"zipf {zipf}",
         "lookup req/s": rate["lookup"],
         "echo req/s": rate["echo"],
         "ratio": rate["lookup"] / rate["echo"],
@@ -111,7 +112,7 @@ def main() -> None:
         publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
         size = Model(root, "ads").path(1).stat().st_size
         console.print(f"segment {size / 1e6:,.0f} MB, {os.cpu_count()} cores, load generator on the same machine")
-        rows = [measure(root, workers, concurrency) for workers, concurrency in ((1, 1), (1, 8), (2, 8), (2, 32))]
+        rows = [measure(root, *shape, zipf) for zipf in (None, 1.05) for shape in ((1, 1), (1, 8), (2, 8), (2, 32))]
     title = f"binary lookup of {FEATURES} features x {IDS} ids x batch {BATCH}, int8 D {DIM}, against an echo of as many bytes"
     report("http_lookup", title, rows, request_bytes=FEATURES * IDS * BATCH * 8, response_bytes=OUT_BYTES)
 
