@@ -1,7 +1,7 @@
 """How much of a server's time is lookups: binary lookups of 26 features against an echo of the same number of bytes.
 
 Both routes run in the same workers of the same server, in turns: the echo reads the same request and answers as many bytes as
-the lookup does, the request's own, and nothing else. The load comes from one process of its own over loopback. Correctness is asserted first.
+the lookup does, the request's own. The load comes from one process of its own over loopback. Correctness is asserted first.
 """
 
 import os

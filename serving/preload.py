@@ -11,7 +11,7 @@ gc.collect()
 gc.freeze()  # a collection in a worker would otherwise write to, and so copy, every page that was shared
 
 # Bodies and outputs of some 100 KB come and go with each request. By default glibc gives such memory back to the kernel at once
-# and asks for it again, a page fault for every 4 KiB of it; kept in the process it costs nothing (docs/log.md). Not glibc: no effect.
+# and asks for it again, a page fault for every 4 KiB of it; kept in the process it costs nothing (docs/log.md).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 if hasattr(_libc := ctypes.CDLL(None), "mallopt"):
     _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
