@@ -13,6 +13,7 @@ not a reset.
 """
 
 import asyncio
+import re
 import socket
 import struct
 from typing import Any
@@ -30,6 +31,19 @@ def limited_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
     return type("LimitedProtocol", (_LimitedProtocol,), {"limits": settings})
 
 
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The first bytes of a request without an Upgrade header, which a server may ignore: we speak no other protocol.
+
+    The parser would take what follows for that protocol, so that a POST lost its body (Java's client offers h2c by default).
+    """
+    end = data.find(b"\r\n\r\n")
+    head = data[: end if end >= 0 else len(data)]
+    return _UPGRADE.sub(b"", head) + data[len(head) :] if b"pgrade" in head else data
+
+
 class _LimitedProtocol(HttpToolsProtocol):
     limits: ServerSettings
 
@@ -41,6 +55,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._received_bytes = 0
         self._in_headers = False
+        self._in_body = False
         self._completed = False
         self._refused = False
         self._is_over = False
@@ -63,6 +78,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         began_in_headers, self._completed = self._in_headers, False
         self._received_bytes += len(data)
+        if not self._in_body:
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._refused:
             return
@@ -95,7 +112,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
     def on_headers_complete(self) -> None:
-        self._in_headers = False
+        self._in_headers, self._in_body = False, True
         self._disarm()
         if self._refused:
             return
@@ -131,7 +148,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._completed = True
+        self._completed, self._in_body = True, False
         self._disarm()
         if not self._refused:
             super().on_message_complete()

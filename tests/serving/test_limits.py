@@ -194,6 +194,16 @@ def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], s
     assert everything(connection).startswith(b"HTTP/1.1 200")
 
 
+def test_an_offer_to_upgrade_is_ignored(connect: Callable[[], socket.socket]) -> None:
+    """As Java's client sends it: the body is read, and the answer is plain HTTP/1.1."""
+    body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
+    head = b"POST /v1/lookup HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    connection = connect()
+    for _ in range(2):
+        connection.sendall(head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 5)
