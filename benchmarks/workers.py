@@ -20,7 +20,7 @@ import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
 
-from loader.memory import pss_bytes
+from loader.memory import processes_below, pss_bytes
 from loader.versions import Model
 from quant import choose
 from serving.client import Client
@@ -28,12 +28,6 @@ from serving.engine import FeatureInput, Served
 
 DIM, TABLES, IDS, BATCH = 64, 8, 20, 256
 MEMORY_TARGET, SCALING_TARGET = 0.02, 1.8
-
-
-def processes_below(pid: int) -> list[int]:
-    """The process and all below it."""
-    children = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
-    return [pid, *(p for c in children for p in processes_below(c))]
 
 
 def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
         for _ in range(20 * workers):
             with Client(url) as client:  # a connection each, so that every worker gets some
                 client.lookup("ads", {f"t{i}": rng.integers(0, rows, (BATCH, IDS)) for i in range(TABLES)})
-        found = [pss_bytes(p) for p in processes_below(process.pid)]
+        found = [pss_bytes(p) for p in (process.pid, *processes_below(process.pid))]
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)

@@ -25,7 +25,7 @@ from rich.table import Table
 from safetensors.numpy import save_file
 
 from loader.load import Loaded, load
-from loader.memory import pss_bytes
+from loader.memory import processes_below, pss_bytes
 from loader.model import ModelSpec, read_model
 from loader.segment import Segment, StoredTable
 from quant import RowFormat, choose
@@ -171,11 +171,6 @@ def print_tables(loaded: Loaded, segment: Segment, values: dict[str, np.ndarray]
         f"loaded at {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s in {loaded.seconds:.2f} s, "
         f"{loaded.huge_fraction:.0%} of the segment on 2 MiB pages, lookups on {choose().description}"
     )
-
-
-def processes_below(pid: int) -> list[int]:
-    children = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
-    return children + [p for c in children for p in processes_below(c)]
 
 
 def print_memory(pid: int, root: Path, segment_bytes: int) -> None:

@@ -116,13 +116,10 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
         raise _no_space(size, free, where)
     try:
         os.ftruncate(fd, size)
-        if size >= HUGE_PAGE_BYTES:
-            for offset in range(0, size, HUGE_PAGE_BYTES):
-                os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
-            mapping = Mapping(fd, size, writable=True)
-            mapping.collapse()
-        else:
-            mapping = Mapping(fd, size, writable=True)
+        for offset in range(0, size, HUGE_PAGE_BYTES):
+            os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
+        mapping = Mapping(fd, size, writable=True)
+        mapping.collapse()
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
@@ -147,6 +144,12 @@ def _no_space(size: int, free: int, where: Path) -> NoSpace:
         "remove old versions (tableside gc), choose a smaller row format, "
         "or enlarge it (docker run --shm-size, remount with size=)"
     )
+
+
+def processes_below(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, and of theirs."""
+    children = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
+    return children + [below for child in children for below in processes_below(child)]
 
 
 def pss_bytes(pid: int | str = "self") -> dict[str, int]:

@@ -10,9 +10,6 @@ class Kind(StrEnum):
     BAD_ID = "bad_id"
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
-    TIMEOUT = "timeout"
-    OVERLOADED = "overloaded"
-    NOT_READY = "not_ready"
     INTERNAL = "internal"
     SWAP = "swap"
 

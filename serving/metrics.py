@@ -56,7 +56,6 @@ class ModelMetrics:
     """The counters of one model and protocol, with their labels resolved once."""
 
     def __init__(self, model: str, protocol: str) -> None:
-        self._model, self._protocol = model, protocol
         self._ok = REQUESTS.labels(model, protocol, "ok")
         self._stages = tuple(STAGE_SECONDS.labels(model, protocol, s) for s in STAGES)
         self._counts = tuple(c.labels(model) for c in (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES))

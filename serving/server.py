@@ -1,8 +1,8 @@
 """`tableside serve`: one listening socket, workers that uvicorn supervises.
 
 Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB and is ready in
-a fraction of a second. Each attaches the models itself. uvicorn replaces a worker that dies, on SIGHUP replaces each one only
-when its successor is ready, and stops where workers cannot start.
+a fraction of a second. Each attaches the models itself. uvicorn's supervisor, extended, replaces a worker that dies, on SIGHUP
+replaces each one only when its successor is ready, and stops where workers cannot start and none is left that serves.
 """
 
 import asyncio
@@ -48,11 +48,10 @@ class Worker(uvicorn.Server):
         self.is_ending = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.is_ending or not self.started:
-            self.is_ending = True
+        is_second, self.is_ending = self.is_ending, True
+        if is_second or not self.started:
             super().handle_exit(sig, frame)
             return
-        self.is_ending = True
         self.config.loaded_app.service.drain()
         loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
         loop.call_soon_threadsafe(loop.call_later, self._drain_s, finish)

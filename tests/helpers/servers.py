@@ -12,6 +12,7 @@ import pytest
 from support import rows_of
 
 from loader.load import load
+from loader.memory import processes_below
 from loader.model import parse_model
 
 TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}
@@ -38,18 +39,10 @@ class Server:
 
     def workers(self) -> list[int]:
         """Process ids of the workers: those that have a segment mapped."""
-        return [p for p in descendants(self.process.pid) if _maps_segment(p, self.root)]
+        return [p for p in processes_below(self.process.pid) if _maps_segment(p, self.root)]
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=10)
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`."""
-    found = []
-    for child in (int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()):
-        found += [child, *descendants(child)]
-    return found
 
 
 def _maps_segment(pid: int, root: Path) -> bool:

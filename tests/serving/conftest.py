@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers import Server, descendants, publish_demo, start_server
+from servers import Server, publish_demo, start_server
 from support import end, until
+
+from loader.memory import processes_below
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,6 @@ def start(root: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
     yield run
     for one in running:
-        below = descendants(one.process.pid)
+        below = processes_below(one.process.pid)
         end(one.process)
         until(lambda below=below: not any(Path(f"/proc/{p}").exists() for p in below), what="the server's processes to end")

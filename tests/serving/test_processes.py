@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-from servers import descendants, publish_demo
+from servers import publish_demo
 from support import end, run_tableside, until
 
+from loader.memory import processes_below, pss_bytes
 from loader.versions import Model
 from quant import choose
 from serving.client import Client, ClientError
@@ -213,7 +214,7 @@ def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, 
     Model(root, "demo").remove_all()
     victim, other = server.workers()
     os.kill(victim, signal.SIGKILL)
-    until(lambda: descendants(server.process.pid) and server.workers() == [other], what="the worker to be gone")
+    until(lambda: processes_below(server.process.pid) and server.workers() == [other], what="the worker to be gone")
     end_of_watch = time.monotonic() + 2
     while time.monotonic() < end_of_watch:
         assert server.get("/health").status_code == 200
@@ -222,10 +223,7 @@ def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, 
 
 def test_a_second_worker_adds_little_memory(start: Start) -> None:
     """Workers share imports with the process they were forked from: each has less than 40 MB of its own."""
-    from loader.memory import pss_bytes
-
     server = start("--workers", 3)
-    time.sleep(0)
     private = [pss_bytes(w)["private"] for w in server.workers()]
     assert len(private) == 3
     assert max(private) < 40e6, private
