@@ -2,6 +2,7 @@
 
 import json
 import socket
+from http.client import HTTPResponse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,14 @@ def everything(connection: socket.socket) -> bytes:
     while part := connection.recv(65536):
         parts.append(part)
     return b"".join(parts)
+
+
+def status(connection: socket.socket) -> int:
+    """The status of the next response, whose body is read whole: it may come in several packets."""
+    response = HTTPResponse(connection)
+    response.begin()
+    response.read()
+    return response.status
 
 
 def answer(connection: socket.socket) -> tuple[int, str]:
@@ -180,7 +189,7 @@ def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
 def test_blank_lines_do_not_keep_a_connection(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert status(connection) == 200
     connection.sendall(b"\r\n")
     assert everything(connection) == b""
 
@@ -201,7 +210,7 @@ def test_an_offer_to_upgrade_is_ignored(connect: Callable[[], socket.socket]) ->
     connection = connect()
     for _ in range(2):
         connection.sendall(head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert status(connection) == 200
 
 
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
