@@ -23,7 +23,7 @@ from loader.errors import CheckpointError, ModelError
 from loader.model import ModelSpec
 from loader.segment import Header, SegmentWriter, StoredTable, plan_tables
 from loader.versions import Model
-from quant import Backend, QuantError, RowFormat, choose
+from quant import CpuBackend, QuantError, RowFormat, choose
 from quant.errors import NotRepresentable
 
 PIECE_BYTES = 1 << 20
@@ -105,7 +105,7 @@ class _Load:
         checkpoint: Checkpoint,
         matrices: dict[str, Matrix],
         writer: SegmentWriter,
-        backend: Backend,
+        backend: CpuBackend,
         settings: LoadSettings,
         progress: Progress | None,
     ) -> None:

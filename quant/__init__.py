@@ -1,21 +1,24 @@
 """Numbers: row formats, quantize, dequantize and lookup on packed rows.
 
-Knows nothing of files, processes, settings or HTTP. Three backends share one contract (`quant.contract.Backend`):
-`reference` (plain torch, the specification), `fbgemm` and `native` (our own CPU kernel).
+Knows nothing of files, processes, settings or HTTP. Four backends share one contract (`quant.contract.Backend`):
+`reference` (plain torch, the specification), `fbgemm`, `native` (our own CPU kernel) and `fused` (our own GPU kernel).
 """
 
 from quant.backends import backend_names, choose
-from quant.contract import Backend, Lookup, Plan, Pooling, Table
+from quant.contract import Backend, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, Table
 from quant.errors import BadIds, MissingBackend, QuantError
 from quant.row_format import RowFormat, Source
 
 __all__ = [
     "Backend",
     "BadIds",
+    "CpuBackend",
+    "DeviceTable",
     "Lookup",
     "MissingBackend",
     "Plan",
     "Pooling",
+    "Precision",
     "QuantError",
     "RowFormat",
     "Source",

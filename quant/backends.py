@@ -4,7 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import cast
 
-from quant.contract import Backend
+from quant.contract import CpuBackend
 from quant.errors import MissingBackend, QuantError
 from quant.installed import check_pair
 
@@ -18,7 +18,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 @cache
-def choose(name: str = "auto") -> Backend:
+def choose(name: str = "auto") -> CpuBackend:
     """The backend `name`; `auto`: the native kernel where it was built, else FBGEMM.
 
     MissingBackend: it is not part of this installation. QuantError: no such backend, or the installed fbgemm and torch do
@@ -36,4 +36,4 @@ def choose(name: str = "auto") -> Backend:
     if name not in _CLASSES:
         raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(backend_names())}")
     module = import_module(f"quant.{name}")
-    return cast(Backend, getattr(module, _CLASSES[name])())
+    return cast(CpuBackend, getattr(module, _CLASSES[name])())

@@ -46,6 +46,19 @@ class Pooling(IntEnum):
         return self.name.lower()
 
 
+class Precision(IntEnum):
+    """What a lookup's vectors are written as. The values are shared with the fused kernel; bf16 exists on the GPU alone."""
+
+    FP32 = 0
+    FP16 = 1
+    BF16 = 2
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Precision.FP32 else 2
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """Packed rows. packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does."""
@@ -68,10 +81,43 @@ class Table:
     def rows(self) -> int:
         return int(self.packed.shape[0])
 
+    @property
+    def row_bytes(self) -> int:
+        return int(self.packed.shape[1])
+
     @cached_property
     def address(self) -> int:
         """Where the first row lies in this process's memory."""
         return self.packed.ctypes.data
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTable:
+    """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.
+
+    address: of the first row, on the device. memory: what must live as long as this does.
+    """
+
+    host: Table
+    address: int
+    in_hbm: bool
+    memory: Any
+
+    @property
+    def rows(self) -> int:
+        return self.host.rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.host.row_bytes
+
+    @property
+    def row_format(self) -> RowFormat:
+        return self.host.row_format
+
+    @property
+    def dim(self) -> int:
+        return self.host.dim
 
 
 @dataclass(frozen=True)
@@ -81,12 +127,12 @@ class Lookup:
     lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
     """
 
-    table: Table
+    table: Table | DeviceTable
     pooling: Pooling
     ids_at: int
     ids: int
     out_at: int
-    half: bool = False
+    precision: Precision = Precision.FP32
     bags: int = 0
     lengths_at: int | None = None
     bag_length: int = 0
@@ -99,7 +145,16 @@ class Lookup:
 
     @property
     def out_bytes(self) -> int:
-        return self.outputs * self.table.dim * (2 if self.half else 4)
+        return self.outputs * self.table.dim * self.precision.bytes
+
+    @property
+    def host_table(self) -> Table:
+        """The table, for a backend that runs on the CPU. QuantError: it is on a device, or the output is bf16."""
+        if isinstance(self.table, DeviceTable):
+            raise QuantError("a table on a device was given to a backend of the CPU; use the fused backend of that device")
+        if self.precision is Precision.BF16:
+            raise QuantError("bf16 vectors are written by the fused backend alone; ask for fp32 or fp16")
+        return self.table
 
 
 class Plan(ABC):
@@ -114,7 +169,7 @@ class Plan(ABC):
 
 
 class Backend(ABC):
-    """Quantize, dequantize and look up. Stateless: any thread may call."""
+    """Dequantize and look up. Any thread may call."""
 
     name: str
 
@@ -122,13 +177,6 @@ class Backend(ABC):
     def description(self) -> str:
         """The name with what it runs on, for logs and metadata."""
         return self.name
-
-    @abstractmethod
-    def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes].
-
-        QuantError names the first row that the format cannot represent; rows before it are written.
-        """
 
     @abstractmethod
     def lookup(
@@ -158,6 +206,17 @@ class Backend(ABC):
         return self.lookup(table, ids, pooling=Pooling.NONE)
 
 
+class CpuBackend(Backend):
+    """A backend that also quantizes; stateless."""
+
+    @abstractmethod
+    def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
+        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes].
+
+        QuantError names the first row that the format cannot represent; rows before it are written.
+        """
+
+
 class _PlanByOne(Plan):
     """A plan for backends that look up one table at a time: all inputs are checked first, as the contract asks."""
 
@@ -178,15 +237,16 @@ class _PlanByOne(Plan):
             check_ids(ids, lengths, lk.table.rows, job)
             parsed.append((lk, ids, lengths, weights))
         for lk, ids, lengths, weights in parsed:
-            dtype = np.float16 if lk.half else np.float32
+            half = lk.precision is Precision.FP16
+            dtype = np.float16 if half else np.float32
             out = np.frombuffer(outputs, dtype, lk.outputs * lk.table.dim, lk.out_at).reshape(-1, lk.table.dim)
             self.backend.lookup(
-                lk.table,
+                lk.host_table,
                 ids,
                 lengths,
                 pooling=lk.pooling,
                 weights=weights,
-                half=lk.half,
+                half=half,
                 out=out,
                 threads=self.threads,
             )

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from quant import contract, reference
-from quant.contract import Backend, Bytes, Floats, Ids, Lengths, Pooling, Table
+from quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
 from quant.errors import MissingBackend, QuantError
 from quant.installed import check_pair
 from quant.row_format import (
@@ -54,7 +54,7 @@ def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     return x.to(torch.float16 if row_format is RowFormat.FP16 else torch.float32).view(torch.uint8)
 
 
-class Fbgemm(Backend):
+class Fbgemm(CpuBackend):
     """FBGEMM's inference operator and quantizers; one thread, whatever is asked."""
 
     name = "fbgemm"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant import contract
-from quant.contract import Backend, Bytes, Floats, Ids, Lengths, Lookup, Plan, Pooling, Table
+from quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Lookup, Plan, Pooling, Table
 from quant.errors import BadIds, MissingBackend, Problem
 from quant.row_format import RowFormat, Source
 
@@ -36,14 +36,14 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
 
 class _NativePlan(Plan):
     def __init__(self, lookups: tuple[Lookup, ...], threads: int) -> None:
-        self.tables = [lk.table for lk in lookups]  # keeps their memory alive
+        self.tables = [lk.host_table for lk in lookups]  # keeps their memory alive
         self.counts = [lk.ids for lk in lookups]
         self.threads = threads
         rows = [
             (
                 lk.table.address,
                 lk.table.rows,
-                lk.table.packed.shape[1],
+                lk.table.row_bytes,
                 lk.table.dim,
                 lk.table.row_format,
                 lk.pooling,
@@ -54,8 +54,8 @@ class _NativePlan(Plan):
                 lk.bags,
                 -1 if lk.weights_at is None else lk.weights_at,
                 lk.out_at,
-                lk.table.dim * (2 if lk.half else 4),
-                lk.half,
+                lk.table.dim * lk.precision.bytes,
+                lk.precision,
             )
             for lk in lookups
         ]
@@ -66,7 +66,7 @@ class _NativePlan(Plan):
             _raise(verdict, self.tables, self.counts)
 
 
-class Native(Backend):
+class Native(CpuBackend):
     """The compiled kernel, on the widest vectors that the processor has."""
 
     name = "native"

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from quant import contract
-from quant.contract import Backend, Bytes, Floats, Ids, Lengths, Pooling, Table
+from quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
 from quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
 
 
@@ -95,7 +95,7 @@ def check_representable(x: torch.Tensor, row_format: RowFormat) -> None:
         raise contract.not_representable(int(bad[0]), row_format)
 
 
-class Reference(Backend):
+class Reference(CpuBackend):
     """Plain torch."""
 
     name = "reference"

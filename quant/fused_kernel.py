@@ -1,0 +1,330 @@
+"""The fused GPU lookup, in Triton: gather, dequantize and pool many tables of different formats and widths in one launch.
+
+One column is one 32-bit word of one output vector: 4 values of int8 and fp8, 8 of int4, 16 of int2, 2 of fp16, 1 of fp32. A
+program takes COLUMNS neighbouring columns of one job (a job is one feature of one request) and walks down their bags, ROWS
+ids at a time, so that ROWS rows are on their way at once. Neighbouring columns are neighbouring words of a row, so a warp
+reads whole sectors; and because rows are counted in words, no width wastes lanes.
+
+Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which.
+
+`jobs` is int64 [jobs, FIELDS], laid out by `quant.fused`:
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+class Field(IntEnum):
+    """The columns of `jobs`. Offsets are bytes from the start of the buffer named; -1: there is none."""
+
+    TABLE = 0  # address of the first row
+    ROWS = 1
+    ROW_BYTES = 2
+    DIM = 3
+    FORMAT = 4
+    MEAN = 5  # 1: divide by the bag's length
+    IDS_AT = 6  # in inputs, int64; -1: row i of the job is row i of the table
+    IDS = 7
+    LENGTHS_AT = 8  # in inputs, int32; -1: every bag has BAG_LENGTH ids
+    BAG_LENGTH = 9
+    VECTORS = 10
+    WEIGHTS_AT = 11  # in inputs, fp32
+    OUT_AT = 12  # in outputs
+    PRECISION = 13
+    FIRST_PROGRAM = 14
+    STARTS_AT = 15  # in scratch, int32 [.]: a verdict, then VECTORS + 1 starts of bags
+    SLOTS = 16  # address of the cache's first slot; 0: none
+    LOCATIONS = 17  # address of an int32 an id: its slot, or -1 for the table
+
+
+FIELDS = len(Field)
+
+_TABLE: tl.constexpr = tl.constexpr(0)
+_ROWS: tl.constexpr = tl.constexpr(1)
+_ROW_BYTES: tl.constexpr = tl.constexpr(2)
+_DIM: tl.constexpr = tl.constexpr(3)
+_FORMAT: tl.constexpr = tl.constexpr(4)
+_MEAN: tl.constexpr = tl.constexpr(5)
+_IDS_AT: tl.constexpr = tl.constexpr(6)
+_IDS: tl.constexpr = tl.constexpr(7)
+_LENGTHS_AT: tl.constexpr = tl.constexpr(8)
+_BAG_LENGTH: tl.constexpr = tl.constexpr(9)
+_VECTORS: tl.constexpr = tl.constexpr(10)
+_WEIGHTS_AT: tl.constexpr = tl.constexpr(11)
+_OUT_AT: tl.constexpr = tl.constexpr(12)
+_PRECISION: tl.constexpr = tl.constexpr(13)
+_FIRST_PROGRAM: tl.constexpr = tl.constexpr(14)
+_STARTS_AT: tl.constexpr = tl.constexpr(15)
+_SLOTS: tl.constexpr = tl.constexpr(16)
+_LOCATIONS: tl.constexpr = tl.constexpr(17)
+_FIELDS: tl.constexpr = tl.constexpr(18)
+
+
+# Every argument that is not a constant is an address, and is not looked at before a launch.
+@triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
+def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program a job: running sums of its lengths, and the verdict 1 where one is negative or their sum is not the ids'."""
+    number = tl.program_id(0).to(tl.int64)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
+    lengths_at = tl.load(job + _LENGTHS_AT)
+    if lengths_at >= 0:
+        lengths = (inputs + lengths_at).to(tl.pointer_type(tl.int32))
+        starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
+        bags = tl.load(job + _VECTORS)
+        total = tl.zeros((), tl.int64)
+        negative = tl.zeros((), tl.int32)
+        tl.store(starts + 1, 0)
+        for first in range(0, bags, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            length = tl.load(lengths + at, at < bags, 0).to(tl.int64)
+            tl.store(starts + 2 + at, (total + tl.cumsum(length, 0)).to(tl.int32), at < bags)
+            total += tl.sum(length, 0)
+            negative += tl.sum((length < 0).to(tl.int32), 0)
+        wrong = (negative > 0) | (total != tl.load(job + _IDS))
+        tl.store(starts, wrong.to(tl.int32))
+        if wrong:
+            tl.store(flags.to(tl.pointer_type(tl.int32)) + number, 1)
+
+
+@triton.jit
+def _value(word, index: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Value number `index` of each int32 word as fp32, before scale and bias."""
+    if FORMAT == 5:
+        value = word.to(tl.float32, bitcast=True)
+    else:
+        bits: tl.constexpr = 32 // PER_WORD
+        part = (word >> (index * bits)) & ((1 << bits) - 1)
+        if FORMAT == 4:
+            value = part.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        elif FORMAT == 3:
+            # The same bits in fp16, whose exponent bias is 15, not 7.
+            half = ((part & 0x80) << 8) | ((part & 0x7F) << 7)
+            value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        else:
+            value = part.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _interleaved(values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tuple of COUNT tensors [n], COUNT a power of two -> [n * COUNT]: the first of each, then the second of each."""
+    if COUNT == 1:
+        result = values[0]
+    else:
+        half: tl.constexpr = COUNT // 2
+        even = ()
+        odd = ()
+        for i in tl.static_range(half):
+            even = even + (values[2 * i],)
+            odd = odd + (values[2 * i + 1],)
+        result = tl.interleave(_interleaved(even, half), _interleaved(odd, half))
+    return result
+
+
+@triton.jit
+def _half(bits):  # type: ignore[no-untyped-def]
+    """fp16 in the low 16 bits -> fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _pool(  # type: ignore[no-untyped-def]
+    job,
+    inputs,
+    starts,
+    outputs,
+    flag,
+    program,
+    FORMAT: tl.constexpr,
+    POOLED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    CACHED: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program's columns of a job whose rows are in FORMAT."""
+    PER_WORD: tl.constexpr = 16 if FORMAT == 0 else 8 if FORMAT == 1 else 4 if FORMAT <= 3 else 2 if FORMAT == 4 else 1
+    dim = tl.load(job + _DIM).to(tl.int32)
+    ids_at = tl.load(job + _IDS_AT)
+    vectors = tl.load(job + _VECTORS)
+    table = tl.load(job + _TABLE)
+    rows = tl.load(job + _ROWS)
+    row_bytes = tl.load(job + _ROW_BYTES)
+    words = (dim + PER_WORD - 1) // PER_WORD
+    ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
+
+    first = program * COLUMNS
+    column = (first % words).to(tl.int32) + tl.arange(0, COLUMNS)
+    vector = (first // words).to(tl.int32) + column // words
+    word = column % words
+    is_real = vector < vectors
+
+    start = vector
+    length = is_real.to(tl.int32)
+    longest = 1
+    if POOLED:
+        if tl.load(job + _LENGTHS_AT) >= 0:
+            start = tl.load(starts + vector, is_real, 0)
+            length = tl.load(starts + vector + 1, is_real, 0) - start
+            longest = tl.max(length, 0)
+        else:
+            longest = tl.load(job + _BAG_LENGTH).to(tl.int32)
+            start = vector * longest
+            length = tl.where(is_real, longest, 0)
+    if WEIGHTED:
+        weights_at = tl.load(job + _WEIGHTS_AT)
+        weighted = length * (weights_at >= 0).to(tl.int32)
+        weights = (inputs + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
+    if CACHED:
+        slots = tl.load(job + _SLOTS)
+        cached = length * (slots != 0).to(tl.int32)
+        locations = tl.load(job + _LOCATIONS).to(tl.pointer_type(tl.int32))
+
+    is_named = ids_at >= 0
+    named = length * is_named.to(tl.int32)
+    word_at = word * 4 + (4 if FORMAT <= 2 else 0)
+    sums = ()
+    for _ in tl.static_range(PER_WORD):
+        sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
+    biases = tl.zeros((COLUMNS,), tl.float32)
+    is_wrong = tl.zeros((COLUMNS,), tl.int1)
+    for step in range(0, longest, ROWS):
+        # First all loads of one kind, then the next: ROWS rows are on their way at once.
+        in_bag = ()
+        id = ()
+        for r in tl.static_range(ROWS):
+            in_bag = in_bag + (step + r < length,)
+            found = tl.load(ids + (start + (step + r)), step + r < named, 0)
+            id = id + (tl.where(is_named, found, (start + (step + r)).to(tl.int64)),)
+        is_read = ()
+        row = ()
+        for r in tl.static_range(ROWS):
+            is_known = (id[r] >= 0) & (id[r] < rows)
+            is_wrong = is_wrong | (in_bag[r] & (is_known == 0))
+            is_read = is_read + (in_bag[r] & is_known,)
+            at = table + id[r] * row_bytes
+            if CACHED:
+                slot = tl.load(locations + (start + (step + r)), is_read[r] & (step + r < cached), -1)
+                at = tl.where(slot >= 0, slots + slot.to(tl.int64) * row_bytes, at)
+            row = row + (at,)
+        values = ()
+        scale_bias = ()
+        for r in tl.static_range(ROWS):
+            values = values + (tl.load((row[r] + word_at).to(tl.pointer_type(tl.int32)), is_read[r], 0),)
+            if FORMAT <= 2:
+                scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
+        for r in tl.static_range(ROWS):
+            scale = tl.full((COLUMNS,), 1.0, tl.float32)
+            if WEIGHTED:
+                scale = tl.load(weights + (start + (step + r)), is_read[r] & (step + r < weighted), 1.0)
+            if FORMAT <= 2:
+                biases += scale * _half(scale_bias[r] >> 16)
+                scale = scale * _half(scale_bias[r])
+            now = ()
+            for i in tl.static_range(PER_WORD):
+                now = now + (sums[i] + _value(values[r], i, FORMAT, PER_WORD) * scale,)
+            sums = now
+
+    tl.store(flag + tl.zeros((COLUMNS,), tl.int32), 1, is_wrong)
+    divisor = tl.full((COLUMNS,), 1.0, tl.float32)
+    if POOLED:
+        if tl.load(job + _MEAN) != 0:
+            divisor = tl.maximum(length, 1).to(tl.float32)
+    results = ()
+    for i in tl.static_range(PER_WORD):
+        results = results + ((sums[i] + biases) / divisor,)
+
+    out = outputs + tl.load(job + _OUT_AT)
+    precision = tl.load(job + _PRECISION)
+    if precision == 0:
+        _write(out.to(tl.pointer_type(tl.float32)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+    elif precision == 1:
+        _write(out.to(tl.pointer_type(tl.float16)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+    else:
+        _write(out.to(tl.pointer_type(tl.bfloat16)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    out,
+    results,
+    first,
+    vector,
+    word,
+    vectors,
+    dim,
+    PER_WORD: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program's columns to `out`. WHOLE_WORDS: words tile the vectors, so that neighbouring columns are one run of values."""
+    if WHOLE_WORDS:
+        left = tl.minimum(vectors * dim - first * PER_WORD, COLUMNS * PER_WORD).to(tl.int32)
+        left = tl.multiple_of(left, PER_WORD)
+        begin = tl.multiple_of(out + first * PER_WORD, 16)  # outputs begin at multiples of 16 bytes
+        at = tl.arange(0, COLUMNS * PER_WORD)
+        tl.store(begin + at, _interleaved(results, PER_WORD).to(out.dtype.element_ty), at < left)
+    else:
+        begin = out + vector.to(tl.int64) * dim
+        for i in tl.static_range(PER_WORD):
+            value = word * PER_WORD + i
+            tl.store(begin + value, results[i].to(out.dtype.element_ty), (vector < vectors) & (value < dim))
+
+
+@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags"])
+def lookup(  # type: ignore[no-untyped-def]
+    jobs: tl.int64,
+    job_of_program: tl.int64,
+    inputs: tl.int64,
+    scratch: tl.int64,
+    outputs: tl.int64,
+    flags: tl.int64,
+    FORMATS: tl.constexpr,
+    POOLED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    CACHED: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Every job of a batch. FORMATS: a bit for each row format among the tables, so that only those are compiled."""
+    number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
+    starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
+    program = tl.program_id(0).to(tl.int64) - tl.load(job + _FIRST_PROGRAM)
+    verdict = 0
+    if POOLED:
+        if tl.load(job + _LENGTHS_AT) >= 0:
+            verdict = tl.load(starts)
+    if verdict == 0:
+        row_format = tl.load(job + _FORMAT)
+        for FORMAT in tl.static_range(6):
+            if (FORMATS >> FORMAT) & 1:
+                if row_format == FORMAT:
+                    _pool(
+                        job,
+                        inputs,
+                        starts + 1,
+                        outputs,
+                        flags.to(tl.pointer_type(tl.int32)) + number,
+                        program,
+                        FORMAT,
+                        POOLED,
+                        WEIGHTED,
+                        CACHED,
+                        WHOLE_WORDS,
+                        ROWS,
+                        COLUMNS,
+                    )
+
+
+def interpreted() -> bool:
+    """Whether Triton runs these kernels in its interpreter (TRITON_INTERPRET=1 when this module was imported)."""
+    return not isinstance(lookup, triton.runtime.JITFunction)
+
+
+Kernel = Any

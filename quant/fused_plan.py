@@ -1,0 +1,210 @@
+"""How the lookups of one request are laid out for the fused kernel: numbers alone, nothing here touches a device.
+
+A plan's numbers are relative to its own buffers. To run several requests in one launch is to put their inputs one after
+another and to add to each job's numbers what lies before them (`Jobs.shifted`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quant import contract
+from quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table
+from quant.errors import BadIds, QuantError
+from quant.fused_kernel import FIELDS, Field
+from quant.row_format import RowFormat
+
+GATHER_PIECE = 32_768  # rows that are gathered before their copy to the device begins
+ALIGNMENT = 16
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the kernel is cut up. columns: a program's, a power of two; rows: ids in flight a column; warps: a program's."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of pooled and unpooled jobs."""
+
+    pooled: Shape = Shape(8, 128, 4)
+    unpooled: Shape = Shape(1, 512, 4)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes that go from one buffer to another."""
+
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Rows that the CPU brings together: `plan` writes them to byte `target` of the gathered rows."""
+
+    plan: Plan
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bases:
+    """What lies before a request in the buffers of a batch: bytes, int32s of scratch. rows: the address of its gathered rows."""
+
+    inputs: int = 0
+    outputs: int = 0
+    scratch: int = 0
+    rows: int = 0
+
+
+class Jobs:
+    """The pooled or the unpooled lookups of a request: int64 [jobs, FIELDS], and the job of each program."""
+
+    def __init__(self, pooled: bool, shape: Shape) -> None:
+        self.pooled, self.shape = pooled, shape
+        self.numbers: list[int] = []  # of the lookups, in the request
+        self._rows: list[list[int]] = []
+        self._relative: list[list[int]] = []
+        self._counts: list[int] = []
+
+    def add(self, number: int, row: list[int], lk: Lookup, relative: Iterable[Field]) -> None:
+        """Appends a lookup. relative: fields that `shifted` adds to."""
+        words = -(-lk.table.dim * lk.table.row_format.bits // 32)
+        row[Field.FIRST_PROGRAM] = sum(self._counts)
+        self.numbers.append(number)
+        self._rows.append(row)
+        fields = {Field.FIRST_PROGRAM, *relative}
+        self._relative.append([int(f in fields) for f in Field])
+        self._counts.append(-(-lk.outputs * words // self.shape.columns))
+
+    def finish(self) -> None:
+        """Makes arrays of what was added."""
+        self.rows = np.array(self._rows, np.int64).reshape(-1, FIELDS)
+        self.relative = np.array(self._relative, np.int64).reshape(-1, FIELDS)
+        self.job_of_program = np.repeat(np.arange(len(self._counts), dtype=np.int32), self._counts)
+        self.has_lengths = bool((self.rows[:, Field.LENGTHS_AT] >= 0).any())
+        self.is_weighted = bool((self.rows[:, Field.WEIGHTS_AT] >= 0).any())
+
+    def shifted(self, bases: Bases, programs: int) -> NDArray[np.int64]:
+        """The rows where `bases` and `programs` of other requests come before."""
+        shift = np.zeros(FIELDS, np.int64)
+        shift[[Field.IDS_AT, Field.LENGTHS_AT, Field.WEIGHTS_AT]] = bases.inputs
+        shift[Field.TABLE] = bases.rows
+        shift[Field.OUT_AT] = bases.outputs
+        shift[Field.STARTS_AT] = bases.scratch
+        shift[Field.FIRST_PROGRAM] = programs
+        return self.rows + self.relative * shift
+
+
+class Layout:
+    """A request's lookups, laid out.
+
+    moves_in: from the request's inputs to its staged ones; moves_out: from its staged outputs to what the caller asked for.
+    gathers: rows to be brought together before. host: lookups of tables that are not on the device, for the CPU.
+    """
+
+    def __init__(self, lookups: Sequence[Lookup], cpu: CpuBackend, threads: int, shapes: Shapes, gather_from: int) -> None:
+        self.lookups = tuple(lookups)
+        self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
+        self.gathers: list[Gather] = []
+        self.groups = (Jobs(True, shapes.pooled), Jobs(False, shapes.unpooled))
+        self._cpu, self._threads, self._gather_from = cpu, threads, gather_from
+        self._in: list[Move] = []
+        out: list[Move] = []
+        for number, lk in enumerate(lookups):
+            if isinstance(lk.table, DeviceTable):
+                self._add(number, lk)
+                out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
+                self.out_bytes += aligned(lk.out_bytes)
+        for group in self.groups:
+            group.finish()
+        self.moves_in, self.moves_out = _joined(self._in), _joined(out)
+        on_host = [lk for lk in lookups if isinstance(lk.table, Table)]
+        self.host = cpu.plan(on_host, threads) if on_host else None
+        self.asked_bytes = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
+        # The staged outputs are what was asked for, byte for byte: they need not be copied again.
+        self.is_direct = self.host is None and self.moves_out in ([], [Move(0, 0, self.asked_bytes)])
+
+    def _add(self, number: int, lk: Lookup) -> None:
+        if lk.ids > _LARGEST or lk.outputs > _LARGEST:
+            raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+        row = [0] * FIELDS
+        row[Field.TABLE] = lk.table.address
+        row[Field.ROWS] = lk.table.rows
+        row[Field.ROW_BYTES] = lk.table.row_bytes
+        row[Field.DIM] = lk.table.dim
+        row[Field.FORMAT] = lk.table.row_format
+        row[Field.MEAN] = int(lk.pooling is Pooling.MEAN)
+        row[Field.IDS] = lk.ids
+        row[Field.BAG_LENGTH] = lk.bag_length
+        row[Field.VECTORS] = lk.outputs
+        row[Field.OUT_AT] = self.out_bytes
+        row[Field.PRECISION] = lk.precision
+        row[Field.STARTS_AT] = self.scratch
+        row[Field.IDS_AT] = row[Field.LENGTHS_AT] = row[Field.WEIGHTS_AT] = -1
+        relative = [Field.OUT_AT, Field.STARTS_AT]
+        pooled = lk.pooling is not Pooling.NONE
+        wanted: list[tuple[Field, int | None, int]] = [(Field.IDS_AT, lk.ids_at, 8 * lk.ids)]
+        if isinstance(lk.table, DeviceTable) and not lk.table.in_hbm and lk.ids >= self._gather_from:
+            row[Field.TABLE], row[Field.ROWS] = self._gather(lk, lk.table.host), lk.ids
+            relative.append(Field.TABLE)
+            wanted = []
+        if pooled:
+            wanted += [(Field.LENGTHS_AT, lk.lengths_at, 4 * lk.bags), (Field.WEIGHTS_AT, lk.weights_at, 4 * lk.ids)]
+        for field, source, size in wanted:
+            if source is not None:
+                self.in_bytes = row[field] = aligned(self.in_bytes, 8)
+                self._in.append(Move(source, self.in_bytes, size))
+                self.in_bytes += size
+                relative.append(field)
+        if row[Field.LENGTHS_AT] >= 0:
+            self.scratch += lk.bags + 2
+        self.groups[not pooled].add(number, row, lk, relative)
+
+    def _gather(self, lk: Lookup, table: Table) -> int:
+        """Plans the gathering of a lookup's rows; returns where the first will lie."""
+        words = Table(table.packed, RowFormat.FP32, table.row_bytes // 4)  # rows as words: copied, not looked at
+        first = self.rows_bytes
+        for start in range(0, lk.ids, GATHER_PIECE):
+            piece = Lookup(words, Pooling.NONE, lk.ids_at + 8 * start, min(GATHER_PIECE, lk.ids - start), 0)
+            self.gathers.append(Gather(self._cpu.plan([piece], self._threads), self.rows_bytes, piece.out_bytes))
+            self.rows_bytes += piece.out_bytes
+        return first
+
+    def problem(self, inputs: Any) -> BadIds | None:
+        """The first id or length that is wrong; None: all are right."""
+        for number, lk in enumerate(self.lookups):
+            ids = np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at)
+            has_lengths = lk.pooling is not Pooling.NONE and lk.lengths_at is not None
+            lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at or 0) if has_lengths else None
+            try:
+                contract.check_ids(ids, lengths, lk.table.rows, number)
+            except BadIds as error:
+                return error
+        return None
+
+
+def aligned(n: int, to: int = ALIGNMENT) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+def _joined(moves: Iterable[Move]) -> list[Move]:
+    """The same moves, neighbours in both buffers made one."""
+    result: list[Move] = []
+    for m in moves:
+        if result and (last := result[-1]).source + last.bytes == m.source and last.target + last.bytes == m.target:
+            result[-1] = replace(last, bytes=last.bytes + m.bytes)
+        elif m.bytes:
+            result.append(m)
+    return result
