@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
 
-.PHONY: help setup demo serve minilm test check bench clean
+.PHONY: help setup demo serve minilm test test-gpu check bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -33,6 +33,10 @@ minilm: setup    ## the word embeddings of a real public checkpoint, in every ro
 
 test: setup      ## all tests
 	@$(BIN)/python -m pytest
+
+test-gpu:        ## the tests of GPU kernels, placements and registration, on this machine's first GPU, with the torch that is here
+	@$(PYTHON) -m pytest --device cuda:0 tests/quant/test_fused.py tests/quant/test_backends.py tests/loader/test_registration.py \
+		tests/serving/test_gpu.py -k 'fused or gpu or registration or beyond or placement'
 
 check: setup     ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -23,3 +23,7 @@ class VersionError(LoaderError):
 
 class NoSpace(LoaderError):
     """Shared memory is too small for what was asked."""
+
+
+class RegistrationError(LoaderError):
+    """CUDA does not register a segment's memory."""

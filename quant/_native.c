@@ -110,13 +110,24 @@ static range range_of(const share *s, int64_t k) {
     return r;
 }
 
+/* Copies rows as they are, unpooled; no vector registers of floats, which would change the bytes of a signaling NaN. */
+static void copy_rows(const job *j, int64_t id, int64_t end) {
+    uint8_t *out = j->out + id * j->out_row_bytes;
+    for (; id < end; id++, out += j->out_row_bytes) {
+        if (id + AHEAD < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + AHEAD));
+        __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
+    }
+}
+
 static void *work(void *argument) {
     const share *s = argument;
     range next = range_of(s, 0);
     for (int64_t k = 0; k < s->n; k++) {
         range r = next;
         if (k + 1 < s->n) next = range_of(s, k + 1);
-        if (r.bag < r.end) active->lookup(s->jobs + k, r.bag, r.end, r.id);
+        if (r.bag >= r.end) continue;
+        if (s->jobs[k].format == PACKED) copy_rows(s->jobs + k, r.bag, r.end);
+        else active->lookup(s->jobs + k, r.bag, r.end, r.id);
     }
     return NULL;
 }
@@ -167,7 +178,8 @@ static int fits(const char *what, int64_t offset, int64_t count, int64_t size, c
 /* What the kernels rely on, but for the ids and lengths themselves. */
 static int is_sound(const job *j, int64_t threads) {
     int64_t total, item = j->out_half ? 2 : 4;
-    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2 && j->format <= FP32
+    int copies = j->format == PACKED && j->pooling == POOL_NONE && j->out_row_bytes >= j->row_bytes;
+    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && ((j->format >= INT2 && j->format <= FP32) || copies)
         && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0 && j->fixed_length >= 0
         && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item && threads >= 1)
         return 1;

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
+enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */, PACKED = 7 /* any: rows are copied as they are */ };
 enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
 
 /* One lookup in one table. Addresses are absolute. */

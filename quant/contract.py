@@ -216,6 +216,23 @@ class CpuBackend(Backend):
         QuantError names the first row that the format cannot represent; rows before it are written.
         """
 
+    def gather(self, table: Table, ids_at: int, ids: int, threads: int = 1) -> Plan:
+        """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to the start of its outputs."""
+        return _Gather(table, ids_at, ids)
+
+
+class _Gather(Plan):
+    """Rows copied by numpy."""
+
+    def __init__(self, table: Table, ids_at: int, ids: int) -> None:
+        self.table, self.ids_at, self.ids = table, ids_at, ids
+
+    def run(self, inputs: Any, outputs: Any) -> None:
+        ids = np.frombuffer(inputs, np.int64, self.ids, self.ids_at)
+        check_ids(ids, None, self.table.rows)
+        out = np.frombuffer(outputs, np.uint8, self.ids * self.table.row_bytes).reshape(-1, self.table.row_bytes)
+        out[:] = self.table.packed[ids]
+
 
 class _PlanByOne(Plan):
     """A plan for backends that look up one table at a time: all inputs are checked first, as the contract asks."""

@@ -8,6 +8,8 @@ that way (translation, not bytes: docs/log.md), so from `gather_from` ids on, th
 memory, and each piece is copied over while the next one is gathered.
 """
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers the
 _INTERPRETED = Shapes(Shape(2, 1024, 4), Shape(1, 1024, 4))  # a program costs milliseconds there, whatever its width
 _STARTS_BLOCK = 1024
 _SMALLEST = 4096  # bytes of a buffer
+_COPY_PIECE = 64 << 20
 
 Buffer = NDArray[np.uint8]
 
@@ -61,6 +64,11 @@ class FusedPlan(Plan):
         target = np.frombuffer(outputs, np.uint8)
         for lk in self.layout.lookups:
             target[lk.out_at : lk.out_at + lk.out_bytes] = result[lk.out_at : lk.out_at + lk.out_bytes]
+
+
+def _layout(plan: Plan) -> Layout:
+    assert isinstance(plan, FusedPlan), "a plan of another backend"
+    return plan.layout
 
 
 class Fused(Backend):
@@ -92,13 +100,24 @@ class Fused(Backend):
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self._formats, self._whole_words = 0, True  # of all tables that were ever placed: what the kernel is compiled for
         self._lock = threading.Lock()
-        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)
+        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._buffers = _Buffers(self.device)
 
     @property
     def description(self) -> str:
         on = "Triton's interpreter" if self.is_interpreted else f"{torch.cuda.get_device_name(self.device)}, {self.device}"
         return f"fused ({on})"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the device's memory."""
+        if self.is_interpreted:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether an error of `run` leaves the device unusable for this process, as most errors of CUDA do."""
+        return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
 
     # ---- tables ----
 
@@ -114,17 +133,18 @@ class Fused(Backend):
                 f"a table of {table.packed.size:,} bytes does not fit on {self.device}; lower --hbm-budget, or choose "
                 f"--placement uvm ({error})"
             ) from error
-        if source is None:
-            for start in range(0, table.packed.size, 1 << 26):  # in pieces: numpy's copy of a read-only view is the only spare
-                piece = table.packed.reshape(-1)[start : start + (1 << 26)]
-                memory[start : start + piece.size].copy_(torch.from_numpy(piece.copy()))
-        else:
-            memory.copy_(source)
+        with self._lock:
+            _copy(memory, _bytes_of(table) if source is None else source, is_pinned=source is not None)
         return self._placed(table, memory, in_hbm=True)
 
-    def view(self, table: Table, rows: torch.Tensor) -> DeviceTable:
-        """A table that the device reads where the host holds it. rows: uint8 [bytes] on the device, over registered memory."""
-        return self._placed(table, rows, in_hbm=False)
+    def view(self, table: Table, rows: torch.Tensor | None) -> DeviceTable:
+        """A table that the device reads where the host holds it. rows: uint8 [bytes] on the device, over registered memory.
+
+        None: the table's own memory, which the interpreter reads.
+        """
+        if rows is None and not self.is_interpreted:
+            raise QuantError("a GPU reads registered memory alone; pass the view that loader.registration gives")
+        return self._placed(table, _bytes_of(table) if rows is None else rows, in_hbm=False)
 
     def _placed(self, table: Table, memory: torch.Tensor, in_hbm: bool) -> DeviceTable:
         self._formats |= 1 << table.row_format
@@ -160,16 +180,14 @@ class Fused(Backend):
         self.plan([lk], threads).run(inputs, out.reshape(-1).view(np.uint8))
         return out
 
-    def run(self, requests: Sequence[tuple[FusedPlan, Any]]) -> list[Buffer | BadIds]:
+    def run(self, requests: Sequence[tuple[Plan, Any]]) -> list[Buffer | BadIds]:
         """Runs several requests, (plan, inputs) each, as one batch; each gets its outputs, uint8, or what is wrong with it.
 
         The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let go.
         """
         return self.run_timed(requests, timed=False)[0]
 
-    def run_timed(
-        self, requests: Sequence[tuple[FusedPlan, Any]], timed: bool = True
-    ) -> tuple[list[Buffer | BadIds], Times | None]:
+    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool = True) -> tuple[list[Buffer | BadIds], Times | None]:
         """As `run`, and where the time went."""
         with self._lock:
             if self._stream is None:
@@ -177,9 +195,9 @@ class Fused(Backend):
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 return self._run(requests, timed)
 
-    def _run(self, requests: Sequence[tuple[FusedPlan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
+    def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = _Clock(self._stream) if timed else None
-        batch = _Batch(self._buffers, [plan.layout for plan, _ in requests])
+        batch = _Batch(self._buffers, [_layout(plan) for plan, _ in requests])
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:
@@ -236,9 +254,7 @@ class Fused(Backend):
                     num_warps=g.shape.warps,
                 )
 
-    def prepare(
-        self, plan: FusedPlan, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None
-    ) -> "PreparedLookup":
+    def prepare(self, plan: FusedPlan, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> "PreparedLookup":
         """A plan for inputs and outputs that are on the device already; its jobs are copied there once.
 
         caches: number of a lookup -> (slots uint8 [slots, row_bytes], locations int32 [ids]): a row whose location is not -1 is
@@ -259,6 +275,30 @@ def _cuda(device: str) -> torch.device:
     if device not in (known := [f"cuda:{n}" for n in range(torch.cuda.device_count())]):
         raise MissingBackend(f"device {device!r} is unknown; this machine has: {', '.join(known)}")
     return torch.device(device)
+
+
+def _bytes_of(table: Table) -> torch.Tensor:
+    """A table's memory as a tensor, uint8 [bytes]. It is not kept alive by it, and must not be written to."""
+    # torch warns of arrays that say they are read-only, as a segment's do.
+    memory = (ctypes.c_uint8 * table.packed.size).from_address(table.address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
+    """Fills a tensor on a device from the host. Memory that is not page-locked goes through two pieces that are, in turn."""
+    if is_pinned or target.device.type != "cuda":
+        target.copy_(source)
+        return
+    pieces = [torch.empty(_COPY_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+    with torch.cuda.device(target.device):
+        for n, start in enumerate(range(0, source.numel(), _COPY_PIECE)):
+            size = min(_COPY_PIECE, source.numel() - start)
+            copied[n % 2].synchronize()
+            pieces[n % 2][:size].copy_(source[start : start + size])
+            target[start : start + size].copy_(pieces[n % 2][:size], non_blocking=True)
+            copied[n % 2].record()
+        torch.cuda.synchronize()
 
 
 class _Buffers:
@@ -403,6 +443,7 @@ class _Batch:
                 gather.plan.run(inputs, piece.numpy())
             except BadIds:
                 self._failed[n] = True
+                host[start : self._rows_at[n] + layout.rows_bytes] = 0  # looked up all the same, and thrown away
                 return
             if device is not host:
                 device[start : start + gather.bytes].copy_(piece, non_blocking=True)
@@ -464,9 +505,7 @@ class PreparedLookup:
     in_bytes, out_bytes: what the buffers hold, as `layout.moves_in` and `layout.moves_out` place it.
     """
 
-    def __init__(
-        self, fused: Fused, layout: Layout, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def __init__(self, fused: Fused, layout: Layout, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._fused, self.layout = fused, layout
         self.in_bytes, self.out_bytes = layout.in_bytes, layout.out_bytes
         self._kept = (layout.lookups, caches)
@@ -506,7 +545,7 @@ class _Clock:
         if self._stream is None:
             self._marks.append(time.perf_counter())
         else:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
             self._marks.append(event)
 

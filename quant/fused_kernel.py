@@ -11,7 +11,6 @@ Addresses are int64 throughout. An id out of range is not read: its job's flag i
 """
 
 from enum import IntEnum
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -65,7 +64,7 @@ _FIELDS: tl.constexpr = tl.constexpr(18)
 
 # Every argument that is not a constant is an address, and is not looked at before a launch.
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
-def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
     """One program a job: running sums of its lengths, and the verdict 1 where one is negative or their sum is not the ids'."""
     number = tl.program_id(0).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
@@ -90,7 +89,7 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 
 
 @triton.jit
-def _value(word, index: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value(word, index: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """Value number `index` of each int32 word as fp32, before scale and bias."""
     if FORMAT == 5:
         value = word.to(tl.float32, bitcast=True)
@@ -109,7 +108,7 @@ def _value(word, index: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constex
 
 
 @triton.jit
-def _interleaved(values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _interleaved(values, COUNT: tl.constexpr):
     """A tuple of COUNT tensors [n], COUNT a power of two -> [n * COUNT]: the first of each, then the second of each."""
     if COUNT == 1:
         result = values[0]
@@ -125,13 +124,13 @@ def _interleaved(values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _half(bits):  # type: ignore[no-untyped-def]
+def _half(bits):
     """fp16 in the low 16 bits -> fp32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _pool(  # type: ignore[no-untyped-def]
+def _pool(
     job,
     inputs,
     starts,
@@ -249,7 +248,7 @@ def _pool(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _write(  # type: ignore[no-untyped-def]
+def _write(
     out,
     results,
     first,
@@ -276,7 +275,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags"])
-def lookup(  # type: ignore[no-untyped-def]
+def lookup(
     jobs: tl.int64,
     job_of_program: tl.int64,
     inputs: tl.int64,
@@ -325,6 +324,3 @@ def lookup(  # type: ignore[no-untyped-def]
 def interpreted() -> bool:
     """Whether Triton runs these kernels in its interpreter (TRITON_INTERPRET=1 when this module was imported)."""
     return not isinstance(lookup, triton.runtime.JITFunction)
-
-
-Kernel = Any

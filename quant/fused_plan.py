@@ -15,7 +15,6 @@ from quant import contract
 from quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table
 from quant.errors import BadIds, QuantError
 from quant.fused_kernel import FIELDS, Field
-from quant.row_format import RowFormat
 
 GATHER_PIECE = 32_768  # rows that are gathered before their copy to the device begins
 ALIGNMENT = 16
@@ -173,12 +172,12 @@ class Layout:
 
     def _gather(self, lk: Lookup, table: Table) -> int:
         """Plans the gathering of a lookup's rows; returns where the first will lie."""
-        words = Table(table.packed, RowFormat.FP32, table.row_bytes // 4)  # rows as words: copied, not looked at
         first = self.rows_bytes
         for start in range(0, lk.ids, GATHER_PIECE):
-            piece = Lookup(words, Pooling.NONE, lk.ids_at + 8 * start, min(GATHER_PIECE, lk.ids - start), 0)
-            self.gathers.append(Gather(self._cpu.plan([piece], self._threads), self.rows_bytes, piece.out_bytes))
-            self.rows_bytes += piece.out_bytes
+            count = min(GATHER_PIECE, lk.ids - start)
+            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count, self._threads)
+            self.gathers.append(Gather(plan, self.rows_bytes, count * table.row_bytes))
+            self.rows_bytes += count * table.row_bytes
         return first
 
     def problem(self, inputs: Any) -> BadIds | None:

@@ -34,8 +34,11 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     raise BadIds(problem, job, position, value, bound)
 
 
+_PACKED = 7  # a format of the kernel: any row, copied as it is
+
+
 class _NativePlan(Plan):
-    def __init__(self, lookups: tuple[Lookup, ...], threads: int) -> None:
+    def __init__(self, lookups: tuple[Lookup, ...], threads: int, packed: bool = False) -> None:
         self.tables = [lk.host_table for lk in lookups]  # keeps their memory alive
         self.counts = [lk.ids for lk in lookups]
         self.threads = threads
@@ -44,8 +47,8 @@ class _NativePlan(Plan):
                 lk.table.address,
                 lk.table.rows,
                 lk.table.row_bytes,
-                lk.table.dim,
-                lk.table.row_format,
+                lk.table.row_bytes // 4 if packed else lk.table.dim,
+                _PACKED if packed else lk.table.row_format,
                 lk.pooling,
                 lk.ids_at,
                 lk.ids,
@@ -54,7 +57,7 @@ class _NativePlan(Plan):
                 lk.bags,
                 -1 if lk.weights_at is None else lk.weights_at,
                 lk.out_at,
-                lk.table.dim * lk.precision.bytes,
+                lk.table.row_bytes if packed else lk.table.dim * lk.precision.bytes,
                 lk.precision,
             )
             for lk in lookups
@@ -119,3 +122,6 @@ class Native(CpuBackend):
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
         return _NativePlan(tuple(lookups), threads)
+
+    def gather(self, table: Table, ids_at: int, ids: int, threads: int = 1) -> Plan:
+        return _NativePlan((Lookup(table, Pooling.NONE, ids_at, ids, 0),), threads, packed=True)

@@ -7,7 +7,7 @@ request is done, and then goes.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from loader.errors import LoaderError
 from loader.model import Feature
 from loader.segment import Segment, Verify
 from loader.versions import Model
-from quant import Backend, BadIds, Lookup, Plan, Pooling, QuantError, Table
+from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
 from quant.errors import Problem
-from serving.errors import Kind, bad_request, not_found
+from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
+from serving.placement import Placement, Placer
 
 logger = logging.getLogger("tableside")
 
@@ -63,12 +64,16 @@ class BoundFeature:
     """A feature with its table."""
 
     feature: Feature
-    table: Table
+    table: Table | DeviceTable
     pooling: Pooling
 
     @property
     def half(self) -> bool:
         return self.feature.output == "fp16"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.FP16 if self.half else Precision.FP32
 
 
 class Batch:
@@ -78,23 +83,31 @@ class Batch:
         # Not `served` itself: it remembers batches, and a cycle would keep a replaced version mapped.
         self.model, self.version = served.header.model, served.version
         self.inputs, self.outputs = tuple(inputs), outputs
-        self._plan = plan
+        self.plan = plan
         self.out_bytes = sum(o.bytes for o in outputs)
         self.ids = sum(i.ids for i in inputs)
         self.vectors = sum(o.shape[0] for o in outputs)
-        self.row_bytes = sum(i.ids * served.features[i.feature].table.packed.shape[1] for i in inputs)
+        self.row_bytes = sum(i.ids * served.features[i.feature].table.row_bytes for i in inputs)
         self._jagged_unpooled = [i for i in inputs if i.lengths_at is not None and not _pooled(served, i)]
 
     def run(self, inputs: Any) -> np.ndarray[Any, Any]:
         """Looks everything up; returns the output buffer, uint8 [out_bytes]. ApiError: an id or a length is wrong."""
-        for i in self._jagged_unpooled:
-            _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
+        self.check(inputs)
         out = np.empty(self.out_bytes, np.uint8)
         try:
-            self._plan.run(inputs, out)
+            self.plan.run(inputs, out)
         except BadIds as error:
-            raise bad_request(error.describe(f"feature {self.inputs[error.job].feature!r}"), Kind.BAD_ID) from None
+            raise self.refusal(error) from None
         return out
+
+    def check(self, inputs: Any) -> None:
+        """ApiError: lengths that no kernel looks at are wrong."""
+        for i in self._jagged_unpooled:
+            _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
+
+    def refusal(self, error: BadIds) -> ApiError:
+        """What the client is told."""
+        return bad_request(error.describe(f"feature {self.inputs[error.job].feature!r}"), Kind.BAD_ID)
 
 
 def _pooled(served: "Served", i: FeatureInput) -> bool:
@@ -114,14 +127,23 @@ def _check_lengths(i: FeatureInput, lengths: np.ndarray[Any, Any]) -> None:
 class Served:
     """One version, attached and ready to answer. Immutable but for its memory of layouts."""
 
-    def __init__(self, segment: Segment, backend: Backend, threads: int = 1, max_response_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        backend: Backend,
+        tables: Mapping[str, Table | DeviceTable] | None = None,
+        placements: Mapping[str, Placement] | None = None,
+        *,
+        threads: int = 1,
+        max_response_bytes: int | None = None,
+    ) -> None:
         self.segment, self.backend, self.threads = segment, backend, threads
         self.max_response_bytes = max_response_bytes
         self.header = segment.header
         self.version = segment.header.version
-        self.features = {
-            f.name: BoundFeature(f, segment.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
-        }
+        tables = tables or segment.tables
+        self.placements = placements or dict.fromkeys(tables, Placement.HOST)
+        self.features = {f.name: BoundFeature(f, tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features}
         self.layouts: OrderedDict[Any, Any] = OrderedDict()
 
     def batch(self, inputs: Sequence[FeatureInput]) -> Batch:
@@ -142,7 +164,7 @@ class Served:
                 i.ids_at,
                 i.ids,
                 at,
-                bound.half,
+                bound.precision,
                 i.bags or 0,
                 i.lengths_at,
                 i.bag_length,
@@ -175,17 +197,31 @@ class Served:
         return layout
 
     def warm_up(self) -> None:
-        """Looks the first and last row of every feature up, so that a broken version fails here and not in a request."""
+        """Looks the first and last row of every feature up, so that a broken version fails here and not in a request.
+
+        With weights and without, with bags of one length and of their own: what a GPU compiles for them is compiled now.
+        """
         for name, bound in self.features.items():
             ids = np.array([0, bound.table.rows - 1], np.int64)
             self.batch([FeatureInput(name, 0, 2, bags=1, bag_length=2)]).run(ids.tobytes())
+            if bound.pooling is not Pooling.NONE:
+                inputs = ids.tobytes() + np.array([2], np.int32).tobytes() + np.ones(2, np.float32).tobytes()
+                self.batch([FeatureInput(name, 0, 2, bags=1, lengths_at=16, weights_at=20)]).run(inputs)
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes of the version's tables in the memory of this worker's GPU."""
+        return sum(t.bytes for t in self.header.tables if self.placements[t.name] is Placement.HBM)
 
 
 class Engine:
     """The versions of one model that this process answers from."""
 
-    def __init__(self, model: Model, backend: Backend, *, threads: int, verify: Verify, max_response_bytes: int) -> None:
+    def __init__(
+        self, model: Model, backend: CpuBackend, placer: Placer, *, threads: int, verify: Verify, max_response_bytes: int
+    ) -> None:
         self.model = model
+        self._placer = placer
         self._backend, self._threads, self._verify, self._max_response_bytes = (
             backend,
             threads,
@@ -205,7 +241,15 @@ class Engine:
     def attach(self, version: int | None = None) -> Served:
         """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served."""
         segment = self.model.attach(version, self._verify)
-        served = Served(segment, self._backend, self._threads, self._max_response_bytes)
+        tables, placements = self._placer.place(segment)
+        served = Served(
+            segment,
+            self._placer.fused or self._backend,
+            tables,
+            placements,
+            threads=self._threads,
+            max_response_bytes=self._max_response_bytes,
+        )
         served.warm_up()
         return served
 
@@ -243,7 +287,7 @@ class Engine:
         """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or damaged."""
         try:
             served = self.attach(version)
-        except (LoaderError, QuantError) as error:
+        except (LoaderError, QuantError, ServingError) as error:
             raise not_found(str(error)) from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:

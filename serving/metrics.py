@@ -9,9 +9,9 @@ import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -20,10 +20,14 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from serving.engine import Batch, Engine
 from serving.errors import Kind, ServingError
 
+if TYPE_CHECKING:
+    from quant.fused import Times
+
 logger = logging.getLogger("tableside")
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 STAGES = ("parse", "lookup", "encode")
+GPU_STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
 UNKNOWN = "unknown"
 
 REQUESTS = Counter("tableside_requests_total", "Lookup requests answered.", ["model", "protocol", "outcome"])
@@ -39,6 +43,18 @@ VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
 ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])
 REQUEST_BYTES = Counter("tableside_request_bytes_total", "Bytes of request bodies.", ["model"])
 RESPONSE_BYTES = Counter("tableside_response_bytes_total", "Bytes of vectors returned.", ["model"])
+GPU_SECONDS = Histogram(
+    "tableside_gpu_seconds",
+    "Seconds of a batch on the GPU by stage: queue (every request), staging, copy_in, kernels, copy_out (one batch of 16).",
+    ["device", "stage"],
+    buckets=(1e-6, 3e-6, *_SECONDS),
+)
+GPU_BATCH = Histogram(
+    "tableside_gpu_batch_requests",
+    "Requests that went to the GPU together.",
+    ["device"],  # without a label its file would be opened on import, in the process that workers are forked from
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+)
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
 
 
@@ -72,6 +88,25 @@ class ModelMetrics:
             counter.inc(amount)
 
 
+class GpuMetrics:
+    """The histograms of one device, with their labels resolved once."""
+
+    def __init__(self, device: str) -> None:
+        self._requests = GPU_BATCH.labels(device)
+        self._stages = {stage: GPU_SECONDS.labels(device, stage) for stage in GPU_STAGES}
+
+    def waited(self, seconds: float) -> None:
+        """Counts what a request waited for its batch to begin."""
+        self._stages["queue"].observe(seconds)
+
+    def answered(self, requests: int, times: "Times | None") -> None:
+        """Counts a batch that the GPU answered; times where they were taken."""
+        self._requests.observe(requests)
+        if times is not None:
+            for stage, seconds in asdict(times).items():
+                self._stages[stage].observe(seconds)
+
+
 def refused(model: str, protocol: str, kind: Kind) -> None:
     """Counts a request that was refused; `model` is one that is served, or UNKNOWN."""
     REQUESTS.labels(model, protocol, "refused").inc()
@@ -90,6 +125,7 @@ class _Now:
             "tableside_segment_bytes": "Bytes of the served version's segment.",
             "tableside_fp32_bytes": "Bytes that its tables would take in fp32.",
             "tableside_load_seconds": "Seconds that its load took.",
+            "tableside_hbm_bytes": "Bytes of its tables in the memory of this worker's GPU.",
             "tableside_published_versions": "Versions of the model in shared memory.",
         }
         gauges = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in names.items()}
@@ -100,6 +136,7 @@ class _Now:
                 served.segment.size,
                 served.header.fp32_bytes,
                 served.header.load.get("seconds", 0.0),
+                served.hbm_bytes,
                 len(engine.model.versions()),
             )
             for gauge, value in zip(gauges.values(), values, strict=True):

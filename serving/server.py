@@ -62,8 +62,8 @@ class WorkerProcess(supervisor.Process):
 
     config: "_Config"
 
-    def __init__(self, config: "_Config", sockets: list[socket.socket]) -> None:
-        self.config = config
+    def __init__(self, config: "_Config", sockets: list[socket.socket], device: str = "") -> None:
+        self.config, self.device = config, device
         self._server: uvicorn.Server | None = None
         self.parent_conn, self.child_conn = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
@@ -92,6 +92,10 @@ class WorkerProcess(supervisor.Process):
         return super().wait_until_ready(self.config.settings.ready_timeout_s, should_exit)
 
 
+def _device_of(process: supervisor.Process) -> str:
+    return process.device if isinstance(process, WorkerProcess) else ""
+
+
 MakeApplication = Callable[[ServerSettings], Any]
 
 
@@ -106,7 +110,7 @@ class _Config(uvicorn.Config):
     """uvicorn's configuration of a worker. It travels to the worker, and makes application and protocol class there."""
 
     def __init__(self, settings: ServerSettings, make: MakeApplication) -> None:
-        self.settings = settings
+        self.settings, self._make = settings, make
         super().__init__(
             functools.partial(make, settings),
             factory=True,
@@ -123,6 +127,10 @@ class _Config(uvicorn.Config):
             timeout_graceful_shutdown=settings.shutdown_timeout_s,
             backlog=2048,
         )
+
+    def on(self, device: str, sharing: int) -> "_Config":
+        """This configuration for a worker on one device, which `sharing` workers share."""
+        return _Config(self.settings.model_copy(update={"devices": (device,), "workers": sharing}), self._make)
 
     def load(self) -> None:
         super().load()
@@ -182,15 +190,24 @@ def serve(
     for name in settings.models:
         Model(settings.root, name).attach(verify="header")
     backend = choose(settings.backend)
+    if len(settings.devices) > settings.workers:
+        raise ServingError(
+            f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
+            f"--workers {len(settings.devices)}"
+        )
     sock = bind(settings)
     host, port = sock.getsockname()[:2]
     what = f"{', '.join(settings.models)} on http://{f'[{host}]' if ':' in host else host}:{port}"
-    how = f"{settings.workers} workers, lookups on {backend.description}"
+    where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
+    how = f"{settings.workers} workers, lookups on {where}"
     try:
         with metrics_folder(settings.root):
-            preload = ["serving.preload", *(["quant.fbgemm"] if backend.name == "fbgemm" else [])]
+            preload = [
+                *(["quant.fused"] if settings.devices else []),
+                *(["quant.fbgemm"] if backend.name == "fbgemm" else []),
+                "serving.preload",
+            ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-            supervisor.Process = WorkerProcess  # type: ignore[misc, assignment]  # what uvicorn's supervisor makes workers of
             runner = _Supervisor(_Config(settings, make), [sock], lambda: announce(f"tableside serves {what} ({how})"))
             runner.run()
         return 1 if runner.failed else 0
@@ -239,9 +256,32 @@ class _Supervisor(supervisor.Multiprocess):
 
     def __init__(self, config: "_Config", sockets: list[socket.socket], announce: Callable[[], None]) -> None:
         super().__init__(config, sockets)
+        supervisor.Process = self._worker  # type: ignore[misc, assignment]  # what uvicorn's supervisor makes workers with
+        self._replaced: supervisor.Process | None = None
         self.failed = False
         self._announce, self._announced = announce, False
         self._retry_at: dict[int, float] = {}
+
+    def _worker(self, config: "_Config", sockets: list[socket.socket]) -> WorkerProcess:
+        """A new worker: on the device of the one it replaces, else on the one that has the fewest."""
+        devices = config.settings.devices
+        if not devices:
+            return WorkerProcess(config, sockets)
+        used = [_device_of(p) for p in self.processes]
+        device = _device_of(self._replaced) if self._replaced else min(devices, key=used.count)
+        sharing = -(-config.settings.workers // len(devices))
+        return WorkerProcess(config.on(device, sharing), sockets, device)
+
+    def restart_all(self) -> None:
+        """Replaces workers one after another, each on its own device, until one cannot be."""
+        everyone = self.processes
+        for index, process in enumerate(everyone):
+            self.processes, self._replaced = [process], process
+            super().restart_all()
+            everyone[index] = self.processes[0]
+            if everyone[index] is process:
+                break
+        self.processes, self._replaced = everyone, None
 
     def init_processes(self) -> None:
         super().init_processes()
@@ -272,5 +312,7 @@ class _Supervisor(supervisor.Multiprocess):
                 continue
             self._retry_at.pop(index, None)
             logger.info("worker %s ended; it is replaced", process.pid)
-            self.processes[index] = WorkerProcess(self.config, self.sockets)
+            self._replaced = process
+            self.processes[index] = self._worker(self.config, self.sockets)
+            self._replaced = None
             self.processes[index].start()

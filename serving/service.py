@@ -10,9 +10,11 @@ import numpy as np
 from loader.errors import LoaderError
 from loader.versions import Model
 from quant import QuantError, choose
+from serving.batching import Batcher
 from serving.engine import Batch, Engine, Served
 from serving.errors import Kind, ServingError, bad_request, not_found
 from serving.metrics import ERRORS, SWAPS
+from serving.placement import Placer
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -29,10 +31,13 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.backend = choose(settings.backend)
+        self.placer = Placer(settings, self.backend)
+        self._batcher: Batcher | None = None
         self.engines = {
             name: Engine(
                 Model(settings.root, name),
                 self.backend,
+                self.placer,
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
@@ -46,6 +51,9 @@ class Service:
 
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
+        self.placer.open()
+        if self.placer.fused is not None:
+            self._batcher = Batcher(self.placer.fused, self.settings.max_batch, self.settings.batch_delay_ms / 1e3)
         for engine in self.engines.values():
             engine.swap(engine.attach())
             served = engine.served()
@@ -55,7 +63,7 @@ class Service:
                 served.version,
                 len(served.header.tables),
                 served.segment.size / 1e6,
-                self.backend.description,
+                served.backend.description,
             )
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(_log_end)
@@ -71,6 +79,8 @@ class Service:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         self._beside.shutdown()
+        if self._batcher is not None:
+            self._batcher.close()
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -120,7 +130,10 @@ class Service:
         return self.engine(model).model.versions()
 
     async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
-        """Runs a batch, beside the event loop where it is large, so that health checks do not wait for it."""
+        """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large."""
+        if self._batcher is not None:
+            batch.check(inputs)
+            return await self._batcher.run(batch, inputs)
         if batch.ids <= self.settings.inline_rows:
             return batch.run(inputs)
         return await asyncio.get_running_loop().run_in_executor(self._beside, batch.run, inputs)

@@ -8,12 +8,13 @@ import argparse
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import ByteSize, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from loader.versions import DEFAULT_ROOT
 
 PREFIX = "TABLESIDE_"
+INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 
 
 class RootSettings(BaseSettings):
@@ -33,6 +34,21 @@ class ServerSettings(RootSettings):
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
     threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
+    devices: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
+    )
+    placement: Literal["auto", "hbm", "uvm", "host"] = Field(
+        "auto",
+        description="where tables lie with --devices: the GPU's memory, read in shared memory by the GPU, or by the CPU; "
+        "auto: what the budget holds in hbm, smallest first, the rest uvm",
+    )
+    hbm_budget: ByteSize | None = Field(
+        None, description="GPU memory for the tables of a worker, as 8GiB; not set: two fifths of the GPU, shared by its workers"
+    )
+    max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
+    batch_delay_ms: float = Field(
+        0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"
+    )
     verify: Literal["full", "header"] = Field(
         "full", description="check every byte of a version when a worker attaches it, or only its header"
     )
@@ -56,7 +72,15 @@ class ServerSettings(RootSettings):
         description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
 
-    @field_validator("models", mode="before")
+    @field_validator("devices", mode="after")
+    @classmethod
+    def _device_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not (name.isdecimal() or name == INTERPRETER):
+                raise ValueError(f"device {name!r} is not the number of a GPU; expected for instance 0,1")
+        return value
+
+    @field_validator("models", "devices", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value

@@ -188,6 +188,9 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "segment_bytes": served.segment.size,
         "fp32_bytes": header.fp32_bytes,
         "load_seconds": header.load.get("seconds"),
-        "tables": [{"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim} for t in header.tables],
+        "tables": [
+            {"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim, "placement": served.placements[t.name]}
+            for t in header.tables
+        ],
         "features": [{"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features],
     }

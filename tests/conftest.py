@@ -8,9 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tables
 
 from loader.load import Loaded, LoadSettings, load
 from loader.model import parse_model
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="interpreter", help="what GPU kernels run on: cuda:0, or Triton's interpreter")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tables.DEVICE = config.getoption("--device")
+    if tables.DEVICE == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported; servers that tests start inherit it
 
 
 @pytest.fixture

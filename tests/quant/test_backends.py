@@ -1,17 +1,22 @@
-"""Three backends, one contract: every test here runs over reference, fbgemm and native (on each instruction set)."""
+"""Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each instruction set) and fused;
+quantizing is the business of the first three."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import fused, placed, table_of, tolerance, values_of
 
 from quant import (
     Backend,
     BadIds,
+    CpuBackend,
     Lookup,
     Pooling,
+    Precision,
     QuantError,
     RowFormat,
     Source,
@@ -30,11 +35,11 @@ except ImportError:
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in ISAS)]
 DIMS = [4, 8, 12, 20, 32, 36, 64, 72, 100, 128, 200, 256, 384]
+FUSED_DIMS = [4, 36, 128]  # Triton's interpreter takes a tenth of a second a lookup
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    name, _, isa = request.param.partition("-")
+def _cpu(name: str) -> Iterator[CpuBackend]:
+    name, _, isa = name.partition("-")
     if isa:
         _native.use(isa)
     yield choose(name)
@@ -42,32 +47,23 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         _native.use(ISAS[0])
 
 
-def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    values = (rng.standard_normal((rows, dim)) * rng.choice([1e-3, 1.0, 20.0], (rows, 1))).astype(np.float32)
-    values[0], values[1] = 0.0, 0.25
-    return values
+@pytest.fixture(params=BACKENDS)
+def quantizer(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
+    yield from _cpu(request.param)
 
 
-def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) -> Table:
-    packed = np.zeros((rows, row_format.row_bytes(dim)), np.uint8)
-    choose("reference").quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
-    return Table(packed, row_format, dim)
-
-
-def tolerance(table: Table, ids: np.ndarray, lengths: np.ndarray | None, weights: np.ndarray | None, half: bool) -> float:
-    """Rounding of a sum of n terms in fp32: at most 3 roundings a term, each half a unit of the largest partial sum."""
-    terms = np.abs(choose("reference").dequantize(table)).max(initial=0.0)
-    largest_weight = 1.0 if weights is None else float(np.abs(weights).max(initial=0.0))
-    longest = 1 if lengths is None else int(lengths.max(initial=1))
-    partial = 2 * longest * terms * largest_weight  # q * scale and bias are up to twice the value
-    return float(3 * longest * partial * 2.0**-24 + (partial * 2.0**-11 + 2.0**-25 if half else 0.0))
+@pytest.fixture(params=[*BACKENDS, "fused"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "fused":
+        yield fused()
+    else:
+        yield from _cpu(request.param)
 
 
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 136])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 50.0, 1e-12])
-def test_quantized_bytes_equal_fbgemms(backend: Backend, row_format: RowFormat, dim: int, scale: float) -> None:
+def test_quantized_bytes_equal_fbgemms(quantizer: CpuBackend, row_format: RowFormat, dim: int, scale: float) -> None:
     """All backends pack a row into the same bytes, constant and denormal rows included."""
     rng = np.random.default_rng(dim)
     values = (rng.standard_normal((300, dim)) * scale).clip(-240, 240).astype(np.float32)
@@ -75,53 +71,57 @@ def test_quantized_bytes_equal_fbgemms(backend: Backend, row_format: RowFormat, 
     expected = np.empty((300, row_format.row_bytes(dim)), np.uint8)
     choose("fbgemm").quantize(values, Source.FP32, row_format, expected)
     packed = np.full_like(expected, 0xAA)
-    backend.quantize(values, Source.FP32, row_format, packed)
+    quantizer.quantize(values, Source.FP32, row_format, packed)
     np.testing.assert_array_equal(packed, expected)
 
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_every_fp8_and_fp16_value_survives(backend: Backend, row_format: RowFormat) -> None:
+def test_every_fp8_and_fp16_value_survives(quantizer: CpuBackend, row_format: RowFormat) -> None:
     """fp16 sources of every finite bit pattern quantize like the same values in fp32."""
     patterns = np.arange(2**16, dtype=np.uint16).view(np.float16)
     limit = 240 if row_format is RowFormat.FP8 else 65504
     usable = patterns[np.isfinite(patterns) & (np.abs(patterns.astype(np.float32)) <= limit)]
     values = usable[: usable.size // 32 * 32].reshape(-1, 32)
     packed, expected = (np.empty((len(values), row_format.row_bytes(32)), np.uint8) for _ in range(2))
-    backend.quantize(values, Source.FP16, row_format, packed)
+    quantizer.quantize(values, Source.FP16, row_format, packed)
     choose("reference").quantize(values.astype(np.float32), Source.FP32, row_format, expected)
     np.testing.assert_array_equal(packed, expected)
 
 
-def test_bf16_sources_are_read_exactly(backend: Backend) -> None:
+def test_bf16_sources_are_read_exactly(quantizer: CpuBackend) -> None:
     bits = (values_of(50, 16).view(np.uint32) >> 16).astype(np.uint16)
     exact = (bits.astype(np.uint32) << 16).view(np.float32)
     packed = np.empty((50, RowFormat.FP32.row_bytes(16)), np.uint8)
-    backend.quantize(bits, Source.BF16, RowFormat.FP32, packed)
+    quantizer.quantize(bits, Source.BF16, RowFormat.FP32, packed)
     np.testing.assert_array_equal(packed.view(np.float32), exact)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 5, 63, 71])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_values_that_are_not_finite_are_refused(backend: Backend, row_format: RowFormat, bad: float, column: int) -> None:
+def test_values_that_are_not_finite_are_refused(quantizer: CpuBackend, row_format: RowFormat, bad: float, column: int) -> None:
     """The error names the first such row; nothing is repaired in silence."""
     values = values_of(20, 72)
     values[7, column] = values[11, column] = bad
     with pytest.raises(QuantError, match="row 7 holds a value"):
-        backend.quantize(values, Source.FP32, row_format, np.empty((20, row_format.row_bytes(72)), np.uint8))
+        quantizer.quantize(values, Source.FP32, row_format, np.empty((20, row_format.row_bytes(72)), np.uint8))
 
 
 @pytest.mark.parametrize(("row_format", "value"), [(RowFormat.FP8, 241.0), (RowFormat.FP16, 70000.0), (RowFormat.INT8, -1e6)])
-def test_values_outside_a_formats_range_are_refused(backend: Backend, row_format: RowFormat, value: float) -> None:
+def test_values_outside_a_formats_range_are_refused(quantizer: CpuBackend, row_format: RowFormat, value: float) -> None:
     values = values_of(5, 16)
     values[3, 2] = value
     with pytest.raises(QuantError, match="row 3"):
-        backend.quantize(values, Source.FP32, row_format, np.empty((5, row_format.row_bytes(16)), np.uint8))
+        quantizer.quantize(values, Source.FP32, row_format, np.empty((5, row_format.row_bytes(16)), np.uint8))
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(
+    ("backend", "dim"),
+    [*((b, d) for b in BACKENDS for d in DIMS), *(("fused", d) for d in FUSED_DIMS)],
+    indirect=["backend"],
+)
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 def test_lookup_equals_the_reference(backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool) -> None:
     """Pooled and not, with weights and without, empty bags, repeated ids, the first and the last row."""
@@ -236,7 +236,7 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
             at,
             n,
             out_at,
-            half,
+            Precision.FP16 if half else Precision.FP32,
             len(lengths),
             at + 8 * n,
             0,
@@ -246,9 +246,11 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
         at, out_at = at + sum(map(len, parts[-4:])), out_at + lk.out_bytes
         lookups.append(lk)
         reference.append((table, ids, lengths, pooling, weights, half))
-    for name in (b for b in backend_names() if b not in ("auto", *(["native"] if not ISAS else []))):
+    for name in (*(b for b in backend_names() if b not in ("auto", *(["native"] if not ISAS else []))), "fused"):
         out = bytearray(out_at)
-        choose(name).plan(lookups, threads=data.draw(st.integers(1, 3))).run(b"".join(parts), out)
+        on_device = [replace(lk, table=placed(lk.table)) for lk in lookups] if name == "fused" else lookups
+        chosen = fused() if name == "fused" else choose(name)
+        chosen.plan(on_device, threads=data.draw(st.integers(1, 3))).run(b"".join(parts), out)
         for lk, (table, ids, lengths, pooling, weights, half) in zip(lookups, reference, strict=True):
             bags = None if pooling is Pooling.NONE else lengths
             expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
@@ -262,6 +264,7 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
 def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:
     """The second of two lookups is wrong: the first one's output stays untouched, and the error says which lookup."""
     table = table_of(RowFormat.INT8, 64)
+    table = placed(table) if backend.name == "fused" else table
     lookups = [Lookup(table, Pooling.SUM, 8 * i, 1, 256 * i, bags=1, bag_length=1) for i in range(2)]
     out = bytearray(b"\xee" * 512)
     with pytest.raises(BadIds) as caught:
@@ -270,16 +273,15 @@ def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:
     assert out == b"\xee" * 512
 
 
-def test_a_plan_never_reads_or_writes_past_its_buffers() -> None:
+def test_a_plan_never_reads_or_writes_past_its_buffers(backend: Backend) -> None:
     """Buffers shorter than the plan says are refused."""
-    for name in BACKENDS:
-        plan = choose(name.partition("-")[0]).plan(
-            [Lookup(table_of(RowFormat.INT8, 64), Pooling.SUM, 0, 2, 0, bags=1, bag_length=2)]
-        )
-        with pytest.raises(ValueError):
-            plan.run(np.arange(1).tobytes(), bytearray(256))
-        with pytest.raises(ValueError):
-            plan.run(np.arange(2).tobytes(), bytearray(255))
+    table = table_of(RowFormat.INT8, 64)
+    table = placed(table) if backend.name == "fused" else table
+    plan = backend.plan([Lookup(table, Pooling.SUM, 0, 2, 0, bags=1, bag_length=2)])
+    with pytest.raises(ValueError):
+        plan.run(np.arange(1).tobytes(), bytearray(256))
+    with pytest.raises(ValueError):
+        plan.run(np.arange(2).tobytes(), bytearray(255))
 
 
 @pytest.mark.skipif(not ISAS, reason="the native kernel is not built")

@@ -2,8 +2,8 @@
 
 import json
 import socket
-from http.client import HTTPResponse
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest

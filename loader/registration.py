@@ -1,0 +1,135 @@
+"""A segment registered with CUDA (`cudaHostRegister`): page-locked where it lies, so that every GPU of this process reads it in
+place and copies it at the speed of the bus. Nothing is copied, and other processes that register the same pages share them.
+
+A registration belongs to one process. It is undone when the last view of it is gone, and before the segment is unmapped.
+"""
+
+import ctypes
+import fcntl
+import os
+import resource
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from loader.errors import RegistrationError
+from loader.memory import Mapping
+from loader.segment import Segment
+
+if TYPE_CHECKING:
+    import torch
+
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
+_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+_INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_SUPPORTED = 1, 2, 712, 801
+_NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this CUDA", 100: "there is no GPU"}
+
+
+class _View:
+    """What torch makes a tensor of; the tensor keeps it, and with it the registration."""
+
+    def __init__(self, registration: "Registration", offset: int, size: int) -> None:
+        self._registration = registration
+        self.__cuda_array_interface__ = {
+            "data": (registration.address + offset, False),  # torch knows no read-only arrays; the registration is read-only
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class Registration:
+    """A whole segment, registered for every GPU of this process (portable, mapped, read-only where the device can).
+
+    device: a torch device, "cuda:0", through which it is made. cudart: for tests; torch's binding of the runtime otherwise.
+    RegistrationError: CUDA refused, with what to do about it. Other processes wait meanwhile: they register one by one.
+    """
+
+    def __init__(self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None) -> None:
+        self.segment, self.device = segment, device
+        self.address, self.size = segment.mapping.address, segment.size
+        if cudart is None:
+            cudart = _runtime(device)
+        self.is_read_only = _supports_read_only(device) if read_only is None else read_only
+        flags = PORTABLE | MAPPED | (READ_ONLY if self.is_read_only else 0)
+        with _one_by_one(segment):
+            started = time.perf_counter()
+            code = int(cudart.cudaHostRegister(self.address, self.size, flags))
+            self.seconds = time.perf_counter() - started
+        if code:
+            raise RegistrationError(_explain(code, segment, self.is_read_only))
+        self._undo = weakref.finalize(self, _unregister, cudart, segment.mapping)
+
+    def view(self, offset: int, size: int) -> "torch.Tensor":
+        """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written to."""
+        import torch
+
+        if not 0 <= offset <= offset + size <= self.size:
+            raise RegistrationError(f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}")
+        return torch.as_tensor(_View(self, offset, size), device=self.device)
+
+    def close(self) -> None:
+        """Undoes the registration now; the caller has let go of all views. Safe to call twice."""
+        self._undo()
+
+
+def _unregister(cudart: Any, mapping: Mapping) -> None:
+    # `mapping` is an argument so that it cannot be unmapped before.
+    cudart.cudaHostUnregister(mapping.address)
+
+
+def _runtime(device: Any) -> Any:
+    """torch's binding of the CUDA runtime, with a context on the device; RegistrationError: there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RegistrationError(
+            f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the driver (nvidia-smi), "
+            "that torch was built for CUDA, and docker run --gpus"
+        )
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize()
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _supports_read_only(device: Any) -> bool:
+    import torch
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    value = ctypes.c_int(0)
+    ordinal = torch.device(device).index or 0
+    return driver.cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, ordinal) == 0 and value.value == 1
+
+
+@contextmanager
+def _one_by_one(segment: Segment) -> Iterator[None]:
+    """Holds a lock that the kernel releases on death: registering locks every page, and several at once only contend."""
+    fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _explain(code: int, segment: Segment, is_read_only: bool) -> str:
+    what = f"{segment.path}: {segment.size:,} bytes cannot be registered with CUDA (error {code})"
+    if code == _ALREADY_REGISTERED:
+        return f"{what}: this process registered them before; keep that registration, or close it first"
+    if code in _NO_GPU:
+        return f"{what}: {_NO_GPU[code]}; check nvidia-smi and docker run --gpus, or serve without --devices"
+    if code == _OUT_OF_MEMORY:
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
+        return (
+            f"{what}: they could not be page-locked, the limit is {limit}; raise it (ulimit -l unlimited, docker run --ulimit "
+            "memlock=-1), free host memory, or serve with --placement hbm or host"
+        )
+    if code in (_INVALID_VALUE, _NOT_SUPPORTED) and not is_read_only:
+        return (
+            f"{what}: segments are mapped read-only, and this GPU or driver registers no read-only memory; "
+            "update the driver, or serve with --placement hbm or host"
+        )
+    return f"{what}; serve with --placement hbm or host to do without"

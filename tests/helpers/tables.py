@@ -1,0 +1,54 @@
+"""Packed tables, what they may differ by, and the fused backend on the device that the tests run on."""
+
+from functools import cache
+
+import numpy as np
+
+from quant import Backend, DeviceTable, Pooling, RowFormat, Source, Table, choose
+
+DEVICE = "interpreter"  # set by conftest.py from --device
+
+
+def serve_device() -> str:
+    """The same device, as `tableside serve --devices` names it."""
+    return DEVICE.removeprefix("cuda:")
+
+
+@cache
+def fused() -> Backend:
+    """The fused backend: in Triton's interpreter, or on the GPU that --device names."""
+    from quant.fused import Fused
+
+    return Fused(DEVICE, choose())
+
+
+def placed(table: Table) -> DeviceTable:
+    """A table on the fused backend's device."""
+    return fused().hold(table)  # type: ignore[attr-defined, no-any-return]
+
+
+def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((rows, dim)) * rng.choice([1e-3, 1.0, 20.0], (rows, 1))).astype(np.float32)
+    values[0], values[1] = 0.0, 0.25
+    return values
+
+
+def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) -> Table:
+    packed = np.zeros((rows, row_format.row_bytes(dim)), np.uint8)
+    choose("reference").quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
+    return Table(packed, row_format, dim)
+
+
+def tolerance(table: Table, ids: np.ndarray, lengths: np.ndarray | None, weights: np.ndarray | None, half: bool) -> float:
+    """Rounding of a sum of n terms in fp32: at most 3 roundings a term, each half a unit of the largest partial sum."""
+    terms = np.abs(choose("reference").dequantize(table)).max(initial=0.0)
+    largest_weight = 1.0 if weights is None else float(np.abs(weights).max(initial=0.0))
+    longest = 1 if lengths is None else int(lengths.max(initial=1))
+    partial = 2 * longest * terms * largest_weight  # q * scale and bias are up to twice the value
+    return float(3 * longest * partial * 2.0**-24 + (partial * 2.0**-11 + 2.0**-25 if half else 0.0))
+
+
+def expected_of(table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE) -> np.ndarray:
+    """What the reference gives, fp32."""
+    return choose("reference").lookup(table, ids, lengths, pooling=pooling)

@@ -1,0 +1,237 @@
+"""What the fused kernel does beyond the contract of all backends (test_backends.py): batches of requests, tables on the host,
+rows in place and gathered, cache slots, bf16, tables beyond 2^32 bytes."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+import torch
+from tables import expected_of, fused, placed, table_of
+
+from quant import BadIds, DeviceTable, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, Table, choose
+from quant.fused import Fused
+
+IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
+LENGTHS = np.array([2, 0, 5], np.int32)
+
+needs_interpreter = pytest.mark.skipif(
+    "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
+)
+
+
+def viewed(table: Table) -> DeviceTable:
+    """A table that the interpreter reads where it lies."""
+    return fused().view(table, None)  # type: ignore[attr-defined, no-any-return]
+
+
+def summed(table: Table | DeviceTable, precision: Precision = Precision.FP32, out_at: int = 0) -> Lookup:
+    return Lookup(table, Pooling.SUM, 0, IDS.size, out_at, precision, LENGTHS.size, IDS.nbytes)
+
+
+INPUTS = IDS.tobytes() + LENGTHS.tobytes()
+
+
+def test_bf16_vectors() -> None:
+    """The fp32 sums with 8 bits of mantissa (the interpreter cuts where a GPU rounds); CPU backends refuse to write them."""
+    table = table_of(RowFormat.INT8, 36)
+    lk = summed(placed(table), Precision.BF16)
+    out = np.empty(lk.out_bytes, np.uint8)
+    fused().plan([lk]).run(INPUTS, out)
+    found = torch.from_numpy(out).view(torch.bfloat16).float().numpy().reshape(3, 36)
+    np.testing.assert_allclose(found, expected_of(table, IDS, LENGTHS, Pooling.SUM), rtol=2**-7, atol=1e-4)
+    with pytest.raises(QuantError, match="bf16 vectors are written by the fused backend alone"):
+        choose("native").plan([summed(table, Precision.BF16)])
+
+
+def test_every_format_and_width_in_one_launch() -> None:
+    """One plan over all formats, widths that fill words and that do not, pooled and not."""
+    held = [table_of(f, dim) for f in RowFormat for dim in (4, 12, 100)]
+    lookups, at = [], 0
+    for n, table in enumerate(held):
+        pooling = Pooling.NONE if n % 3 == 2 else Pooling.MEAN
+        lk = Lookup(placed(table), pooling, 0, IDS.size, at, bags=LENGTHS.size, lengths_at=IDS.nbytes)
+        lookups.append(lk)
+        at += lk.out_bytes
+    out = np.empty(at, np.uint8)
+    fused().plan(lookups).run(INPUTS, out)
+    for table, lk in zip(held, lookups, strict=True):
+        lengths = None if lk.pooling is Pooling.NONE else LENGTHS
+        found = out[lk.out_at : lk.out_at + lk.out_bytes].view(np.float32).reshape(-1, table.dim)
+        np.testing.assert_allclose(found, expected_of(table, IDS, lengths, lk.pooling), rtol=1e-5, atol=1e-4)
+
+
+def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
+    """Right ones, one with a bad id, one with bad lengths, and one with no ids, in one batch."""
+    table = table_of(RowFormat.INT4, 32)
+    backend: Any = fused()
+    plan = backend.plan([summed(placed(table))])
+    empty = backend.plan([Lookup(placed(table), Pooling.SUM, 0, 0, 0, bags=2, bag_length=0)])
+    bad_id, bad_length = IDS.copy(), LENGTHS.copy()
+    bad_id[5], bad_length[1] = 200, 1
+    requests = [
+        (plan, INPUTS),
+        (plan, bad_id.tobytes() + LENGTHS.tobytes()),
+        (empty, b""),
+        (plan, IDS.tobytes() + bad_length.tobytes()),
+        (plan, IDS[::-1].tobytes() + LENGTHS.tobytes()),
+    ]
+    results = backend.run(requests)
+    assert isinstance(results[1], BadIds) and (results[1].position, results[1].value, results[1].bound) == (5, 200, 200)
+    assert isinstance(results[3], BadIds) and results[3].value == 8
+    assert not results[2].view(np.float32).any() and results[2].size == 2 * 32 * 4
+    for n, ids in ((0, IDS), (4, IDS[::-1].copy())):
+        found = results[n].view(np.float32).reshape(3, 32)
+        np.testing.assert_allclose(found, expected_of(table, ids, LENGTHS, Pooling.SUM), rtol=1e-5, atol=1e-4)
+
+
+def test_tables_of_host_and_device_in_one_plan() -> None:
+    """A bad id of either is found, by the number that its lookup has in the plan."""
+    table = table_of(RowFormat.INT8, 20)
+    lookups = [summed(table), summed(placed(table), out_at=240), summed(table, Precision.FP16, 480)]
+    out = np.empty(600, np.uint8)
+    fused().plan(lookups).run(INPUTS, out)
+    wanted = expected_of(table, IDS, LENGTHS, Pooling.SUM)
+    for at in (0, 240):
+        np.testing.assert_allclose(out[at : at + 240].view(np.float32).reshape(3, 20), wanted, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(out[480:].view(np.float16).reshape(3, 20), wanted, rtol=2e-3, atol=1e-2)
+    short = Table(table.packed[:100], table.row_format, table.dim)
+    for number in range(3):
+        cut = [
+            Lookup(short if n != 1 else placed(short), Pooling.SUM, 0, IDS.size, lk.out_at, bags=3, lengths_at=IDS.nbytes)
+            if n == number
+            else lk
+            for n, lk in enumerate(lookups)
+        ]
+        with pytest.raises(BadIds) as caught:
+            fused().plan(cut).run(INPUTS, np.empty(720, np.uint8))
+        assert (caught.value.job, caught.value.position, caught.value.value) == (number, 1, 199)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("cpu", ["native", "reference"])
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_rows_in_place_and_gathered_are_the_same(row_format: RowFormat, cpu: str) -> None:
+    """Gathered rows keep every bit, also where their bytes, read as numbers, would be signaling NaNs."""
+    table = table_of(row_format, 12, rows=300)
+    ids = np.random.default_rng(0).integers(0, 300, 80)
+    lengths = np.array([20, 60], np.int32)
+    for pooling in (Pooling.NONE, Pooling.SUM):
+        bags = None if pooling is Pooling.NONE else lengths
+        found = []
+        for gather_from in (1, 10_000):
+            backend = Fused("interpreter", choose(cpu), gather_from=gather_from)
+            found.append(backend.lookup(backend.view(table, None), ids, bags, pooling=pooling))
+        np.testing.assert_array_equal(found[0], found[1])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("position", [0, 699])
+def test_a_bad_id_among_gathered_rows(position: int) -> None:
+    """Its request is refused, and the others of the batch are answered."""
+    table = table_of(RowFormat.INT8, 12)
+    ids = np.arange(700) % 200
+    bad = ids.copy()
+    bad[position] = -7
+    plan: Any = fused().plan([Lookup(viewed(table), Pooling.NONE, 0, 700, 0)])
+    refused, answered = fused().run([(plan, bad.tobytes()), (plan, ids.tobytes())])  # type: ignore[attr-defined]
+    assert (refused.position, refused.value, refused.bound) == (position, -7, 200)
+    np.testing.assert_array_equal(answered.view(np.float32).reshape(700, 12), expected_of(table, ids))
+
+
+@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.FP16], ids=lambda f: f.label)
+def test_rows_with_a_location_are_read_from_their_slot(row_format: RowFormat) -> None:
+    """Slots hold other rows than the table, so what comes back says which of the two was read; pooled, and not."""
+    backend: Any = fused()
+    table, other = table_of(row_format, 24), table_of(row_format, 24, seed=1)
+    slots = torch.from_numpy(other.packed[:50].copy()).to(backend.device)
+    locations = np.array([-1, 49, 0, -1, 3, 3, -1])
+    on_device = torch.from_numpy(locations).int().to(backend.device)
+    rows = np.where((locations >= 0)[:, None], expected_of(other, np.maximum(locations, 0)), expected_of(table, IDS))
+    pooled = np.stack([rows[:2].sum(0), np.zeros(24, np.float32), rows[2:].sum(0)])
+    for pooling, wanted in ((Pooling.NONE, rows), (Pooling.SUM, pooled)):
+        plan = backend.plan([Lookup(placed(table), pooling, 0, 7, 0, bags=3, lengths_at=56)])
+        lookup = backend.prepare(plan, {0: (slots, on_device)})
+        inputs = torch.zeros(lookup.in_bytes + 16, dtype=torch.uint8)
+        inputs[: len(INPUTS)] = torch.frombuffer(bytearray(INPUTS), dtype=torch.uint8)
+        inputs = inputs.to(backend.device)
+        outputs = torch.full((lookup.out_bytes,), 0xEE, dtype=torch.uint8, device=backend.device)
+        lookup(inputs, outputs)
+        found = outputs.cpu().numpy()[: wanted.size * 4].view(np.float32).reshape(wanted.shape)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+        assert not lookup.flags.any()
+
+
+@needs_interpreter
+def test_rows_beyond_4_gib_are_found() -> None:
+    """A table of 10^9 rows over memory that is not there but for a few pages: offsets pass 2^31 and 2^32 bytes."""
+    rows, row_bytes = 10**9, RowFormat.INT2.row_bytes(16)
+    fd = os.memfd_create("sparse")
+    os.ftruncate(fd, rows * row_bytes)
+    memory = mmap.mmap(fd, rows * row_bytes)
+    os.close(fd)
+    packed = np.frombuffer(memory, np.uint8).reshape(rows, row_bytes)
+    small = table_of(RowFormat.INT2, 16, rows=5)
+    ids = np.array([0, 2**31 // row_bytes, 2**32 // row_bytes + 1, 2**29 + 3, rows - 1])
+    packed[ids] = small.packed
+    table = Table(packed, RowFormat.INT2, 16)
+    wanted = expected_of(small, np.arange(5))
+    np.testing.assert_array_equal(fused().lookup(viewed(table), ids, pooling=Pooling.NONE), wanted)  # type: ignore[arg-type]
+    with pytest.raises(BadIds):
+        fused().lookup(viewed(table), ids + 2**32, pooling=Pooling.NONE)  # type: ignore[arg-type]
+
+
+def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
+    backend: Any = fused()
+    with pytest.raises(QuantError, match="begin on the CPU cannot be prepared"):
+        backend.prepare(backend.plan([summed(table_of(RowFormat.INT8, 20))]))
+
+
+def test_the_interpreter_is_asked_for_openly() -> None:
+    """A GPU where kernels are interpreted, or the other way round, is refused, not replaced."""
+    other = "cuda:0" if tables.DEVICE == "interpreter" else "interpreter"
+    with pytest.raises(MissingBackend, match="TRITON_INTERPRET was"):
+        Fused(other, choose())
+
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from quant import fused_kernel as k
+
+names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags")
+VARIANTS = {80: ((4, 1, 0, 0, 1),), 90: ((4, 1, 0, 0, 1), (4, 0, 0, 1, 1), (63, 1, 1, 0, 0))}
+for arch in VARIANTS:
+    for formats, pooled, weighted, cached, whole in VARIANTS[arch]:
+        constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted), CACHED=bool(cached),
+                         WHOLE_WORDS=bool(whole), ROWS=8 if pooled else 1, COLUMNS=128 if pooled else 512)
+        signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}
+        source = ASTSource(k.lookup, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+        ptx = compiled.asm["ptx"]
+        assert ".local" not in ptx, "registers spill, or arrays are in local memory"
+        if whole and formats == 4:
+            assert "st.global.v4" in ptx, "vectors are not written 16 bytes at a time"
+    signature = {**dict.fromkeys(("jobs", "inputs", "scratch", "flags"), "i64"), "BLOCK": "constexpr"}
+    source = ASTSource(k.bag_starts, signature=signature, constexprs={"BLOCK": 1024})
+    triton.compile(source, target=GPUTarget("cuda", arch, 32))
+print("compiled")
+"""
+
+
+def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sm_80 and sm_90, without a GPU: no local memory, wide stores."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip() == "compiled"

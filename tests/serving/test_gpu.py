@@ -1,0 +1,231 @@
+"""Workers on a GPU: placements, batching, versions, and a GPU that is not there. The kernels run in Triton's interpreter, or on
+the GPU that --device names."""
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+from servers import TABLES, publish_demo
+from support import run_tableside, until
+
+from loader.segment import plan_tables
+from loader.versions import Model
+from quant import Pooling, RowFormat, choose
+from serving import server as serving_server
+from serving.client import Client, ClientError
+from serving.errors import ServingError
+from serving.placement import Placement, plan_placements
+from serving.settings import ServerSettings
+from serving.wire import Jagged
+
+Start = Callable[..., Any]
+
+
+def on_gpu(workers: int = 1) -> tuple[object, ...]:
+    return ("--workers", workers, "--devices", ",".join([tables.serve_device()] * workers))
+
+
+def expected(root: Path, features: dict[str, list[list[int]]], version: int | None = None) -> dict[str, np.ndarray]:
+    """The same lookups on the CPU."""
+    segment = Model(root, "demo").attach(version)
+    found = {}
+    for f in segment.header.features:
+        if f.name in features:
+            bags = features[f.name]
+            ids = np.array([i for bag in bags for i in bag], np.int64)
+            pooling = Pooling.parse(f.pooling)
+            lengths = None if pooling is Pooling.NONE else np.array([len(bag) for bag in bags], np.int32)
+            found[f.name] = choose("native").lookup(
+                segment.tables[f.table], ids, lengths, pooling=pooling, half=f.output == "fp16"
+            )
+    return found
+
+
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], longest: int = 20) -> None:
+    """Within the rounding of a sum of `longest` terms in another order (docs/format.md); fp16 within one of its steps."""
+    assert set(found) == set(wanted)
+    for name, vectors in wanted.items():
+        assert found[name].dtype == vectors.dtype
+        atol = 2e-3 if vectors.dtype == np.float16 else longest * 1e-6
+        np.testing.assert_allclose(found[name].astype(np.float32), vectors.astype(np.float32), rtol=1e-3, atol=atol)
+
+
+REQUEST = {"user": [[1, 2, 3], [], [999]], "clicked": [[7] * 9, [0]], "liked": [[299], [1, 1]], "text": [[3, 49], [0]]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("hbm",), ("uvm",), ("host",), ("auto", "--hbm-budget", "12KiB"), ("uvm", "--threads", "2")],
+    ids=lambda o: "-".join(o),
+)
+def test_every_placement_gives_what_the_cpu_gives(start: Start, root: Path, options: tuple[str, ...]) -> None:
+    """Few ids, and so many that rows are gathered by the CPU; pooled by sum and mean, weighted, and not pooled."""
+    server = start(*on_gpu(), "--placement", *options)
+    rng = np.random.default_rng(0)
+    many = {"user": rng.integers(0, 1000, (3, 200)).tolist(), "text": rng.integers(0, 50, (2, 150)).tolist()}
+    with Client(server.url) as client:
+        for request in (REQUEST, many):
+            assert_close(client.lookup("demo", request), expected(root, request), 200)
+        weights = rng.standard_normal(600).astype(np.float32)
+        ids, lengths = np.array(many["user"]).reshape(-1), np.full(3, 200, np.int32)
+        found = client.lookup("demo", {"user": Jagged(ids, lengths, weights)})["user"]
+        table = Model(root, "demo").attach().tables["user"]
+        wanted = choose("native").lookup(table, ids, lengths, weights=weights)
+        assert_close({"user": found}, {"user": wanted}, 200)
+    in_hbm = {"hbm": 3, "auto": 2}.get(options[0], 0)
+    described = server.get("/v1/models").json()["models"][0]["tables"]
+    assert [t["placement"] for t in described].count("hbm") == in_hbm
+
+
+def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
+    server = start(*on_gpu())
+    with Client(server.url, retries=0) as client:
+        with pytest.raises(ClientError, match=r"feature 'clicked': id 5000 at position 2 is outside the table's rows \[0, 300\)"):
+            client.lookup("demo", {"user": [[1]], "clicked": [[3], [4, 5000]]})
+        with pytest.raises(ClientError, match=r"id -1 at position 0"):
+            client.lookup("demo", {"text": [[-1]]})
+
+
+def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root: Path) -> None:
+    """Twelve at once, two of them wrong, in fewer batches: each gets its own answer, and only those two are refused."""
+    server = start(*on_gpu(), "--batch-delay-ms", 200, "--max-batch", 6)
+    refused, wrong, ready = [], [], threading.Barrier(12)
+
+    def ask(n: int) -> None:
+        request = {"user": [[n, n + 1]], "text": [[n]], "liked": [[n] * n]}
+        if n in (3, 8):
+            request["user"] = [[n, 1000 + n]]
+        with Client(server.url, retries=0) as client:
+            client.is_ready()
+            ready.wait()
+            try:
+                assert_close(client.lookup("demo", request), expected(root, request))
+            except ClientError as error:
+                refused.append((n, str(error)))
+            except AssertionError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(12)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert sorted(n for n, _ in refused) == [3, 8]
+    assert all(f"id {1000 + n} at position 1" in text for n, text in refused)
+    text = server.get("/metrics").text
+    requests, batches = (float(text.split(f"tableside_gpu_batch_requests_{s}{{")[1].split()[1]) for s in ("sum", "count"))
+    assert requests == 12
+    assert batches <= 6
+    assert re.search(r'tableside_gpu_seconds_count{device="\S+",stage="queue"} 12.0', text)
+    assert re.search(r'tableside_gpu_seconds_count{device="\S+",stage="kernels"} 1.0', text)
+
+
+def test_a_gpu_worker_killed_under_load(start: Start, root: Path) -> None:
+    """The other one answers on, rightly, and the killed one is replaced."""
+    server = start(*on_gpu(2))
+    stop, wrong, answered = threading.Event(), [], []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with Client(server.url, retries=5) as client:
+            while not stop.is_set():
+                request = {"user": rng.integers(0, 1000, (2, 3)).tolist()}
+                try:
+                    assert_close(client.lookup("demo", request), expected(root, request))
+                    answered.append(1)
+                except (ClientError, AssertionError) as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    for t in threads:
+        t.start()
+    until(lambda: len(answered) > 10, what="load")
+    before = set(server.workers())
+    os.kill(max(before), signal.SIGKILL)
+    until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, 60, what="a replacement")
+    count = len(answered)
+    until(lambda: len(answered) > count + 10, what="load after the replacement")
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path) -> None:
+    """The new version's rows are the ones that the GPU reads, and the old one's memory is let go."""
+    server = start(*on_gpu(), "--placement", "hbm")
+    with Client(server.url) as client:
+        first = client.lookup("demo", REQUEST)
+        publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
+        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
+        second = client.lookup("demo", REQUEST)
+    assert_close(second, expected(root, REQUEST, 2))
+    assert not np.allclose(first["user"], second["user"])
+    assert "tableside_hbm_bytes" in server.get("/metrics").text
+
+
+@pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends, says why, and never takes a request."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    publish_demo(root, tmp_path)
+    result = run_tableside("serve", "demo", "--port", 0, "--devices", "0", root=root)
+    assert result.returncode == 1
+    assert "device 'cuda:0' was asked for, and torch" in result.stderr
+    assert "finds no CUDA device here; serve without --devices" in result.stderr
+    assert "tableside serves" not in result.stdout
+
+
+def test_a_budget_that_is_too_small_for_hbm(root: Path, tmp_path: Path) -> None:
+    publish_demo(root, tmp_path)
+    options = [*map(str, on_gpu()), "--placement", "hbm", "--hbm-budget", "1KiB"]
+    result = run_tableside("serve", "demo", "--port", 0, *options, root=root)
+    assert result.returncode == 1
+    assert "placement hbm needs 91,200 bytes, the budget of this worker is 1,024; raise --hbm-budget" in result.stderr
+
+
+def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> None:
+    publish_demo(root, tmp_path)
+    result = run_tableside("serve", "demo", "--devices", "0,1", root=root)
+    assert result.returncode == 1
+    assert "start at least --workers 2" in result.stderr
+
+
+def test_devices_are_numbers(root: Path) -> None:
+    result = run_tableside("serve", "demo", "--devices", "cuda:0", root=root)
+    assert result.returncode != 0
+    assert "device 'cuda:0' is not the number of a GPU; expected for instance 0,1" in result.stderr
+
+
+def test_smallest_tables_go_to_hbm_first() -> None:
+    stored = plan_tables([(name, name, RowFormat.INT8, rows, 12) for name, rows in (("a", 50), ("b", 10), ("c", 20))])
+    assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
+    hbm, uvm = Placement.HBM, Placement.UVM
+    assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
+    assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
+    assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "uvm", 0) == dict.fromkeys("abc", uvm)
+    with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
+        plan_placements(stored, "hbm", 1279)
+
+
+def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    settings = ServerSettings(models=("demo",), workers=3, devices=("4", "7"))
+    config = serving_server._Config(settings, serving_server.make_application)
+    runner = serving_server._Supervisor(config, [], lambda: None)
+    for _ in range(3):
+        runner.processes.append(runner._worker(config, []))
+    assert [p.device for p in runner.processes] == ["4", "7", "4"]  # type: ignore[attr-defined]
+    assert runner.processes[1].config.settings.devices == ("7",)
+    assert runner.processes[1].config.settings.workers == 2  # those that share a device
+    runner._replaced = runner.processes[1]
+    assert runner._worker(config, []).device == "7"
