@@ -56,6 +56,13 @@ class FusedPlan(Plan):
 
     def __init__(self, fused: "Fused", layout: Layout) -> None:
         self._fused, self.layout = fused, layout
+        self._alone: tuple[torch.Tensor, list[Group]] | None = None
+
+    def alone(self) -> "list[Group]":
+        """What is to be launched where this plan is a whole batch; its jobs are on the device from the first call on."""
+        if self._alone is None:
+            self._alone = _on_device(self.layout, self._fused.device)
+        return self._alone[1]
 
     def run(self, inputs: Any, outputs: Any) -> None:
         (result,) = self._fused.run([(self, inputs)])
@@ -66,9 +73,9 @@ class FusedPlan(Plan):
             target[lk.out_at : lk.out_at + lk.out_bytes] = result[lk.out_at : lk.out_at + lk.out_bytes]
 
 
-def _layout(plan: Plan) -> Layout:
+def _fused(plan: Plan) -> FusedPlan:
     assert isinstance(plan, FusedPlan), "a plan of another backend"
-    return plan.layout
+    return plan
 
 
 class Fused(Backend):
@@ -197,12 +204,15 @@ class Fused(Backend):
 
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = _Clock(self._stream) if timed else None
-        batch = _Batch(self._buffers, [_layout(plan) for plan, _ in requests])
+        plans = [_fused(plan) for plan, _ in requests]
+        batch = _Batch(self._buffers, [plan.layout for plan in plans])
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:
             clock.mark()
-        groups = batch.send()
+        # Gathered rows lie wherever the buffer for them does, so their jobs are not the same each time.
+        is_alone = len(plans) == 1 and not plans[0].layout.gathers
+        groups = batch.send(plans[0].alone() if is_alone else None)
         if clock:
             clock.mark()
         buffers = self._buffers
@@ -217,8 +227,7 @@ class Fused(Backend):
             batch.run_on_host(n, inputs)
         if self._stream is not None:
             self._stream.synchronize()
-        results = [batch.result(n, inputs, outputs.numpy()) for n, (_, inputs) in enumerate(requests)]
-        return results, clock.times() if clock else None
+        return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
 
     def launch(
         self,
@@ -401,6 +410,14 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int) -> 
     return b"".join(parts), groups
 
 
+def _on_device(layout: Layout, device: torch.device) -> tuple[torch.Tensor, list[Group]]:
+    """The jobs of one request on the device, and what is to be launched."""
+    memory = torch.empty(layout.header_bytes, dtype=torch.uint8, device=device)
+    header, groups = _header([layout], [Bases()], memory.data_ptr())
+    memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
+    return memory, groups
+
+
 class _Batch:
     """Requests that run together: where each one's bytes lie in the shared buffers."""
 
@@ -414,8 +431,8 @@ class _Batch:
             outputs += layout.out_bytes
             scratch += layout.scratch
             rows += layout.rows_bytes
-            jobs += sum(len(g.rows) for g in layout.groups)
-            header += sum(g.rows.nbytes + aligned(g.job_of_program.nbytes, 8) for g in layout.groups)
+            jobs += layout.jobs
+            header += layout.header_bytes
         buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
         self.out_bytes = outputs
         self._header_at = inputs
@@ -423,7 +440,8 @@ class _Batch:
         address = buffers.device_rows.data_ptr()
         self._bases = [Bases(i, o, s, address + r) for i, o, s, r in places]
         self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
-        self.flags.zero_()
+        self._flags = self.flags.numpy()
+        self._flags[:] = 0
         self._host = buffers.host_in.numpy()
         self._answers: list[Buffer | None] = [None] * len(layouts)
         self._failed = [False] * len(layouts)
@@ -448,12 +466,14 @@ class _Batch:
             if device is not host:
                 device[start : start + gather.bytes].copy_(piece, non_blocking=True)
 
-    def send(self) -> list[Group]:
-        """Sends inputs and jobs to the device; returns what is to be launched."""
+    def send(self, groups: list[Group] | None) -> list[Group]:
+        """Sends inputs to the device, and jobs where `groups` does not say that they are there; returns what is to be launched."""
         host, device = self._buffers.host_in, self._buffers.device_in
-        header, groups = _header(self._layouts, self._bases, device.data_ptr() + self._header_at)
-        end = self._header_at + len(header)
-        self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
+        end = self._header_at
+        if groups is None:
+            header, groups = _header(self._layouts, self._bases, device.data_ptr() + self._header_at)
+            end += len(header)
+            self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
         if device is not host:
             device[:end].copy_(host[:end], non_blocking=True)
         return groups
@@ -469,34 +489,38 @@ class _Batch:
             except BadIds:
                 self._failed[n] = True
 
-    def result(self, n: int, inputs: Any, outputs: Buffer) -> Buffer | BadIds:
-        """What a request gets, once the device is done. outputs: those of the whole batch."""
-        layout, base = self._layouts[n], self._bases[n]
-        if self._failed[n] or self._is_flagged(n):
-            problem = layout.problem(inputs)
-            if problem is None:
-                raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
-            return problem
-        answer = self._answers[n]
+    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[Buffer | BadIds]:
+        """What each request gets, once the device is done. outputs: those of the whole batch."""
+        flagged = self._flagged() if self._flags.any() else self._failed
+        return [
+            self._problem(n, inputs[n]) if failed or is_flagged else self._answer(n, outputs)
+            for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
+        ]
+
+    def _flagged(self) -> list[bool]:
+        """Whether the device refused an id or a length of each request. Flags lie as jobs do: by kind, then by request."""
+        found, at = [False] * len(self._layouts), 0
+        for kind in range(2):
+            for n, layout in enumerate(self._layouts):
+                jobs = len(layout.groups[kind].numbers)
+                found[n] |= bool(self._flags[at : at + jobs].any())
+                at += jobs
+        return found
+
+    def _problem(self, n: int, inputs: Any) -> BadIds:
+        problem = self._layouts[n].problem(inputs)
+        if problem is None:
+            raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
+        return problem
+
+    def _answer(self, n: int, outputs: Buffer) -> Buffer:
+        layout, base, answer = self._layouts[n], self._bases[n], self._answers[n]
         if answer is None:
             return outputs[base.outputs : base.outputs + layout.asked_bytes]
         for m in layout.moves_out:
             at = base.outputs + m.source
             answer[m.target : m.target + m.bytes] = outputs[at : at + m.bytes]
         return answer
-
-    def _is_flagged(self, n: int) -> bool:
-        flags = self.flags.numpy()
-        if not flags.any():
-            return False
-        first = 0
-        for kind in range(2):
-            jobs = [len(layout.groups[kind].rows) for layout in self._layouts]
-            start = first + sum(jobs[:n])
-            if flags[start : start + jobs[n]].any():
-                return True
-            first += sum(jobs)
-        return False
 
 
 class PreparedLookup:
@@ -514,10 +538,7 @@ class PreparedLookup:
                 if number in caches:
                     slots, locations = caches[number]
                     row[Field.SLOTS], row[Field.LOCATIONS] = slots.data_ptr(), locations.data_ptr()
-        size = len(_header([layout], [Bases()], 0)[0])
-        self._header = torch.empty(size, dtype=torch.uint8, device=fused.device)
-        header, groups = _header([layout], [Bases()], self._header.data_ptr())
-        self._header.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._jobs, groups = _on_device(layout, fused.device)
         self._groups = [replace(g, is_cached=bool(caches)) for g in groups]
         self._scratch = torch.empty(max(1, layout.scratch), dtype=torch.int32, device=fused.device)
         self.flags = torch.zeros(sum(g.jobs for g in groups), dtype=torch.int32, device=fused.device)

@@ -127,6 +127,8 @@ class Layout:
                 self.out_bytes += aligned(lk.out_bytes)
         for group in self.groups:
             group.finish()
+        self.jobs = sum(len(group.numbers) for group in self.groups)
+        self.header_bytes = sum(group.rows.nbytes + aligned(group.job_of_program.nbytes, 8) for group in self.groups)
         self.moves_in, self.moves_out = _joined(self._in), _joined(out)
         on_host = [lk for lk in lookups if isinstance(lk.table, Table)]
         self.host = cpu.plan(on_host, threads) if on_host else None
