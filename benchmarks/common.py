@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -19,6 +18,8 @@ from uuid import uuid4
 from rich.console import Console
 from rich.table import Table
 
+from quant.installed import version_of
+
 HERE = Path(__file__).parent
 console = Console(highlight=False, soft_wrap=True, width=150)
 
@@ -26,7 +27,7 @@ console = Console(highlight=False, soft_wrap=True, width=150)
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, kernel, versions, commit."""
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")  # noqa: SIM115
-    packages = ("tableside", "torch", "fbgemm-gpu-cpu", "numpy", "uvicorn", "fastapi")
+    packages = ("tableside", "torch", "triton", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "uvicorn", "fastapi")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False)
     return {
         "cpu": cpu,
@@ -34,7 +35,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        **{p: metadata.version(p) for p in packages},
+        **{p: version for p in packages if (version := version_of(p))},
         "commit": commit.stdout.strip(),
         "command": "python " + " ".join([str(Path(sys.argv[0])), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -467,7 +467,7 @@ class _Batch:
                 device[start : start + gather.bytes].copy_(piece, non_blocking=True)
 
     def send(self, groups: list[Group] | None) -> list[Group]:
-        """Sends inputs to the device, and jobs where `groups` does not say that they are there; returns what is to be launched."""
+        """Sends inputs to the device, and jobs where no `groups` say that they are there; returns what is to be launched."""
         host, device = self._buffers.host_in, self._buffers.device_in
         end = self._header_at
         if groups is None:

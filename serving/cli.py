@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from loader.errors import LoaderError
 from quant import QuantError
-from serving import commands
+from serving import VERSION, commands
 from serving.client import ClientError, FeatureError
 from serving.errors import ServingError
 from serving.settings import RootSettings, ServerSettings, add_options
@@ -20,7 +19,7 @@ from serving.settings import RootSettings, ServerSettings, add_options
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     top = argparse.ArgumentParser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
-    top.add_argument("--version", action="version", version=f"tableside {metadata.version('tableside')}")
+    top.add_argument("--version", action="version", version=f"tableside {VERSION}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -8,10 +8,9 @@ model configuration extensions, as an ASGI application of its own: the path that
 """
 
 import time
-from importlib import metadata
 from typing import Any
 
-from serving import v2_request
+from serving import VERSION, v2_request
 from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, json_object, read_body, respond, respond_json
 from serving.engine import Served
 from serving.errors import ApiError, Kind, bad_request, not_found
@@ -180,7 +179,7 @@ def _parse_length(value: bytes, size: int) -> int:
 
 def _server_metadata() -> dict[str, Any]:
     extensions = ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
-    return {"name": "tableside", "version": metadata.version("tableside"), "extensions": extensions}
+    return {"name": "tableside", "version": VERSION, "extensions": extensions}
 
 
 def _config(served: Served) -> dict[str, Any]:

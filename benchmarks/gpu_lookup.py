@@ -1,0 +1,236 @@
+"""Our fused GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
+
+Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Each pair of results is compared
+before it is timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's own copies.
+
+    python benchmarks/gpu_lookup.py                 # one GPU, 8 GB of its memory, 4 GB of /dev/shm
+    python benchmarks/gpu_lookup.py --sweep         # every shape of the kernel instead, int8 and int4
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import console, report, shared_folder
+from make_model import publish_random
+
+from loader.segment import Segment
+from loader.tbe import TbeTable, bind, init_tbe
+from loader.versions import Model
+from quant import Lookup, Pooling, Precision, RowFormat, choose
+from quant.fused import Fused, PreparedLookup
+from quant.fused_plan import Shape, Shapes
+from serving.bench import draw_ids
+
+TABLES, ROWS, IDS = 26, 500_000, 20
+SECTOR = 32
+TARGETS = {"int8": 0.5, "int4": 0.6, "fp8": 0.6, "fp16": 0.9}  # of FBGEMM's time, pooled, batch 4096, D 128
+OVERHEAD_US, COPY_SHARE = 60.0, 0.7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of work."""
+
+    row_format: str
+    dim: int
+    batch: int
+    zipf: float | None = None
+    pooled: bool = True
+
+
+def cases() -> Iterator[Case]:
+    for row_format, zipf in product(TARGETS, (None, 1.05)):
+        yield Case(row_format, 128, 4096, zipf)
+    for batch in (64, 512):
+        yield Case("int8", 128, batch)
+    for dim in (32, 64, 256):
+        yield Case("int8", dim, 4096)
+    for batch in (64, 512, 4096):
+        yield Case("int8", 128, batch, pooled=False)
+
+
+class Work:
+    """A case's ids on the device, and both sides ready to be called."""
+
+    def __init__(self, case: Case, segment: Segment, weights: torch.Tensor, device: torch.device, shapes: Shapes) -> None:
+        names = [t.name for t in segment.header.tables]
+        rng = np.random.default_rng(case.batch)
+        self.ids = np.concatenate([draw_ids(rng, ROWS, (case.batch, IDS), case.zipf).reshape(-1) for _ in names])
+        self.inputs = torch.from_numpy(self.ids).to(device).view(torch.uint8)
+        pooling = Pooling.SUM if case.pooled else Pooling.NONE
+        self.fused = Fused(str(device), choose(), shapes=shapes)
+        lookups, at, each = [], 0, case.batch * IDS
+        for n, name in enumerate(names):
+            table = self.fused.hold(segment.tables[name])
+            lookups.append(Lookup(table, pooling, 8 * each * n, each, at, Precision.FP16, bags=case.batch, bag_length=IDS))
+            at += lookups[-1].out_bytes
+        self.plan = self.fused.plan(lookups)
+        self.prepared: PreparedLookup = self.fused.prepare(self.plan)
+        self.outputs = torch.empty(self.prepared.out_bytes, dtype=torch.uint8, device=device)
+        self.host_inputs = self.ids.tobytes()
+        specs = [TbeTable(t.name, t.rows, t.dim, RowFormat.parse(t.row_format)) for t in segment.header.tables]
+        self.module = init_tbe(specs, pooling=pooling, device=str(device), half=True)
+        bind(self.module, segment, names, weights)
+        self.indices = torch.from_numpy(self.ids).to(device)
+        self.offsets = torch.arange(0, self.ids.size + 1, IDS if case.pooled else 1, device=device)
+        self.case, self.names = case, names
+
+    def ours(self) -> None:
+        self.prepared(self.inputs, self.outputs)
+
+    def theirs(self) -> torch.Tensor:
+        return torch.as_tensor(self.module(self.indices, self.offsets))
+
+    def check(self) -> None:
+        """Both sides give the same vectors, within the rounding of their sums."""
+        self.ours()
+        theirs = self.theirs()
+        torch.cuda.synchronize()
+        assert not self.prepared.flags.any()
+        dim = self.case.dim
+        found = self.outputs.view(torch.float16).view(len(self.names), -1, dim)
+        if self.case.pooled:
+            theirs = theirs.view(self.case.batch, len(self.names), dim).transpose(0, 1)
+        torch.testing.assert_close(found.float(), theirs.reshape(found.shape).float(), rtol=2e-3, atol=2e-2)
+
+    def floor_bytes(self) -> int:
+        """What has to move: the sectors of each row, the ids, the vectors."""
+        row_format = RowFormat.parse(self.case.row_format)
+        row_bytes, used = row_format.row_bytes(self.case.dim), row_format.used_bytes(self.case.dim)
+        sectors = [-(-(at % SECTOR + used) // SECTOR) for at in range(0, SECTOR * row_bytes, row_bytes)]
+        return int(self.ids.size * (statistics.mean(sectors) * SECTOR + 8) + self.outputs.numel())
+
+
+def graph_seconds(call: Callable[[], Any], rounds: int = 9, repeats: int = 10) -> float:
+    """Seconds of a call's kernels: the median replay of a graph of `repeats` calls."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    graph.replay()
+    found = []
+    for _ in range(rounds):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / repeats)
+    return statistics.median(found)
+
+
+def wall_seconds(call: Callable[[], Any], calls: int = 200) -> float:
+    """Seconds of a call with everything, waited for: the median."""
+    found = []
+    for n in range(calls + 20):
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if n >= 20:
+            found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def copy_bytes_a_second(device: torch.device) -> float:
+    """The device's own copies, read and written bytes."""
+    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / graph_seconds(lambda: target.copy_(source), repeats=3)
+
+
+def publish(root: Path, row_format: str, dim: int) -> tuple[Segment, torch.Tensor]:
+    name = f"{row_format}-{dim}"
+    if not (root / name).exists():
+        console.print(f"making {TABLES} tables of {ROWS:,} rows, {row_format}, D {dim}")
+        publish_random(root, name, {f"t{i:02}": (ROWS, dim, row_format) for i in range(TABLES)})
+    segment = Model(root, name).attach(verify="header")
+    return segment, torch.from_numpy(segment.mapping.bytes.copy()).cuda()
+
+
+def row(case: Case, **figures: Any) -> dict[str, Any]:
+    ids = "uniform" if case.zipf is None else f"Zipf {case.zipf}"
+    kind = "sum" if case.pooled else "none"
+    return {"format": case.row_format, "D": case.dim, "batch": case.batch, "ids": ids, "pooling": kind, **figures}
+
+
+def compare(root: Path, device: torch.device) -> None:
+    copies = copy_bytes_a_second(device)
+    rows, missed = [], []
+    for case in cases():
+        work = Work(case, *publish(root, case.row_format, case.dim), device, Shapes())
+        work.check()
+        ours, theirs = graph_seconds(work.ours), graph_seconds(work.theirs)
+        again = graph_seconds(work.ours)
+        floor = work.floor_bytes() / copies
+        # Wall times of a call: everything on the device already; and from host memory to host memory.
+        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(lambda w=work: w.fused.run([(w.plan, w.host_inputs)]))
+        rows.append(
+            row(
+                case,
+                ours_us=ours * 1e6,
+                again_us=again * 1e6,
+                fbgemm_us=theirs * 1e6,
+                ratio=ours / theirs,
+                floor_us=floor * 1e6,
+                share_of_copy=floor / ours,
+                overhead_us=(device_wall - ours) * 1e6,
+                host_to_host_us=host_wall * 1e6,
+            )
+        )
+        target = TARGETS[case.row_format]
+        if case.pooled and case.batch == 4096 and case.dim == 128 and ours / theirs > target:
+            missed.append(f"{case.row_format} {ours / theirs:.2f} > {target}")
+        if device_wall - ours > OVERHEAD_US / 1e6:
+            missed.append(f"overhead at batch {case.batch}: {(device_wall - ours) * 1e6:.0f} us > {OVERHEAD_US:.0f}")
+        console.print(rows[-1])
+        del work
+        torch.cuda.empty_cache()
+    gpu = torch.cuda.get_device_name(device)
+    report("gpu_lookup", "Fused lookup against FBGEMM, all in HBM", rows, gpu=gpu, copy_gb_s=copies / 1e9, missed=missed)
+
+
+def sweep(root: Path, device: torch.device) -> None:
+    rows = []
+    for row_format, pooled in product(("int8", "int4"), (True, False)):
+        case = Case(row_format, 128, 4096, pooled=pooled)
+        published = publish(root, row_format, 128)
+        for ids, columns, warps in product((2, 4, 8, 10, 20) if pooled else (1,), (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
+            if not 32 * warps <= columns <= 128 * warps:
+                continue
+            shape = Shape(ids, columns, warps)
+            work = Work(case, *published, device, Shapes(shape, shape))
+            work.check()
+            seconds = graph_seconds(work.ours, rounds=5, repeats=5)
+            rows.append(row(case, rows_in_flight=ids, columns=columns, warps=warps, us=seconds * 1e6))
+            del work
+            torch.cuda.empty_cache()
+    rows.sort(key=lambda r: (r["format"], r["pooling"], r["us"]))
+    report("gpu_lookup_shapes", "Shapes of the fused kernel", rows, gpu=torch.cuda.get_device_name(device))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time every shape of the kernel instead of comparing")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; torch finds none here")
+    device = torch.device("cuda:0")
+    with shared_folder() as root:
+        (sweep if arguments.sweep else compare)(root, device)
+
+
+if __name__ == "__main__":
+    main()
