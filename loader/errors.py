@@ -27,3 +27,7 @@ class NoSpace(LoaderError):
 
 class RegistrationError(LoaderError):
     """CUDA does not register a segment's memory."""
+
+
+class ProgramError(LoaderError):
+    """A scorer that is not a plain exported program, or does not fit the model's features."""

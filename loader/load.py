@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -21,6 +21,7 @@ from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from loader.checkpoint.rows import DTYPES
 from loader.errors import CheckpointError, ModelError
 from loader.model import ModelSpec
+from loader.scorer import stored_scorer
 from loader.segment import Header, SegmentWriter, StoredTable, plan_tables
 from loader.versions import Model
 from quant import CpuBackend, QuantError, RowFormat, choose
@@ -66,13 +67,14 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
         matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
         for matrix in matrices.values():
             checkpoint.open_files(matrix)
+        scorer, program = stored_scorer(spec, {name: matrix.dim for name, matrix in matrices.items()})
         model = Model(root, spec.name)
         with model.loading() as version:
             started = time.monotonic()
             path = model.partial_path(version)
             try:
                 source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint(matrices.values())}
-                writer = SegmentWriter(path, _plan(spec, matrices, version, source))
+                writer = SegmentWriter(path, replace(_plan(spec, matrices, version, source), scorer=scorer), program)
                 try:
                     job = _Load(checkpoint, matrices, writer, backend, settings, progress)
                     job.run()

@@ -13,6 +13,14 @@
     pooling = "mean"                          # sum, mean, none
     output = "fp32"                           # fp32, fp16
 
+    [scorer]                                  # optional
+    program = "scorer.pt2"                    # an exported program; its inputs are features and dense tensors, by name
+    inputs = { user = "user:ids" }            # only where a feature's name is not the input's
+
+    [scorer]                                  # or, for two towers
+    kind = "dot"                              # dot, cosine
+    features = ["user", "item"]
+
 A model without `features` has one sum-pooled feature a table, named after it.
 """
 
@@ -31,6 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name
 POLICIES = ("error",)
 OUTPUTS = ("fp32", "fp16")
+SCORE = "score"  # the scorer's output
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,19 @@ class Feature:
 
 
 @dataclass(frozen=True)
+class ScorerSpec:
+    """How a model scores. program: the file, for the kind "program"; inputs: its inputs that are features of another name.
+
+    features: the two that the kinds "dot" and "cosine" compare.
+    """
+
+    kind: str
+    program: Path | None = None
+    inputs: tuple[tuple[str, str], ...] = ()
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A whole model.toml."""
 
@@ -61,6 +83,7 @@ class ModelSpec:
     checkpoint: Path
     tables: tuple[TableSpec, ...]
     features: tuple[Feature, ...]
+    scorer: ScorerSpec | None = None
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -88,7 +111,7 @@ def read_model(path: Path) -> ModelSpec:
 
 def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     """Builds the specification from parsed TOML; paths are relative to `folder`."""
-    _only(raw, "the top level", {"name", "checkpoint", "tables", "features"})
+    _only(raw, "the top level", {"name", "checkpoint", "tables", "features", "scorer"})
     checkpoint = raw.get("checkpoint")
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ModelError(f"checkpoint is {checkpoint!r}; expected the path of a file or folder")
@@ -98,7 +121,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(Feature(t.name, t.name) for t in tables)
-    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features)
+    scorer = _scorer(raw["scorer"], {f.name for f in features}, folder) if "scorer" in raw else None
+    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features, scorer)
 
 
 def _section(raw: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -140,6 +164,26 @@ def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
         raise ModelError(f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}")
     pooling = _choice(raw, "pooling", where, tuple(p.label for p in Pooling), "sum")
     return Feature(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
+
+
+def _scorer(raw: Any, features: set[str], folder: Path) -> ScorerSpec:
+    if not isinstance(raw, dict):
+        raise ModelError("scorer: expected a section [scorer]")
+    if SCORE in features:
+        raise ModelError(f"a feature is called {SCORE!r}, which is the scorer's output; give it another name")
+    if "program" in raw:
+        _only(raw, "[scorer]", {"program", "inputs"})
+        program, inputs = raw["program"], raw.get("inputs", {})
+        if not isinstance(program, str) or not program:
+            raise ModelError(f"[scorer]: program is {program!r}; expected the path of a .pt2 file")
+        if not isinstance(inputs, dict) or not all(isinstance(f, str) and f in features for f in inputs.values()):
+            raise ModelError(f"[scorer]: inputs are {inputs!r}; expected input = feature, of: {', '.join(sorted(features))}")
+        return ScorerSpec("program", folder / program, tuple(inputs.items()))
+    _only(raw, "[scorer]", {"kind", "features"})
+    kind, pair = _choice(raw, "kind", "[scorer]", ("dot", "cosine"), ""), raw.get("features")
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(f, str) and f in features for f in pair):
+        raise ModelError(f"[scorer]: features are {pair!r}; expected two of: {', '.join(sorted(features))}")
+    return ScorerSpec(kind, features=tuple(pair))
 
 
 def write_model(spec: ModelSpec, skipped: list[str]) -> str:

@@ -10,6 +10,7 @@
     64       H      header: JSON, padded with spaces (`Header`)
     64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order
     ...             zeros; then each table at its `offset`, a multiple of 4096: rows of `row_bytes` (quant.row_format), and zeros
+    ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
 
 A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a change of
 machine byte order.
@@ -19,7 +20,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +69,29 @@ class StoredTable:
 
 
 @dataclass(frozen=True)
+class ScorerInput:
+    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one. fp32 [batch, width]."""
+
+    name: str
+    feature: str | None
+    width: int
+
+
+@dataclass(frozen=True)
+class StoredScorer:
+    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at `offset`.
+
+    checksum: xxh3-64 of the archive.
+    """
+
+    kind: str
+    inputs: tuple[ScorerInput, ...]
+    offset: int = 0
+    bytes: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True)
 class Header:
     """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes."""
 
@@ -78,15 +102,21 @@ class Header:
     features: tuple[Feature, ...]
     source: dict[str, Any] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)
+    scorer: StoredScorer | None = None
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":"), sort_keys=True).encode()
+        raw = asdict(self)
+        if self.scorer is None:
+            del raw["scorer"]  # a version without one reads as it always did
+        return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "Header":
         raw = json.loads(text)
         raw["tables"] = tuple(StoredTable(**t) for t in raw["tables"])
         raw["features"] = tuple(Feature(**f) for f in raw["features"])
+        if scorer := raw.get("scorer"):
+            raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
         return cls(**raw)
 
     @property
@@ -130,20 +160,23 @@ class SegmentWriter:
     """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
 
     Caller: writes every chunk of `header.tables` once with `rows` and `finish_chunk` (any thread), then `seal`.
-    NoSpace: nothing stays at `path` but an empty file.
+    program: the archive of `header.scorer`. NoSpace: nothing stays at `path` but an empty file.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header, program: bytes = b"") -> None:
         self.path = path
         self._header_bytes = -(-(len(header.to_json()) + _SPARE_BYTES) // 64) * 64
         first_table = _align(PRELUDE.size + self._header_bytes + 8 * header.chunks)
         tables = tuple(StoredTable(**{**asdict(t), "offset": t.offset + first_table}) for t in header.tables)
-        self.header = Header(**{**_shallow(header), "tables": tables})
-        self.size = max(first_table, *(_align(t.offset + t.bytes) for t in tables)) if tables else first_table
+        end = max(first_table, *(_align(t.offset + t.bytes) for t in tables)) if tables else first_table
+        scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
+        self.header = replace(header, tables=tables, scorer=scorer)
+        self.size = _align(end + len(program))
         self._checksums = np.zeros(header.chunks, dtype="<u8")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self.mapping = reserve(self._fd, self.size, path.parent)
+            self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
         except BaseException:
             os.close(self._fd)
             raise
@@ -159,7 +192,7 @@ class SegmentWriter:
 
     def seal(self, load: dict[str, float]) -> Header:
         """Writes header and checksums, then the magic; the file becomes read-only. Returns the final header."""
-        self.header = Header(**{**_shallow(self.header), "load": load})
+        self.header = replace(self.header, load=load)
         text = self.header.to_json()
         if len(text) > self._header_bytes:
             raise SegmentError(f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved")
@@ -179,10 +212,6 @@ class SegmentWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _shallow(header: Header) -> dict[str, Any]:
-    return {name: getattr(header, name) for name in Header.__dataclass_fields__}
 
 
 class Segment:
@@ -224,7 +253,18 @@ class Segment:
         for t in header.tables:
             if t.offset < 0 or t.offset + t.bytes > self.size:
                 raise SegmentError(f"{self.path}: table {t.name!r} ends at byte {t.offset + t.bytes}, the file at {self.size}")
+        if (s := header.scorer) and (s.offset < 0 or s.bytes < 0 or s.offset + s.bytes > self.size):
+            raise SegmentError(f"{self.path}: the scorer ends at byte {s.offset + s.bytes}, the file at {self.size}")
         return header, sums.view("<u8")
+
+    def program(self) -> bytes:
+        """The archive of the version's scorer. SegmentError: its bytes changed since they were written."""
+        scorer = self.header.scorer
+        assert scorer is not None
+        data = self.mapping.bytes[scorer.offset : scorer.offset + scorer.bytes].tobytes()
+        if checksum(data) != scorer.checksum:
+            raise SegmentError(f"{self.path}: the checksum of the scorer is wrong; activate another version, or publish it again")
+        return data
 
     def _table(self, t: StoredTable) -> Table:
         packed = self.mapping.bytes[t.offset : t.offset + t.bytes].reshape(t.rows, t.row_bytes)
@@ -242,6 +282,8 @@ class Segment:
 
     def verify(self) -> None:
         """Reads every row; SegmentError names the first chunk whose bytes changed since it was written."""
+        if self.header.scorer:
+            self.program()
         for t, start, stop in self.corrupt_chunks():
             raise SegmentError(
                 f"{self.path}: table {t.name!r}, rows [{start}, {stop}): the checksum is wrong, so bytes changed after they "

@@ -53,7 +53,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"features": {"f": {"table": "user", "pooling": "max"}}}, "pooling is 'max'"),
         ({"features": {"f.lengths": {"table": "user"}}}, "feature name"),
         ({"features": {"f": {"table": ["user"]}}}, "is not described"),
-        ({"scorer": "dot"}, "unknown key 'scorer'"),
+        ({"colour": "dot"}, "unknown key 'colour'"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:

@@ -1,0 +1,59 @@
+"""A model's scorer, checked against its features when it is published."""
+
+from loader.errors import ModelError, ProgramError
+from loader.model import ModelSpec, ScorerSpec
+from loader.program import Program, vet_program
+from loader.segment import ScorerInput, StoredScorer
+
+
+def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer | None, bytes]:
+    """What is published of a model's scorer, and its program's archive. dims: of the tables, by name.
+
+    ProgramError: the program is not a plain exported one, or takes something else than the features' vectors.
+    """
+    if spec.scorer is None:
+        return None, b""
+    widths = {f.name: dims[f.table] for f in spec.features}
+    pooled = {f.name for f in spec.features if f.pooling != "none"}
+    program = Program(b"", ()) if spec.scorer.program is None else _read(spec.scorer)
+    renamed = dict(spec.scorer.inputs)
+    if unknown := sorted(set(renamed) - {i.name for i in program.inputs}):
+        raise ProgramError(f"[scorer]: the program has no input {unknown[0]!r}; it has: {_listed(program)}")
+    inputs = []
+    for name, width in [(i.name, i.width) for i in program.inputs] or [(f, widths[f]) for f in spec.scorer.features]:
+        feature = renamed.get(name, name)
+        if feature not in widths:
+            inputs.append(ScorerInput(name, None, width))
+            continue
+        if feature not in pooled:
+            raise ProgramError(
+                f"[scorer]: input {name!r} is the feature {feature!r}, which is not pooled; pool it by sum or mean"
+            )
+        if widths[feature] != width:
+            raise ProgramError(
+                f"[scorer]: input {name!r} takes [batch, {width}], the vectors of feature {feature!r} are {widths[feature]} wide"
+            )
+        inputs.append(ScorerInput(name, feature, width))
+    if not any(i.feature for i in inputs):
+        raise ProgramError(
+            f"[scorer]: no input of the program is a feature; it takes {_listed(program)}, the features are {', '.join(widths)}"
+        )
+    if len({i.feature for i in inputs if i.feature}) != sum(i.feature is not None for i in inputs):
+        raise ProgramError("[scorer]: two inputs are the same feature")
+    if spec.scorer.program is None and len({i.width for i in inputs}) != 1:
+        raise ProgramError(f"[scorer]: {spec.scorer.kind} of vectors that are {inputs[0].width} and {inputs[1].width} wide")
+    return StoredScorer(spec.scorer.kind, tuple(inputs)), program.archive
+
+
+def _read(scorer: ScorerSpec) -> Program:
+    assert scorer.program is not None
+    try:
+        return vet_program(scorer.program.read_bytes())
+    except OSError as error:
+        raise ModelError(f"[scorer]: {scorer.program} cannot be read: {error.strerror}") from error
+    except ProgramError as error:
+        raise ProgramError(f"{scorer.program}: {error}") from error
+
+
+def _listed(program: Program) -> str:
+    return ", ".join(i.name for i in program.inputs) or "nothing"
