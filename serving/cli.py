@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", action="store_true", help="whole vectors as JSON")
 
+    p = command("score", commands.score, "score rows on a running server, with the model's scorer")
+    _add_server(p)
+    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
+    p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
+
     p = command("bench", commands.bench, "load a running server and report throughput and latencies")
     _add_server(p)
     p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")

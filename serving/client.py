@@ -82,6 +82,22 @@ class Client:
         response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
         return _vectors(response, features)
 
+    def score(
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        dense: Mapping[str, Any] | None = None,
+        *,
+        version: int | None = None,
+    ) -> Any:
+        """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
+
+        features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
+        """
+        headers, body = wire.encode(features, [wire.SCORE], dense)
+        response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
+        return _vectors(response, {**features, **(dense or {})})[wire.SCORE]
+
     def models(self) -> list[dict[str, Any]]:
         """What the server serves: names, versions, tables, features, bytes."""
         return list(_checked(self._send("GET", "/v1/models")).json()["models"])
@@ -139,6 +155,22 @@ class AsyncClient:
         headers, body = wire.encode(features, outputs)
         response = await self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
         return _vectors(response, features)
+
+    async def score(
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        dense: Mapping[str, Any] | None = None,
+        *,
+        version: int | None = None,
+    ) -> Any:
+        """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
+
+        features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
+        """
+        headers, body = wire.encode(features, [wire.SCORE], dense)
+        response = await self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
+        return _vectors(response, {**features, **(dense or {})})[wire.SCORE]
 
     async def models(self) -> list[dict[str, Any]]:
         """As Client.models."""

@@ -275,6 +275,28 @@ def lookup(options: argparse.Namespace) -> int:
     return 0
 
 
+def score(options: argparse.Namespace) -> int:
+    """Prints scores."""
+    features = dict(map(_parse_feature, options.features))
+    dense = dict(map(_parse_dense, options.dense or []))
+    with Client(options.url) as client:
+        scores = client.score(options.model, features, dense)
+    for number, row in enumerate(np.atleast_1d(scores)):
+        console.print(f"{number} {' '.join(f'{x:.6f}' for x in np.atleast_1d(row))}")
+    return 0
+
+
+def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
+    name, equals, rows = text.partition("=")
+    try:
+        parsed = [[float(x) for x in row.split(",") if x.strip()] for row in rows.split(";")]
+    except ValueError:
+        parsed = []
+    if not (name and equals and parsed and len({len(row) for row in parsed}) == 1):
+        raise ServingError(f"{text!r}: expected NAME=ROWS such as context=0.5,1;0.25,2, every row as long")
+    return name, parsed
+
+
 def _parse_feature(text: str) -> tuple[str, wire.Jagged]:
     name, equals, ids = text.partition("=")
     try:

@@ -7,20 +7,22 @@ request is done, and then goes.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from loader.errors import LoaderError
-from loader.model import Feature
+from loader.model import SCORE, Feature
 from loader.segment import Segment, Verify
 from loader.versions import Model
 from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
 from quant.errors import Problem
 from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
 from serving.placement import Placement, Placer
+from serving.scorer import Scorer, open_scorer
 
 logger = logging.getLogger("tableside")
 
@@ -45,13 +47,23 @@ class FeatureInput:
 
 
 @dataclass(frozen=True)
+class DenseInput:
+    """A scorer's dense tensor, fp32 [rows, width] at byte `at` of a request's input buffer."""
+
+    name: str
+    at: int
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Output:
-    """One feature's vectors in a batch's output buffer: shape [bags or ids, dim] at byte `at`."""
+    """One feature's vectors in a batch's output buffer: shape [bags or ids, dim] at byte `at`; or the scores, [bags]."""
 
     feature: str
     at: int
     bytes: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     half: bool
 
     def view(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -76,22 +88,56 @@ class BoundFeature:
         return Precision.FP16 if self.half else Precision.FP32
 
 
-class Batch:
-    """A request's lookups, laid out once: run it on the inputs of any request of the same layout."""
+@dataclass(frozen=True)
+class Scoring:
+    """What a scorer reads of a batch, in its order, and where its scores go."""
 
-    def __init__(self, served: "Served", inputs: Sequence[FeatureInput], plan: Plan, outputs: tuple[Output, ...]) -> None:
+    scorer: Scorer
+    sources: tuple[Output | DenseInput, ...]
+    output: Output
+
+    def run(self, inputs: Any, buffer: np.ndarray[Any, Any]) -> None:
+        """From the request's inputs and the vectors in `buffer` to the scores in `buffer`."""
+        arrays = [
+            s.view(buffer).astype(np.float32, copy=False)
+            if isinstance(s, Output)
+            else np.frombuffer(inputs, np.float32, s.rows * s.width, s.at).reshape(s.rows, s.width)
+            for s in self.sources
+        ]
+        # Copied, so that a scorer gets aligned memory that it may write to.
+        self.output.view(buffer)[:] = self.scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in arrays])
+
+
+class Batch:
+    """A request's lookups, laid out once: run it on the inputs of any request of the same layout.
+
+    scoring: what is to be done with the vectors afterwards, in the same output buffer.
+    """
+
+    def __init__(
+        self,
+        served: "Served",
+        inputs: Sequence[FeatureInput],
+        plan: Plan,
+        outputs: tuple[Output, ...],
+        scoring: Scoring | None = None,
+    ) -> None:
+        self.scoring = scoring
         # Not `served` itself: it remembers batches, and a cycle would keep a replaced version mapped.
         self.model, self.version = served.header.model, served.version
         self.inputs, self.outputs = tuple(inputs), outputs
         self.plan = plan
         self.out_bytes = sum(o.bytes for o in outputs)
         self.ids = sum(i.ids for i in inputs)
-        self.vectors = sum(o.shape[0] for o in outputs)
+        self.vectors = sum(o.shape[0] for o in outputs if scoring is None or o is not scoring.output)
         self.row_bytes = sum(i.ids * served.features[i.feature].table.row_bytes for i in inputs)
         self._jagged_unpooled = [i for i in inputs if i.lengths_at is not None and not _pooled(served, i)]
 
     def run(self, inputs: Any) -> np.ndarray[Any, Any]:
-        """Looks everything up; returns the output buffer, uint8 [out_bytes]. ApiError: an id or a length is wrong."""
+        """Looks everything up; returns the output buffer, uint8 [out_bytes], its scores not yet written.
+
+        ApiError: an id or a length is wrong.
+        """
         self.check(inputs)
         out = np.empty(self.out_bytes, np.uint8)
         try:
@@ -134,10 +180,12 @@ class Served:
         tables: Mapping[str, Table | DeviceTable] | None = None,
         placements: Mapping[str, Placement] | None = None,
         *,
+        scorer: Scorer | None = None,
         threads: int = 1,
         max_response_bytes: int | None = None,
     ) -> None:
         self.segment, self.backend, self.threads = segment, backend, threads
+        self.scorer = scorer
         self.max_response_bytes = max_response_bytes
         self.header = segment.header
         self.version = segment.header.version
@@ -146,8 +194,15 @@ class Served:
         self.features = {f.name: BoundFeature(f, tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features}
         self.layouts: OrderedDict[Any, Any] = OrderedDict()
 
-    def batch(self, inputs: Sequence[FeatureInput]) -> Batch:
-        """Lays a request out. ApiError: a feature is unknown, or its bags or weights do not fit its pooling."""
+    def can_score(self, given: Container[str]) -> bool:
+        """Whether `given`, names of features and dense tensors, are all that the scorer needs."""
+        return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
+
+    def batch(self, inputs: Sequence[FeatureInput], dense: Sequence[DenseInput] = (), score: bool = False) -> Batch:
+        """Lays a request out, with its scores where `score`.
+
+        ApiError: a feature is unknown, its bags or weights do not fit its pooling, or the scorer needs something else.
+        """
         lookups, outputs, at = [], [], 0
         for i in inputs:
             bound = self.feature(i.feature)
@@ -173,12 +228,31 @@ class Served:
             lookups.append(lk)
             outputs.append(Output(i.feature, at, lk.out_bytes, (lk.outputs, bound.table.dim), bound.half))
             at += lk.out_bytes
+        scoring = self._scoring(outputs, dense, at) if score else None
+        if scoring is not None:
+            outputs.append(scoring.output)
+            at += scoring.output.bytes
         if self.max_response_bytes is not None and at > self.max_response_bytes:
             raise bad_request(
                 f"the request asks for {at:,} bytes of vectors; the limit is {self.max_response_bytes:,} (max_response_bytes)",
                 Kind.TOO_LARGE,
             )
-        return Batch(self, inputs, self.backend.plan(lookups, self.threads), tuple(outputs))
+        return Batch(self, inputs, self.backend.plan(lookups, self.threads), tuple(outputs), scoring)
+
+    def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int) -> Scoring:
+        if self.scorer is None:
+            raise bad_request(f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml")
+        given: dict[str, Output | DenseInput] = {o.feature: o for o in outputs} | {d.name: d for d in dense}
+        names = [i.feature or i.name for i in self.scorer.inputs]
+        if missing := [n for n in names if n not in given]:
+            raise bad_request(f"the score needs {', '.join(names)}; the request lacks {', '.join(missing)}")
+        sources = tuple(given[n] for n in names)
+        rows = [s.shape[0] if isinstance(s, Output) else s.rows for s in sources]
+        if len(set(rows)) > 1:
+            found = ", ".join(f"{n} {r}" for n, r in zip(names, rows, strict=True))
+            raise bad_request(f"the score needs as many bags of each feature as rows of each dense tensor; found {found}")
+        shape = (rows[0],) if self.scorer.width is None else (rows[0], self.scorer.width)
+        return Scoring(self.scorer, sources, Output(SCORE, at, 4 * prod(shape), shape, False))
 
     def feature(self, name: str) -> BoundFeature:
         if (bound := self.features.get(name)) is None:
@@ -242,11 +316,13 @@ class Engine:
         """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served."""
         segment = self.model.attach(version, self._verify)
         tables, placements = self._placer.place(segment)
+        scorer = open_scorer(segment, self._placer.torch_device, self._threads)
         served = Served(
             segment,
             self._placer.fused or self._backend,
             tables,
             placements,
+            scorer=scorer,
             threads=self._threads,
             max_response_bytes=self._max_response_bytes,
         )

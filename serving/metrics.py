@@ -38,6 +38,7 @@ STAGE_SECONDS = Histogram(
     ["model", "protocol", "stage"],
     buckets=_SECONDS,
 )
+SCORE_SECONDS = Histogram("tableside_score_seconds", "Seconds that the scorer took for a request.", ["model"], buckets=_SECONDS)
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
 VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
 ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])

@@ -68,6 +68,11 @@ class Placer:
         default = int(self.fused.memory_bytes * _DEFAULT_SHARE / self._settings.workers)  # of workers that share the device
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
 
+    @property
+    def torch_device(self) -> str:
+        """Where scorers run."""
+        return "cpu" if self.fused is None else str(self.fused.device)
+
     def place(self, segment: Segment) -> tuple[Mapping[str, Table | DeviceTable], dict[str, Placement]]:
         """A segment's tables where this worker looks them up, and their placements.
 

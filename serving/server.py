@@ -187,8 +187,7 @@ def serve(
     """
     if not settings.models:
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
-    for name in settings.models:
-        Model(settings.root, name).attach(verify="header")
+    headers = [Model(settings.root, name).attach(verify="header").header for name in settings.models]
     backend = choose(settings.backend)
     if len(settings.devices) > settings.workers:
         raise ServingError(
@@ -205,6 +204,7 @@ def serve(
             preload = [
                 *(["quant.fused"] if settings.devices else []),
                 *(["quant.fbgemm"] if backend.name == "fbgemm" else []),
+                *(["serving.program"] if any(h.scorer and h.scorer.kind == "program" for h in headers) else []),
                 "serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

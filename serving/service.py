@@ -1,7 +1,9 @@
 """What one worker process answers from: its engines, its readiness, and the watch over which versions are live."""
 
 import asyncio
+import functools
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +15,13 @@ from quant import QuantError, choose
 from serving.batching import Batcher
 from serving.engine import Batch, Engine, Served
 from serving.errors import Kind, ServingError, bad_request, not_found
-from serving.metrics import ERRORS, SWAPS
+from serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
 from serving.placement import Placer
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
+
+INLINE_SCORES = 512  # rows up to which scores are computed on the event loop
 
 
 def _log_end(watcher: asyncio.Task[None]) -> None:
@@ -130,10 +134,25 @@ class Service:
         return self.engine(model).model.versions()
 
     async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
-        """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large."""
-        if self._batcher is not None:
+        """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large.
+
+        Returns its output buffer, uint8 [out_bytes]: vectors, then scores where they were asked for.
+        """
+        beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._beside)
+        is_large = batch.ids > self.settings.inline_rows
+        if self._batcher is None:
+            buffer = await beside(batch.run, inputs) if is_large else batch.run(inputs)
+        else:
             batch.check(inputs)
-            return await self._batcher.run(batch, inputs)
-        if batch.ids <= self.settings.inline_rows:
-            return batch.run(inputs)
-        return await asyncio.get_running_loop().run_in_executor(self._beside, batch.run, inputs)
+            buffer = await self._batcher.run(batch, inputs)
+        if batch.scoring is None:
+            return buffer
+        if buffer.size < batch.out_bytes:  # the GPU knows of no scores
+            buffer = np.concatenate([buffer, np.empty(batch.out_bytes - buffer.size, np.uint8)])
+        started = time.perf_counter()
+        if is_large or batch.scoring.output.shape[0] > INLINE_SCORES:
+            await beside(batch.scoring.run, inputs, buffer)
+        else:
+            batch.scoring.run(inputs, buffer)
+        SCORE_SECONDS.labels(batch.model).observe(time.perf_counter() - started)
+        return buffer

@@ -4,7 +4,7 @@
 `<feature>.weights` FP32, one an id.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -50,12 +50,20 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def check_datatype(name: str, datatype: Any) -> str:
-    """The one datatype that a part of a feature has."""
-    expected = DATATYPES[split_name(name)[1]]
+def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
+    """The one datatype that a part of a feature has, or that is `expected`."""
+    expected = expected or DATATYPES[split_name(name)[1]]
     if datatype != expected:
         raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}")
     return expected
+
+
+def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
+    """A scorer's dense tensor is [batch, width], and comes once."""
+    if len(tensor.shape) != 2 or tensor.shape[1] != width:
+        raise bad_request(f"input {tensor.name!r}: shape is {list(tensor.shape)}; expected [batch, {width}]")
+    if tensor.name in before:
+        raise bad_request(f"input {tensor.name!r} came twice; send each tensor once")
 
 
 def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:

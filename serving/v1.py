@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from serving import metrics
 from serving.asgi import Disconnected, json_object, read_body
-from serving.engine import Batch, Output, Served
+from serving.engine import Batch, DenseInput, Output, Served
 from serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request
 from serving.metrics import ModelMetrics, Stages
 from serving.service import Service
@@ -45,6 +46,24 @@ class LookupResponse(BaseModel):
     vectors: dict[str, list[list[float]]]
 
 
+class ScoreRequest(LookupRequest):
+    """What POST /v1/score takes: one bag of each feature a row, and the scorer's dense tensors."""
+
+    dense: dict[str, list[list[float]]] = Field({}, description="dense tensor -> rows of numbers")
+
+    model_config = {
+        "json_schema_extra": {"examples": [{"model": "ctr", "features": {"user": [[1]]}, "dense": {"context": [[0.5, 1.0]]}}]}
+    }
+
+
+class ScoreResponse(BaseModel):
+    """What it answers: one score a row, or a list of them."""
+
+    model: str
+    version: int
+    scores: list[float] | list[list[float]]
+
+
 class Health(BaseModel):
     """Whether this worker takes requests, and from which versions."""
 
@@ -56,32 +75,37 @@ def make_app(service: Service) -> FastAPI:
     """The FastAPI application over a worker's service."""
     app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
     counts = {name: ModelMetrics(name, "v1") for name in service.engines}
-    body_schema = {"schema": LookupRequest.model_json_schema()}
-    schema = {"requestBody": {"required": True, "content": {"application/json": body_schema}}}
     _answer_errors(app)
 
-    @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=schema, summary="Look ids up")
-    async def lookup(request: Request) -> Response:
+    async def answer(request: Request, score: bool) -> Response:
         body = await read_body(request.scope, request.receive, service.settings.max_body_bytes)
         started = time.perf_counter()
-        raw = _parse(body)
+        raw = _parse(body, ("dense",) if score else ())
         served = service.live(raw["model"])
         request.state.model = served.header.model
         if raw.get("version") is not None:
             served = await service.version(raw["model"], raw["version"])
-        batch, inputs = _batch(served, raw["features"])
+        batch, inputs = _batch(served, raw["features"], raw.get("dense", {}), score)
         parsed = time.perf_counter()
         buffer = await service.run(batch, inputs)
         looked_up = time.perf_counter()
-        answer = {
-            "model": served.header.model,
-            "version": served.version,
-            "vectors": {o.feature: _vectors(o, buffer) for o in batch.outputs},
-        }
-        response = Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+        found: dict[str, Any] = {"model": served.header.model, "version": served.version}
+        if batch.scoring is not None:
+            found["scores"] = batch.scoring.output.view(buffer)
+        else:
+            found["vectors"] = {o.feature: _vectors(o, buffer) for o in batch.outputs}
+        response = Response(orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
         times = Stages(started, parsed, looked_up, time.perf_counter())
         counts[served.header.model].answered(batch, len(body), times)
         return response
+
+    @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=_takes(LookupRequest), summary="Look ids up")
+    async def lookup(request: Request) -> Response:
+        return await answer(request, score=False)
+
+    @app.post("/v1/score", response_model=ScoreResponse, openapi_extra=_takes(ScoreRequest), summary="Score rows")
+    async def score(request: Request) -> Response:
+        return await answer(request, score=True)
 
     @app.get("/v1/models", summary="What is served")
     async def models() -> Response:
@@ -101,6 +125,11 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
+def _takes(schema: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 def _answer_errors(app: FastAPI) -> None:
     """Every error as {"error": message}, counted."""
 
@@ -112,7 +141,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
-        known = "/v1/lookup, /v1/models, /v2, /health, /metrics, /docs"
+        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
         return _json(
             {"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"},
             error.status_code,
@@ -136,17 +165,18 @@ def _vectors(output: Output, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     return output.view(buffer).astype(np.float32, copy=False)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     raw = json_object(body)
-    if unknown := sorted(set(raw) - {"model", "version", "features"}):
-        raise bad_request(f"field {unknown[0]!r} is unknown; expected model, version, features")
+    known = ("model", "version", "features", *more)
+    if unknown := sorted(set(raw) - set(known)):
+        raise bad_request(f"field {unknown[0]!r} is unknown; expected {', '.join(known)}")
     for field in ("model", "features"):
         if field not in raw:
             raise bad_request(f"field {field!r} is missing")
     return raw
 
 
-def _batch(served: Served, features: Any) -> tuple[Batch, bytes]:
+def _batch(served: Served, features: Any, dense: Any, score: bool) -> tuple[Batch, bytes]:
     if not isinstance(features, dict) or not features:
         raise bad_request("features: expected an object of feature to ids, with at least one feature")
     tensors, parts, at = [], [], 0
@@ -157,7 +187,24 @@ def _batch(served: Served, features: Any) -> tuple[Batch, bytes]:
             tensors.append(Tensor(name, DATATYPES[part], (array.size,), at))
             parts.append(array.tobytes())
             at += array.nbytes
-    return served.batch(feature_inputs(tensors)), b"".join(parts)
+    given = []
+    for name, array in _dense(served, dense):
+        given.append(DenseInput(name, at, *array.shape))
+        parts.append(array.tobytes())
+        at += array.nbytes
+    return served.batch(feature_inputs(tensors), given, score), b"".join(parts)
+
+
+def _dense(served: Served, raw: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    widths = {} if served.scorer is None else served.scorer.dense
+    if not isinstance(raw, dict):
+        raise bad_request("dense: expected an object of dense tensor to rows")
+    for name, rows in raw.items():
+        if name not in widths:
+            raise bad_request(f"dense tensor {name!r} is unknown; the scorer has: {', '.join(widths) or 'none'}")
+        if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == widths[name] for r in rows):
+            raise bad_request(f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each")
+        yield name, from_list(name, "FP32", rows).reshape(len(rows), widths[name])
 
 
 def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
@@ -192,5 +239,6 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
             {"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim, "placement": served.placements[t.name]}
             for t in header.tables
         ],
+        "scorer": None if served.scorer is None else served.scorer.describe(),
         "features": [{"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features],
     }

@@ -118,15 +118,12 @@ class V2:
         return found
 
     def _metadata(self, served: Served) -> dict[str, Any]:
-        outputs = [
-            {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
-        ]
         return {
             "name": served.header.model,
             "versions": [str(v) for v in self.service.published(served.header.model)],
             "platform": "tableside",
             "inputs": v2_request.input_names(served),
-            "outputs": outputs,
+            "outputs": v2_request.output_names(served),
             "parameters": {
                 "backend": served.backend.description,
                 "segment_bytes": served.segment.size,
@@ -183,14 +180,13 @@ def _server_metadata() -> dict[str, Any]:
 
 
 def _config(served: Served) -> dict[str, Any]:
-    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32"}
+    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "FP16": "TYPE_FP16"}
     inputs = [
         {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
         for i in v2_request.input_names(served)
     ]
     outputs = [
-        {"name": n, "data_type": "TYPE_FP16" if f.half else "TYPE_FP32", "dims": [-1, f.table.dim]}
-        for n, f in served.features.items()
+        {"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]} for o in v2_request.output_names(served)
     ]
     return {
         "name": served.header.model,

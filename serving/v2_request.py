@@ -5,7 +5,7 @@ A header says everything but the values, and clients repeat it byte by byte; so 
 an equal header costs a dictionary look-up (`Layout`).
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from serving.engine import Batch, Output, Served
+from loader.model import SCORE
+from serving.engine import Batch, DenseInput, Output, Served
 from serving.errors import bad_request
-from serving.tensors import Tensor, check_datatype, check_shape, feature_inputs, from_list, short
+from serving.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list, short
 
 REMEMBERED_HEADER_BYTES = 32 << 10
 
@@ -40,9 +41,11 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
 
     ApiError names the input or output, what it said and what was expected.
     """
-    tensors, inline, input_bytes = _inputs(header, binary_bytes)
-    inputs = feature_inputs(tensors)
-    batch = served.batch(inputs)
+    dense = {} if served.scorer is None else served.scorer.dense
+    tensors, inline, input_bytes = _inputs(header, binary_bytes, dense)
+    inputs = feature_inputs([t for t in tensors if t.name not in dense])
+    given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
+    batch = served.batch(inputs, given, _wants_score(header, served, {i.feature for i in inputs} | {d.name for d in given}))
     outputs = _outputs(header, batch, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
@@ -59,7 +62,16 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
     return layout, inline
 
 
-def _inputs(header: dict[str, Any], binary_bytes: int) -> tuple[list[Tensor], bytes | None, int]:
+def _wants_score(header: dict[str, Any], served: Served, given: Container[str]) -> bool:
+    """Whether the scores are asked for: by name, or, where no output is named, by sending all that they need."""
+    asked = header.get("outputs", [])
+    if not asked:
+        return served.can_score(given)
+    is_named = isinstance(asked, list) and any(isinstance(o, dict) and o.get("name") == SCORE for o in asked)
+    return is_named and SCORE not in served.features
+
+
+def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None, int]:
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
@@ -70,7 +82,10 @@ def _inputs(header: dict[str, Any], binary_bytes: int) -> tuple[list[Tensor], by
         name = entry.get("name")
         if not isinstance(name, str):
             raise bad_request(f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights")
-        tensor = Tensor(name, check_datatype(name, entry.get("datatype")), check_shape(name, entry.get("shape")), at)
+        datatype = check_datatype(name, entry.get("datatype"), "FP32" if name in dense else None)
+        tensor = Tensor(name, datatype, check_shape(name, entry.get("shape")), at)
+        if name in dense:
+            check_dense(tensor, dense[name], {t.name for t in tensors})
         parameters = _parameters(entry, f"input {name!r}")
         if "shared_memory_region" in parameters:
             raise bad_request(f"input {name!r}: shared memory regions are not supported; send the tensor in the body")
@@ -188,11 +203,22 @@ def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[An
 
 def input_names(served: Served) -> list[dict[str, Any]]:
     """The inputs that a model takes, for its metadata: both ways of sending each feature."""
-    described = []
+    dense = {} if served.scorer is None else served.scorer.dense
+    described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
     for name, bound in served.features.items():
         described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
         described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
         described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
         if bound.pooling.label != "none":
             described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
+    return described
+
+
+def output_names(served: Served) -> list[dict[str, Any]]:
+    """The outputs that a model gives, for its metadata."""
+    described = [
+        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
+    ]
+    if served.scorer is not None:
+        described.append({"name": SCORE, "datatype": "FP32", "shape": served.scorer.describe()["shape"]})
     return described

@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+SCORE = "score"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES = {"FP32": np.float32, "FP16": np.float16}
 
@@ -65,9 +66,12 @@ def _tensors(name: str, value: Ids) -> list[tuple[str, str, NDArray[Any]]]:
     return tensors
 
 
-def encode(features: Mapping[str, Ids], outputs: Sequence[str] | None = None) -> tuple[dict[str, str], bytes]:
-    """(headers, body) of an infer request. FeatureError: a feature is not what can be sent."""
+def encode(
+    features: Mapping[str, Ids], outputs: Sequence[str] | None = None, dense: Mapping[str, Any] | None = None
+) -> tuple[dict[str, str], bytes]:
+    """(headers, body) of an infer request. FeatureError: a feature or a dense tensor is not what can be sent."""
     tensors = [t for name, value in features.items() for t in _tensors(name, value)]
+    tensors += [(name, "FP32", _array(value, np.float32, name)) for name, value in (dense or {}).items()]
     inputs = [
         {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}} for n, d, a in tensors
     ]

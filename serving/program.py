@@ -1,0 +1,41 @@
+"""Scorers that are exported programs: the one file of this room that runs torch."""
+
+import io
+import warnings
+
+import numpy as np
+import torch
+
+from loader.program import vet_program
+from loader.segment import StoredScorer
+from serving.errors import ServingError
+from serving.scorer import Floats, Scorer
+
+
+class ProgramScorer(Scorer):
+    """A program on one device; `threads` of torch where that is the CPU (several workers' threads would fight for its cores)."""
+
+    kind = "program"
+
+    def __init__(self, stored: StoredScorer, archive: bytes, device: str, threads: int) -> None:
+        self.inputs = stored.inputs
+        torch.set_num_threads(threads)
+        self._device = torch.device(device)
+        # Again, where it is loaded: who can write to shared memory should still not get code into a worker.
+        program = vet_program(archive)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own deprecations, while it loads
+                self._module = torch.export.load(io.BytesIO(program.archive)).module().to(self._device)
+            small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (2, 3))
+        except (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, IndexError) as error:
+            raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error
+        if small.shape[0] != 2 or large.shape[0] != 3 or small.ndim > 2:
+            raise ServingError(f"the scorer gives {list(small.shape)} for a batch of 2; expected [batch], or [batch, n]")
+        self.width = small.shape[1] if small.ndim == 2 else None
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        with torch.inference_mode():
+            tensors = [torch.from_numpy(a).to(self._device) for a in arrays]
+            scores: Floats = self._module(*tensors).to("cpu", torch.float32).numpy()
+        return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores

@@ -1,0 +1,31 @@
+"""Small scorers, exported as a user would."""
+
+import io
+
+import torch
+from torch.export import Dim, export, save
+
+
+class Ctr(torch.nn.Module):
+    """Two features and a dense tensor -> one score a row, with weights that are the same each time."""
+
+    def __init__(self, user: int, item: int, context: int, scores: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.deep = torch.nn.Sequential(
+            torch.nn.Linear(user + item + context, 16), torch.nn.ReLU(), torch.nn.Linear(16, scores), torch.nn.Sigmoid()
+        )
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.deep(torch.cat([user, clicked, context], 1))
+        return scores
+
+
+def exported(module: torch.nn.Module, **widths: int) -> bytes:
+    """A .pt2 file of a module that takes fp32 [batch, width] by name."""
+    batch = Dim("batch")
+    inputs = tuple(torch.zeros(2, width) for width in widths.values())
+    program = export(module.eval(), inputs, dynamic_shapes={name: {0: batch} for name in widths})
+    out = io.BytesIO()
+    save(program, out)
+    return out.getvalue()

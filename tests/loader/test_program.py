@@ -1,0 +1,269 @@
+"""Exported programs as data: what is read, what is left out, and everything that is refused before torch sees it."""
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scorers import Ctr, exported
+from support import rows_of
+
+from loader.errors import ModelError, ProgramError, SegmentError
+from loader.load import load
+from loader.model import parse_model
+from loader.program import ProgramInput, vet_program
+from loader.segment import ScorerInput
+from loader.versions import Model
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def program() -> bytes:
+    return exported(Ctr(8, 4, 3), user=8, clicked=4, context=3)
+
+
+def changed(data: bytes, change: Change) -> bytes:
+    """The archive with its entries changed: {name: bytes}, the model parsed as "model"."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {n.partition("/")[2]: archive.read(n) for n in archive.namelist()}
+    model = json.loads(entries.pop("models/model.json"))
+    entries_and_model: dict[str, Any] = {**entries, "model": model}
+    change(entries_and_model)
+    model = entries_and_model.pop("model")
+    if model is not None:
+        entries_and_model["models/model.json"] = json.dumps(model).encode()
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, content in entries_and_model.items():
+            archive.writestr(f"s/{name}", content)
+    return out.getvalue()
+
+
+def test_a_program_is_written_anew_and_gives_the_same_scores(program: bytes) -> None:
+    """Also where a batch of one, or of another size than it was exported with, is scored."""
+    vetted = vet_program(program)
+    assert vetted.inputs == (ProgramInput("user", 8), ProgramInput("clicked", 4), ProgramInput("context", 3))
+    assert vet_program(vetted.archive).archive == vetted.archive
+    again, module = torch.export.load(io.BytesIO(vetted.archive)).module(), Ctr(8, 4, 3)
+    for batch in (1, 2, 7):
+        inputs = [torch.randn(batch, n) for n in (8, 4, 3)]
+        assert torch.equal(again(*inputs), module(*inputs))
+
+
+class Boom:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path(self.path),))
+
+
+def test_pickled_sample_inputs_are_left_out(program: bytes, tmp_path: Path) -> None:
+    """torch would unpickle them, with everything allowed where its safe way fails."""
+    boom = pickle.dumps(Boom(tmp_path / "ran"))
+    vetted = vet_program(changed(program, lambda e: e.update({"data/sample_inputs/model.pt": boom})))
+    torch.export.load(io.BytesIO(vetted.archive)).module()
+    assert not (tmp_path / "ran").exists()
+    assert boom not in vetted.archive
+
+
+def test_guards_and_metadata_are_left_out(program: bytes, tmp_path: Path) -> None:
+    """torch would evaluate guards as Python."""
+
+    def change(e: dict[str, Any]) -> None:
+        e["model"]["guards_code"] = [f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"]
+        e["model"]["graph_module"]["graph"]["nodes"][0]["metadata"] = {"torch_fn": "evil"}
+
+    vetted = vet_program(changed(program, change))
+    torch.export.load(io.BytesIO(vetted.archive)).module()(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 3))
+    assert not (tmp_path / "ran").exists()
+    assert b"evil" not in vetted.archive and b"touch" not in vetted.archive
+
+
+def nodes(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["graph"]["nodes"]
+
+
+def tensors(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["graph"]["tensor_values"]
+
+
+def weights(e: dict[str, Any], **change: Any) -> None:
+    config = json.loads(e["data/weights/model_weights_config.json"])
+    next(iter(config["config"].values())).update(change)
+    e["data/weights/model_weights_config.json"] = json.dumps(config).encode()
+
+
+def expression(text: str) -> Change:
+    def change(e: dict[str, Any]) -> None:
+        tensors(e)["user"]["sizes"][0]["as_expr"]["expr_str"] = text
+
+    return change
+
+
+EVIL = {
+    "torch.load": (lambda e: nodes(e)[0].update(target="torch.load"), "calls 'torch.load'; expected ATen operators alone"),
+    "torch.hub": (lambda e: nodes(e)[0].update(target="torch.hub.load"), "expected ATen operators alone"),
+    "from_file": (lambda e: nodes(e)[0].update(target="torch.ops.aten.from_file.default"), "expected ATen operators alone"),
+    "custom": (lambda e: nodes(e)[0].update(target="torch.ops.fbgemm.cat.default"), "expected ATen operators alone"),
+    "attribute": (lambda e: nodes(e)[0].update(target="torch.ops.aten.cat.__init__.__globals__"), "ATen operators alone"),
+    "call": (expression("__import__('os').system('true')"), "has the size .* which is more than arithmetic"),
+    "attributes": (expression("s32.__class__"), "more than arithmetic"),
+    "string": (expression("Symbol('x; y')"), "more than arithmetic"),
+    "power": (expression("9**9**9**9"), "more than arithmetic"),
+    "name": (lambda e: nodes(e)[0].update(name="x = 1\nimport os"), "has the name"),
+    "tensor name": (lambda e: tensors(e).update({"a b": tensors(e)["user"]}), "a tensor with an odd name"),
+    "subgraph": (lambda e: nodes(e)[0]["inputs"].append({"arg": {"as_graph": {}}}), "holds a graph"),
+    "object": (lambda e: nodes(e)[0]["inputs"].append({"arg": {"as_custom_obj": {}}}), "holds a custom_obj"),
+    "pickled weight": (lambda e: weights(e, use_pickle=True), "is pickled, or not a tensor"),
+    "weight elsewhere": (lambda e: weights(e, path_name="../../x"), "is pickled, or not a tensor"),
+    "no model": (lambda e: e.update(model=None), "expected one model, models/model.json; found none"),
+    "compiled": (lambda e: e.update({"data/aotinductor/m/a.so": b""}), "holds compiled libraries"),
+    "a class": (
+        lambda e: e["model"]["graph_module"]["module_call_graph"][0]["signature"].update(
+            in_spec=json.dumps([1, {"type": "os.system", "context": "", "children_spec": []}])
+        ),
+        "takes or returns a 'os.system'",
+    ),
+    "truncated": (lambda e: e["model"].pop("graph_module"), "not an exported program that this release understands"),
+    "two outputs": (
+        lambda e: e["model"]["graph_module"]["signature"]["output_specs"].append({"user_output": {}}),
+        "returns 2 values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_what_is_more_than_operators_sizes_and_weights_is_refused(program: bytes, name: str) -> None:
+    change, message = EVIL[name]
+    with pytest.raises(ProgramError, match=message) as caught:
+        vet_program(changed(program, change))
+    assert "torch.export.save(torch.export.export(" in str(caught.value)  # it says how to do it right
+
+
+def scripted() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("s/code/x.py", "")
+        archive.writestr("s/data.pkl", "")
+    return out.getvalue()
+
+
+def saved() -> bytes:
+    out = io.BytesIO()
+    torch.save(torch.nn.Linear(2, 2), out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a zip archive"),
+        (pickle.dumps(1), "not a zip archive"),
+        (scripted(), "TorchScript, which runs code"),
+        (saved(), r"pickled \(torch.save\), which runs code"),
+    ],
+    ids=["empty", "pickle", "TorchScript", "torch.save"],
+)
+def test_other_files_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        vet_program(data)
+
+
+class Plain(torch.nn.Module):
+    def forward(self, user: torch.Tensor) -> torch.Tensor:
+        return user.sum(1)
+
+
+def test_a_fixed_batch_and_other_types_are_refused() -> None:
+    for inputs, shapes, message in (
+        (torch.zeros(2, 4), None, "was exported for a batch of 2 alone"),
+        (torch.zeros(2, 4).double(), {"user": {0: torch.export.Dim("b")}}, "input 'user' is not fp32"),
+        (torch.zeros(2, 4, 5), {"user": {0: torch.export.Dim("b")}}, "has 3 dimensions"),
+    ):
+        out = io.BytesIO()
+        torch.export.save(torch.export.export(Plain(), (inputs,), dynamic_shapes=shapes), out)
+        with pytest.raises(ProgramError, match=message):
+            vet_program(out.getvalue())
+
+
+TABLES = {"user": rows_of(50, 8), "item": rows_of(40, 4, 1)}
+
+
+def spec(tmp_path: Path, scorer: Any, features: dict[str, Any] | None = None) -> Any:
+    np.savez(tmp_path / "c.npz", **TABLES)
+    features = features or {"user": {"table": "user"}, "clicked": {"table": "item", "pooling": "mean"}}
+    raw = {
+        "name": "ctr",
+        "checkpoint": "c.npz",
+        "tables": {t: {"key": t} for t in TABLES},
+        "features": features,
+        "scorer": scorer,
+    }
+    return parse_model(raw, tmp_path)
+
+
+def test_a_version_carries_its_scorer(program: bytes, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "scorer.pt2").write_bytes(program)
+    load(spec(tmp_path, {"program": "scorer.pt2"}), root)
+    segment = Model(root, "ctr").attach()
+    scorer = segment.header.scorer
+    assert scorer and scorer.kind == "program"
+    assert scorer.inputs == (
+        ScorerInput("user", "user", 8),
+        ScorerInput("clicked", "clicked", 4),
+        ScorerInput("context", None, 3),
+    )
+    assert segment.program() == vet_program(program).archive
+
+
+def test_a_scorer_whose_bytes_changed_is_not_taken(program: bytes, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "scorer.pt2").write_bytes(program)
+    path = load(spec(tmp_path, {"program": "scorer.pt2"}), root).path
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    scorer = Model(root, "ctr").attach().header.scorer
+    assert scorer
+    data[scorer.offset + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SegmentError, match="the checksum of the scorer is wrong"):
+        Model(root, "ctr").attach()
+
+
+@pytest.mark.parametrize(
+    ("scorer", "features", "message"),
+    [
+        ({"program": "nowhere.pt2"}, None, "nowhere.pt2 cannot be read: No such file"),
+        ({"program": "s.pt2", "inputs": {"other": "user"}}, None, "has no input 'other'; it has: user, clicked, context"),
+        (
+            {"program": "s.pt2", "inputs": {"user": "clicked"}},
+            None,
+            r"takes \[batch, 8\], the vectors of feature 'clicked' are 4 wide",
+        ),
+        ({"program": "s.pt2"}, {"user": {"pooling": "none"}}, "is the feature 'user', which is not pooled"),
+        ({"program": "s.pt2"}, {"other": {"table": "user"}}, "no input of the program is a feature"),
+        ({"program": "s.pt2", "inputs": {"context": "nothing"}}, None, "expected input = feature"),
+        ({"kind": "dot", "features": ["user", "clicked"]}, None, "dot of vectors that are 8 and 4 wide"),
+        ({"kind": "dot", "features": ["user"]}, None, "expected two of: clicked, user"),
+        ({"kind": "euclid", "features": ["user", "clicked"]}, None, "kind is 'euclid'; expected one of: dot, cosine"),
+        ({"kind": "dot", "features": ["user", "user"]}, None, "two inputs are the same feature"),
+        ({"program": "s.pt2"}, {"score": {"table": "user"}}, "a feature is called 'score'"),
+    ],
+)
+def test_scorers_that_do_not_fit_are_refused(
+    program: bytes, tmp_path: Path, root: Path, scorer: Any, features: Any, message: str
+) -> None:
+    """Before anything is published."""
+    (tmp_path / "s.pt2").write_bytes(program)
+    with pytest.raises((ProgramError, ModelError), match=message):
+        load(spec(tmp_path, scorer, features), root)
+    assert not Model(root, "ctr").versions()
