@@ -7,14 +7,11 @@ answer matched. With --keep-serving it keeps the server running and prints the c
 
 import argparse
 import contextlib
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +29,7 @@ from quant import RowFormat, choose
 from serving import bench
 from serving.client import Client, Jagged
 from serving.commands import mb, progress_bar
+from serving.local import local_server
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 
@@ -63,26 +61,6 @@ def make_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
         lines += [f"[features.{f}]", f'table = "{table}"', f'pooling = "{pooling}"']
     (folder / "model.toml").write_text("\n".join(lines) + "\n")
     return folder / "model.toml", values
-
-
-@contextlib.contextmanager
-def server(root: Path, port: int = 0) -> Iterator[tuple[str, int]]:
-    """`tableside serve` with two workers; yields (url, process id), and stops it."""
-    command = [sys.executable, "-m", "serving.cli", "serve", "demo", "--root", root, "--port", port, "--workers", 2]
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the server)
-    process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            log.seek(0)
-            raise SystemExit(f"the server did not start:\n{log.read()}")
-        yield found[0], process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        process.stdout.close()
-        log.close()
 
 
 @dataclass(frozen=True)
@@ -223,7 +201,8 @@ def run(root: Path, folder: Path, keep_serving: bool) -> int:
         loaded = load(spec, root, progress=progress)
     segment = Segment(loaded.path)
     print_tables(loaded, segment, values)
-    with server(root, 8000 if keep_serving else 0) as (url, pid):
+    with local_server(["demo"], root=root, workers=2, port=8000 if keep_serving else 0) as server:
+        url, pid = server.url, server.pid
         compared, wrong = ask(url, values)
         print_memory(pid, root, loaded.segment_bytes)
         print_throughput(url)

