@@ -74,7 +74,8 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
             path = model.partial_path(version)
             try:
                 source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint(matrices.values())}
-                writer = SegmentWriter(path, replace(_plan(spec, matrices, version, source), scorer=scorer), program)
+                header = replace(_plan(spec, matrices, version, source), scorer=scorer, evaluation=spec.evaluation)
+                writer = SegmentWriter(path, header, program)
                 try:
                     job = _Load(checkpoint, matrices, writer, backend, settings, progress)
                     job.run()

@@ -21,6 +21,12 @@
     kind = "dot"                              # dot, cosine
     features = ["user", "item"]
 
+    [eval]                                    # optional: what the columns of evaluation data are called
+    label = "clicked"                         # 0 or 1
+    [eval.columns]
+    user = "user_id"                          # only where the column is not called like the feature or dense tensor
+    context = ["hour", "price"]               # a dense tensor: columns of numbers, or one of lists
+
 A model without `features` has one sum-pooled feature a table, named after it.
 """
 
@@ -76,6 +82,14 @@ class ScorerSpec:
 
 
 @dataclass(frozen=True)
+class EvalSpec:
+    """Columns of evaluation data. columns: (feature or dense tensor, its columns), where the names differ."""
+
+    label: str | None = None
+    columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A whole model.toml."""
 
@@ -84,6 +98,7 @@ class ModelSpec:
     tables: tuple[TableSpec, ...]
     features: tuple[Feature, ...]
     scorer: ScorerSpec | None = None
+    evaluation: EvalSpec | None = None
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -111,7 +126,7 @@ def read_model(path: Path) -> ModelSpec:
 
 def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     """Builds the specification from parsed TOML; paths are relative to `folder`."""
-    _only(raw, "the top level", {"name", "checkpoint", "tables", "features", "scorer"})
+    _only(raw, "the top level", {"name", "checkpoint", "tables", "features", "scorer", "eval"})
     checkpoint = raw.get("checkpoint")
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ModelError(f"checkpoint is {checkpoint!r}; expected the path of a file or folder")
@@ -122,7 +137,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(Feature(t.name, t.name) for t in tables)
     scorer = _scorer(raw["scorer"], {f.name for f in features}, folder) if "scorer" in raw else None
-    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features, scorer)
+    evaluation = _evaluation(raw["eval"]) if "eval" in raw else None
+    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features, scorer, evaluation)
 
 
 def _section(raw: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -184,6 +200,24 @@ def _scorer(raw: Any, features: set[str], folder: Path) -> ScorerSpec:
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(f, str) and f in features for f in pair):
         raise ModelError(f"[scorer]: features are {pair!r}; expected two of: {', '.join(sorted(features))}")
     return ScorerSpec(kind, features=tuple(pair))
+
+
+def _evaluation(raw: Any) -> EvalSpec:
+    if not isinstance(raw, dict):
+        raise ModelError("eval: expected a section [eval]")
+    _only(raw, "[eval]", {"label", "columns"})
+    label, columns = raw.get("label"), raw.get("columns", {})
+    if label is not None and (not isinstance(label, str) or not label):
+        raise ModelError(f"[eval]: label is {label!r}; expected the name of a column")
+    if not isinstance(columns, dict):
+        raise ModelError(f"[eval]: columns are {columns!r}; expected name = column, or name = [columns]")
+    found = []
+    for name, value in columns.items():
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not listed or not all(isinstance(c, str) and c for c in listed):
+            raise ModelError(f"[eval.columns]: {name} is {value!r}; expected a column's name, or a list of them")
+        found.append((name, tuple(listed)))
+    return EvalSpec(label, tuple(found))
 
 
 def write_model(spec: ModelSpec, skipped: list[str]) -> str:

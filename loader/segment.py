@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from loader.errors import SegmentError
 from loader.memory import Mapping, reserve
-from loader.model import Feature
+from loader.model import EvalSpec, Feature
 from quant import RowFormat, Table
 
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 1
@@ -103,11 +103,13 @@ class Header:
     source: dict[str, Any] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)
     scorer: StoredScorer | None = None
+    evaluation: EvalSpec | None = None
 
     def to_json(self) -> bytes:
         raw = asdict(self)
-        if self.scorer is None:
-            del raw["scorer"]  # a version without one reads as it always did
+        for name in ("scorer", "evaluation"):
+            if raw[name] is None:
+                del raw[name]  # a version without one reads as it always did
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -117,6 +119,9 @@ class Header:
         raw["features"] = tuple(Feature(**f) for f in raw["features"])
         if scorer := raw.get("scorer"):
             raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
+        if evaluation := raw.get("evaluation"):
+            columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
+            raw["evaluation"] = EvalSpec(evaluation["label"], columns)
         return cls(**raw)
 
     @property

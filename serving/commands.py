@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
@@ -29,6 +30,10 @@ from serving import wire
 from serving.client import Client
 from serving.errors import ServingError
 from serving.settings import RootSettings, ServerSettings, given
+
+if TYPE_CHECKING:
+    from serving.evaluation.run import Report
+    from serving.evaluation.work import Candidate
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -284,6 +289,65 @@ def score(options: argparse.Namespace) -> int:
     for number, row in enumerate(np.atleast_1d(scores)):
         console.print(f"{number} {' '.join(f'{x:.6f}' for x in np.atleast_1d(row))}")
     return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Scores a data set; prints the figures. Exit code 3: the gate did not pass."""
+    from serving.evaluation.run import EvalSettings
+    from serving.evaluation.run import evaluate as run
+
+    root = _root(options)
+    names = [options.model, *([options.against] if options.against else [])]
+    candidates = [_candidate(name, root) for name in names]
+    if options.max_ne_increase is not None and not options.against:
+        raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
+    server = ServerSettings(**{**given(options, ServerSettings), "root": root})
+    settings = EvalSettings(
+        options.data,
+        options.out,
+        server.workers,
+        options.label,
+        options.slice,
+        options.shard_rows,
+        options.batch,
+        options.max_ne_increase,
+    )
+    with progress_bar("evaluating") as progress:
+        report = run(candidates, settings, server, progress)
+    _print_report(report)
+    return 3 if report.passed is False else 0
+
+
+def _candidate(text: str, root: Path) -> "Candidate":
+    """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated."""
+    from serving.evaluation.work import Candidate
+
+    if text.endswith(".toml"):
+        spec = read_model(Path(text))
+        with progress_bar(f"loading {spec.name}") as progress:
+            loaded = load_model(spec, root, LoadSettings(activate=False), progress)
+        console.print(f"loaded {loaded.model} version {loaded.version}, not activated")
+        return Candidate(loaded.model, loaded.version)
+    name, at, version = text.partition("@")
+    if at and not version.isdecimal():
+        raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")
+    return Candidate(check_name(name), int(version) if at else Model(root, name).current())
+
+
+def _print_report(report: "Report") -> None:
+    speed = f", {report.rows_per_s:,.0f} rows/s" if report.rows > report.resumed_rows else ""
+    resumed = f", {report.resumed_rows:,} of them by an earlier run" if report.resumed_rows else ""
+    console.print(f"{report.rows:,} rows in {report.seconds:.1f} s{speed}{resumed}")
+    table = Table("", "rows", "positives", "log loss", "NE", "AUC", "calibration", box=None)
+    for title, found in (("all", report.overall), *report.slices.items()):
+        for name, q in zip(report.candidates, found, strict=True):
+            figures = ("-" if x is None else f"{x:.6f}" for x in (q.log_loss, q.ne, q.auc, q.calibration))
+            table.add_row(f"{title}  {name}", f"{q.rows:,}", f"{q.positives:,}", *figures)
+    console.print(table)
+    if report.ne_increase is not None:
+        console.print(f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}")
+    if report.passed is not None:
+        console.print("passed" if report.passed else "FAILED: the increase of NE is larger than --max-ne-increase allows")
 
 
 def _parse_dense(text: str) -> tuple[str, list[list[float]]]:

@@ -1,0 +1,213 @@
+"""Data sets: Parquet and JSON Lines, cut into shards, read batch by batch into ids, dense tensors and labels.
+
+A shard is a run of rows of one file: whole row groups of a Parquet file, or whole lines of a JSON Lines file. A feature's column
+holds one id a row, or a list of them (null: an empty bag); a dense tensor is one column of lists, or several of numbers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from serving.errors import ServingError
+
+try:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise ServingError(f"pyarrow does not import ({error}); install tableside[eval]") from error
+
+_SUFFIXES = (".parquet", ".jsonl", ".ndjson")
+_SCAN_BYTES = 1 << 24
+
+
+class DataError(ServingError):
+    """A data set that cannot be read, or holds something else than the model's inputs."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows [start, start + rows) of a file. first, last: row groups [first, last), or bytes."""
+
+    number: int
+    file: str
+    start: int
+    rows: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of a shard: its columns by name, and the number of its first row in the file."""
+
+    file: str
+    start: int
+    columns: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def where(self, row: int) -> str:
+        """A row of the batch, for a person."""
+        return f"{self.file}, row {self.start + row}"
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files of a data set: `path` itself, or all files of known kinds in the folder."""
+    files = sorted(f for f in path.rglob("*") if f.suffix in _SUFFIXES) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}")
+    for file in files:
+        if file.suffix not in _SUFFIXES:
+            raise DataError(f"{file}: expected a file that ends in {', '.join(_SUFFIXES)}, or a folder of them")
+        if not file.is_file():
+            raise DataError(f"{file} does not exist")
+    return files
+
+
+def plan_shards(files: Sequence[Path], rows: int) -> list[Shard]:
+    """Shards of about `rows` rows, in order. DataError: a file cannot be read."""
+    shards: list[Shard] = []
+    for file in files:
+        try:
+            ranges = _row_groups(file, rows) if file.suffix == ".parquet" else _lines(file, rows)
+            for start, count, first, last in ranges:
+                shards.append(Shard(len(shards), str(file), start, count, first, last))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{file} cannot be read: {error}") from error
+    return shards
+
+
+def _row_groups(file: Path, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    metadata = pq.read_metadata(file)
+    start = count = first = 0
+    for group in range(metadata.num_row_groups):
+        count += metadata.row_group(group).num_rows
+        if count >= rows or group == metadata.num_row_groups - 1:
+            if count:
+                yield start, count, first, group + 1
+            start, count, first = start + count, 0, group + 1
+
+
+def _lines(file: Path, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    start = count = first = at = 0
+    with file.open("rb") as opened:
+        while block := opened.read(_SCAN_BYTES):
+            for end in np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + at + 1:
+                count += 1
+                if count == rows:
+                    yield start, count, first, int(end)
+                    start, count, first = start + count, 0, int(end)
+            at += len(block)
+            is_open = not block.endswith(b"\n")
+    if at and is_open:  # a last line without a newline
+        count += 1
+    if count:
+        yield start, count, first, at
+
+
+def read(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
+    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no JSON object."""
+    try:
+        batches = _parquet(shard, columns, batch_rows) if shard.file.endswith(".parquet") else _json(shard, columns, batch_rows)
+        yield from batches
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
+
+
+def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
+    with pq.ParquetFile(shard.file) as file:
+        _check_columns(shard.file, columns, file.schema_arrow.names)
+        at = shard.start
+        for batch in file.iter_batches(batch_rows, range(shard.first, shard.last), list(columns)):
+            yield Rows(shard.file, at, {name: batch.column(name) for name in columns})
+            at += batch.num_rows
+
+
+def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
+    with open(shard.file, "rb") as file:
+        file.seek(shard.first)
+        for at in range(0, shard.rows, batch_rows):
+            parsed: dict[str, list[Any]] = {name: [] for name in columns}
+            start = shard.start + at
+            for row in range(min(batch_rows, shard.rows - at)):
+                try:
+                    line = orjson.loads(file.readline())
+                except orjson.JSONDecodeError as error:
+                    raise DataError(f"{shard.file}, row {start + row}: not a line of JSON ({error})") from error
+                if not isinstance(line, dict):
+                    raise DataError(f"{shard.file}, row {start + row}: expected an object")
+                _check_columns(f"{shard.file}, row {start + row}", columns, line)
+                for name in columns:
+                    parsed[name].append(line[name])
+            yield Rows(shard.file, start, {name: pa.array(values) for name, values in parsed.items()})
+
+
+def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:
+    if missing := [name for name in wanted if name not in found]:
+        raise DataError(f"{where} has no column {missing[0]!r}; it has: {', '.join(found)} (map columns in [eval] of model.toml)")
+
+
+def _is_list(column: Any) -> bool:
+    return bool(pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type))
+
+
+def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """A feature's column -> ids int64 [ids], lengths int32 [rows]."""
+    column = rows.columns[name]
+    if pa.types.is_null(column.type):
+        return np.empty(0, np.int64), np.zeros(len(column), np.int32)
+    if _is_list(column):
+        values = column.flatten()
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        values = values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+    else:
+        values = column.drop_null()
+        lengths = column.is_valid().to_numpy(zero_copy_only=False)
+    if not pa.types.is_integer(values.type) or values.null_count:
+        raise DataError(
+            f"{rows.where(0)}: column {name!r} holds {column.type}; expected ids (int64), or lists of them without null"
+        )
+    return np.ascontiguousarray(values.cast(pa.int64()).to_numpy(zero_copy_only=False)), lengths.astype(np.int32)
+
+
+def floats_of(rows: Rows, names: Sequence[str], width: int) -> NDArray[np.float32]:
+    """A dense tensor's columns -> fp32 [rows, width]: one of lists, or `width` of numbers."""
+    if len(names) == 1 and _is_list(column := rows.columns[names[0]]):
+        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+        if (odd := np.flatnonzero(~(lengths == width))).size:
+            raise DataError(f"{rows.where(int(odd[0]))}: column {names[0]!r} has {lengths[odd[0]]} numbers; expected {width}")
+        return _numbers(rows, names[0], column.flatten()).reshape(-1, width)
+    if len(names) != width:
+        raise DataError(f"columns {', '.join(names)} are {len(names)}; the scorer's dense tensor has {width} numbers a row")
+    return np.stack([_numbers(rows, name, rows.columns[name]) for name in names], 1)
+
+
+def _numbers(rows: Rows, name: str, values: Any) -> NDArray[np.float32]:
+    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_boolean(values.type)
+    if not is_number or values.null_count:
+        raise DataError(f"{rows.where(0)}: column {name!r} holds {values.type} with {values.null_count} null; expected numbers")
+    return np.ascontiguousarray(values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
+
+
+def labels_of(rows: Rows, name: str) -> NDArray[np.float32]:
+    """The labels, fp32 [rows] of 0 and 1."""
+    labels = _numbers(rows, name, rows.columns[name])
+    if (odd := np.flatnonzero((labels != 0) & (labels != 1))).size:
+        raise DataError(f"{rows.where(int(odd[0]))}: label {name!r} is {labels[odd[0]]}; expected 0 or 1")
+    return labels
+
+
+def texts_of(rows: Rows, name: str) -> Any:
+    """A column as text, for slices."""
+    column = rows.columns[name]
+    if _is_list(column):
+        raise DataError(f"column {name!r} holds {column.type}; expected one value a row to slice by")
+    return pc.fill_null(column.cast(pa.string()), "null")

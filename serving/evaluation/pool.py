@@ -1,0 +1,122 @@
+"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shard done again."""
+
+import logging
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from loader.errors import LoaderError
+from quant import QuantError
+from serving.errors import ServingError
+from serving.evaluation.data import Shard
+from serving.evaluation.work import Evaluator, Job
+
+logger = logging.getLogger("tableside")
+
+_TRIES = 3  # of a shard, before its data is held to be what kills processes
+
+
+def _work(job: Job, connection: Connection) -> None:
+    """A process of the pool: shards come in, (number of rows, error) go out, until the pool closes its end or is gone."""
+    try:
+        evaluator = Evaluator(job)
+        connection.send((0, None))
+        while (shard := connection.recv()) is not None:
+            connection.send((evaluator.score(shard), None))
+    except (LoaderError, QuantError, ServingError, OSError) as error:
+        connection.send((0, str(error)))
+    except EOFError:
+        return
+
+
+@dataclass
+class _Process:
+    process: Any
+    connection: Connection
+    device: str
+    shard: Shard | None = None
+    is_ready: bool = field(default=False)
+
+
+class Pool:
+    """`workers` processes for one job. on_done(rows): called in this process for each shard that was scored."""
+
+    def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
+        self._job, self._workers, self._on_done = job, workers, on_done
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["serving.evaluation.work"])
+        self._tries: dict[int, int] = {}
+
+    def run(self, shards: Sequence[Shard]) -> None:
+        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every process that takes it."""
+        waiting = deque(shards)
+        running: list[_Process] = []
+        try:
+            devices = self._job.settings.devices
+            for n in range(min(self._workers, len(shards))):
+                running.append(self._start(devices[n % len(devices)] if devices else ""))
+            while waiting or any(p.shard for p in running):
+                for p in running:
+                    if p.is_ready and p.shard is None and waiting:
+                        p.shard = waiting.popleft()
+                        self._send(p)
+                for ready in wait([p.connection for p in running]):
+                    p = next(p for p in running if p.connection is ready)
+                    if not self._receive(p):
+                        running.remove(p)
+                        if p.shard is not None:
+                            waiting.appendleft(p.shard)
+                        running.append(self._start(p.device))
+            for p in running:
+                self._send(p)
+        finally:
+            for p in running:
+                p.connection.close()
+                if p.process.is_alive() and (waiting or p.shard):
+                    p.process.terminate()
+                p.process.join()
+
+    def _start(self, device: str) -> _Process:
+        sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
+        changed = {"devices": (device,) if device else (), "workers": sharing}
+        job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(job, theirs), name="tableside-eval")
+        process.start()
+        theirs.close()
+        return _Process(process, ours, device)
+
+    def _send(self, p: _Process) -> None:
+        try:
+            p.connection.send(p.shard)
+        except OSError:
+            logger.debug("process %s ended before it took a shard", p.process.pid)  # `_receive` sees it too
+
+    def _receive(self, p: _Process) -> bool:
+        """Takes what a process says; False: it died. ServingError: it could not go on."""
+        try:
+            rows, error = p.connection.recv()
+        except (EOFError, OSError):
+            p.process.join()
+            self._died(p)
+            return False
+        if error is not None:
+            raise ServingError(error)
+        if p.shard is not None:
+            self._on_done(rows)
+            p.shard = None
+        p.is_ready = True
+        return True
+
+    def _died(self, p: _Process) -> None:
+        number = -1 if p.shard is None else p.shard.number
+        self._tries[number] = self._tries.get(number, 0) + 1
+        what = "before it was ready" if p.shard is None else f"over {p.shard.file}, rows from {p.shard.start}"
+        logger.warning("process %s ended with %s %s; it is replaced", p.process.pid, p.process.exitcode, what)
+        if self._tries[number] >= _TRIES:
+            raise ServingError(
+                f"{_TRIES} processes ended {what} (the last with exit code {p.process.exitcode}); is there enough memory?"
+            )

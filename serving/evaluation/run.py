@@ -1,0 +1,168 @@
+"""An evaluation from the command to the report: shards planned, scored by a pool, checked to be whole, compared, gated.
+
+OUT/plan.json            what is evaluated on what; an evaluation that was stopped goes on where its plan is the same
+OUT/parts/00000.parquet  row, label, score_0 (and score_1 of --against, slice) of one shard; renamed when whole
+OUT/report.json          the figures
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from loader.segment import Header
+from loader.versions import Model
+from serving.errors import ServingError
+from serving.evaluation.data import Shard, data_files, plan_shards
+from serving.evaluation.pool import Pool
+from serving.evaluation.quality import Quality, quality
+from serving.evaluation.work import Candidate, Job
+from serving.settings import ServerSettings
+
+Progress = Callable[[int, int], None]  # (rows done, rows in all)
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at once."""
+
+    data: Path
+    out: Path
+    workers: int = 1
+    label: str | None = None
+    slice_by: str | None = None
+    shard_rows: int = 65_536
+    batch_rows: int = 4096
+    max_ne_increase: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures of an evaluation. overall, slices: for each candidate, in order; rows_per_s: of the rows scored in this run."""
+
+    candidates: tuple[str, ...]
+    rows: int
+    resumed_rows: int
+    seconds: float
+    overall: tuple[Quality, ...]
+    slices: Mapping[str, tuple[Quality, ...]]
+    ne_increase: float | None
+    passed: bool | None
+
+    @property
+    def rows_per_s(self) -> float:
+        return (self.rows - self.resumed_rows) / self.seconds if self.seconds else 0.0
+
+
+def evaluate(
+    candidates: Sequence[Candidate], settings: EvalSettings, server: ServerSettings, progress: Progress | None = None
+) -> Report:
+    """Scores a data set with the first candidate, and with a second one to compare it with; writes the report.
+
+    LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored stays in OUT.
+    """
+    headers = [Model(server.root, c.model).attach(c.version, "header").header for c in candidates]
+    job = _job(candidates, headers, settings, server)
+    shards = plan_shards(data_files(settings.data), settings.shard_rows)
+    if not shards:
+        raise ServingError(f"{settings.data} has no rows")
+    _open_out(settings, job, headers, shards)
+    left = [s for s in shards if not job.part(s).exists()]
+    total = sum(s.rows for s in shards)
+    resumed = done = total - sum(s.rows for s in left)
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress:
+            progress(done, total)
+
+    advance(0)
+    started = time.monotonic()
+    Pool(job, settings.workers, advance).run(left)
+    seconds = time.monotonic() - started
+    return _report(job, settings, shards, resumed, seconds)
+
+
+def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings) -> Job:
+    for header in headers:
+        if header.scorer is None:
+            raise ServingError(f"{header.model} version {header.version} has no scorer; publish it with [scorer] in model.toml")
+    spec = headers[0].evaluation
+    label = settings.label or (spec.label if spec else None)
+    if not label:
+        raise ServingError("no label is named; say --label COLUMN, or label in [eval] of model.toml")
+    named = dict(spec.columns) if spec else {}
+    inputs = {i.feature or i.name for h in headers if h.scorer for i in h.scorer.inputs}
+    columns = {name: named.get(name, (name,)) for name in sorted(inputs)}
+    parts = settings.out / "parts"
+    return Job(server.root, tuple(candidates), label, columns, settings.slice_by, settings.batch_rows, parts, server)
+
+
+def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shards: Sequence[Shard]) -> None:
+    """Makes OUT, or finds the same plan there; ServingError where it is another's."""
+    files = sorted({s.file for s in shards})
+    stats = {f: [Path(f).stat().st_size, Path(f).stat().st_mtime_ns] for f in files}
+    plan = {
+        "candidates": [[h.model, h.version, h.created] for h in headers],
+        "label": job.label,
+        "columns": {k: list(v) for k, v in job.columns.items()},
+        "slice": job.slice_by,
+        "files": stats,
+        "shards": [asdict(s) for s in shards],
+    }
+    path = settings.out / "plan.json"
+    if path.exists():
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise ServingError(f"{path} is not readable ({error}); remove {settings.out}, or choose another --out") from error
+        if found != plan:
+            different = ", ".join(k for k in plan if not isinstance(found, dict) or found.get(k) != plan[k])
+            raise ServingError(
+                f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"
+            )
+    elif settings.out.exists() and any(settings.out.iterdir()):
+        raise ServingError(f"{settings.out} is not empty and holds no evaluation; choose another --out")
+    job.parts.mkdir(parents=True, exist_ok=True)
+    for stale in job.parts.glob("*.partial-*"):
+        stale.unlink()
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(plan))
+    partial.replace(path)
+
+
+def _report(job: Job, settings: EvalSettings, shards: Sequence[Shard], resumed: int, seconds: float) -> Report:
+    found: dict[str, list[Any]] = {}
+    for shard in shards:
+        part = pq.read_table(job.part(shard))
+        rows = part.column("row").to_numpy()
+        if not np.array_equal(rows, np.arange(shard.start, shard.start + shard.rows)):
+            raise ServingError(f"{job.part(shard)} does not hold each row of its shard once; remove it and evaluate again")
+        for name in part.column_names:
+            values = part.column(name)
+            found.setdefault(name, []).append(values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object))
+    columns = {name: np.concatenate(parts) for name, parts in found.items()}
+    labels, scores = columns["label"], [columns[f"score_{n}"] for n in range(len(job.candidates))]
+    overall = tuple(quality(labels, s) for s in scores)
+    slices = {}
+    if job.slice_by is not None:
+        for value in sorted(set(columns["slice"])):
+            inside = columns["slice"] == value
+            slices[str(value)] = tuple(quality(labels[inside], s[inside]) for s in scores)
+    increase = passed = None
+    if len(overall) == 2 and overall[0].ne is not None and overall[1].ne is not None:
+        increase = overall[0].ne - overall[1].ne
+    if settings.max_ne_increase is not None:
+        if increase is None:
+            raise ServingError("normalized entropy is not defined here (labels of one kind alone?), so nothing can be gated")
+        passed = increase <= settings.max_ne_increase
+    report = Report(tuple(map(str, job.candidates)), len(labels), resumed, seconds, overall, slices, increase, passed)
+    text = json.dumps({**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}, indent=1)
+    (settings.out / "report.json").write_text(text + "\n")
+    return report

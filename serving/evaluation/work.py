@@ -1,0 +1,133 @@
+"""What one process of an evaluation does: attach the versions once, then score shard after shard, a file of scores each."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from loader.versions import Model
+from quant import choose
+from serving.engine import DenseInput, Engine, FeatureInput, Served
+from serving.errors import ApiError
+from serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
+from serving.placement import Placer
+from serving.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A version that is evaluated."""
+
+    model: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.version}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data."""
+
+    root: Path
+    candidates: tuple[Candidate, ...]
+    label: str
+    columns: Mapping[str, tuple[str, ...]]
+    slice_by: str | None
+    batch_rows: int
+    parts: Path
+    settings: ServerSettings
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        named = [c for columns in self.columns.values() for c in columns]
+        return tuple(dict.fromkeys([*named, self.label, *([self.slice_by] if self.slice_by else [])]))
+
+    def part(self, shard: Shard) -> Path:
+        """Where a shard's scores lie: whole, or not at all."""
+        return self.parts / f"{shard.number:05}.parquet"
+
+
+class Evaluator:
+    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them cannot be."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        settings, backend = job.settings, choose(job.settings.backend)
+        placer = Placer(settings, backend)
+        placer.open()
+        self.served: list[Served] = []
+        for candidate in job.candidates:
+            engine = Engine(
+                Model(job.root, candidate.model),
+                backend,
+                placer,
+                threads=settings.threads,
+                verify=settings.verify,
+                max_response_bytes=settings.max_response_bytes,
+            )
+            self.served.append(engine.attach(candidate.version))
+
+    def score(self, shard: Shard) -> int:
+        """Scores a shard and writes its part; returns its rows. DataError: the data does not fit the model."""
+        labels, slices, starts = [], [], []
+        scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
+        for rows in read(shard, self.job.wanted, self.job.batch_rows):
+            labels.append(labels_of(rows, self.job.label))
+            starts.append(np.arange(rows.start, rows.start + rows.size))
+            if self.job.slice_by is not None:
+                slices.append(texts_of(rows, self.job.slice_by))
+            for served, found in zip(self.served, scores, strict=True):
+                found.append(self._score(served, rows))
+        columns: dict[str, Any] = {"row": np.concatenate(starts), "label": np.concatenate(labels)}
+        columns |= {f"score_{n}": np.concatenate(found) for n, found in enumerate(scores)}
+        if self.job.slice_by is not None:
+            columns["slice"] = pa.chunked_array(slices, pa.string())
+        if len(columns["row"]) != shard.rows:
+            raise DataError(f"{shard.file}: {len(columns['row'])} rows were read where {shard.rows} were; it changed meanwhile")
+        table = pa.table(columns, metadata={"file": shard.file})
+        path = self.job.part(shard)
+        partial = path.with_suffix(f".partial-{os.getpid()}")
+        pq.write_table(table, partial)
+        partial.replace(path)
+        return shard.rows
+
+    def _score(self, served: Served, rows: Rows) -> NDArray[np.float32]:
+        scorer = served.scorer
+        assert scorer is not None
+        features, dense, at = [], [], 0
+        parts: list[NDArray[Any]] = []
+        for i in scorer.inputs:
+            columns = self.job.columns[i.feature or i.name]
+            if i.feature is None:
+                values = floats_of(rows, columns, i.width)
+                dense.append(DenseInput(i.name, at, rows.size, i.width))
+                parts.append(values)
+                at += values.nbytes
+                continue
+            ids, lengths = ids_of(rows, columns[0])
+            features.append(FeatureInput(i.feature, at, ids.size, rows.size, 0, at + ids.nbytes))
+            parts += [ids, lengths]
+            at += ids.nbytes + lengths.nbytes
+        try:
+            batch = served.batch(features, dense, score=True)
+            inputs = b"".join(part.tobytes() for part in parts)
+            buffer = batch.run(inputs)
+            assert batch.scoring is not None
+            batch.scoring.run(inputs, buffer)
+        except ApiError as error:
+            raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
+        scores = batch.scoring.output.view(buffer)
+        if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
+            raise DataError(
+                f"{rows.where(0)} and on: scores of {served.header.model} lie in [{scores.min()}, {scores.max()}]; expected "
+                "probabilities: end the scorer with a sigmoid"
+            )
+        return scores.copy()

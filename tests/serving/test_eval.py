@@ -1,0 +1,324 @@
+"""`tableside eval`: Parquet and JSON Lines, one process and several, killed and stopped, compared and gated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tables
+import torch
+from scorers import Ctr, exported
+from support import rows_of, run_tableside, until
+
+from loader.load import load
+from loader.memory import processes_below
+from loader.model import parse_model
+from loader.versions import Model
+from serving.evaluation.data import plan_shards
+from serving.evaluation.quality import auc, quality
+
+TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
+ROWS = 5000
+
+
+def model(folder: Path, row_format: str = "fp32", **change: Any) -> Path:
+    """Writes a checkpoint, a scorer and their model.toml."""
+    np.savez(folder / "c.npz", **TABLES)
+    (folder / "scorer.pt2").write_bytes(exported(Ctr(8, 4, 3), user=8, clicked=4, context=3))
+    text = f"""
+name = "ctr"
+checkpoint = "c.npz"
+[tables.user]
+key = "user"
+row_format = "{row_format}"
+[tables.item]
+key = "item"
+row_format = "{row_format}"
+[features.user]
+[features.clicked]
+table = "item"
+pooling = "mean"
+[scorer]
+program = "{change.get("program", "scorer.pt2")}"
+[eval]
+label = "label"
+[eval.columns]
+user = "user_id"
+context = ["a", "b", "c"]
+"""
+    path = folder / f"{row_format}.toml"
+    path.write_text(text)
+    return path
+
+
+def publish(root: Path, folder: Path, row_format: str = "fp32", **change: Any) -> None:
+    import tomllib
+
+    load(parse_model(tomllib.loads(model(folder, row_format, **change).read_text()), folder), root)
+
+
+def data(rows: int = ROWS) -> dict[str, Any]:
+    """One id a row, lists of ids with empty and missing ones, numbers, a kind, and labels that follow the model's scores."""
+    rng = np.random.default_rng(0)
+    clicked = [rng.integers(0, 300, rng.integers(0, 6)).tolist() for _ in range(rows)]
+    clicked[3] = None
+    columns: dict[str, Any] = {"user_id": rng.integers(0, 500, rows).tolist(), "clicked": clicked}
+    columns |= {name: rng.standard_normal(rows).astype(np.float32).tolist() for name in "abc"}
+    columns["kind"] = [("new", "old", None)[n] for n in rng.integers(0, 3, rows)]
+    columns["label"] = (rng.random(rows) < scores_of(columns)).astype(int).tolist()
+    return columns
+
+
+def scores_of(columns: dict[str, Any]) -> np.ndarray:
+    """What the model gives, from the original rows."""
+    item, user = TABLES["item"].astype(np.float64), TABLES["user"][columns["user_id"]]
+    clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(np.float32)
+    context = np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
+    with torch.inference_mode():
+        found: np.ndarray = Ctr(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
+    return found
+
+
+def write(folder: Path, columns: dict[str, Any], kind: str = "parquet") -> Path:
+    """Two files, of several row groups or lines."""
+    path = folder / f"data-{kind}"
+    path.mkdir()
+    half = len(columns["label"]) // 2
+    for n, part in enumerate((slice(0, half), slice(half, None))):
+        cut = {name: values[part] for name, values in columns.items()}
+        if kind == "parquet":
+            pq.write_table(pa.table(cut), path / f"{n}.parquet", row_group_size=400)
+        else:
+            lines = [json.dumps(dict(zip(cut, row, strict=True))) for row in zip(*cut.values(), strict=True)]
+            (path / f"{n}.jsonl").write_text("\n".join(lines) + ("\n" if n else ""))
+    return path
+
+
+def evaluate(root: Path, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return run_tableside("eval", *arguments, "--root", root, timeout_s=timeout_s)
+
+
+def parts(out: Path) -> Any:
+    return pa.concat_tables([pq.read_table(p) for p in sorted((out / "parts").glob("*.parquet"))])
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("parquet", 2), ("jsonl", 1)])
+def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: str, workers: int) -> None:
+    publish(root, tmp_path)
+    columns = data()
+    out = tmp_path / "out"
+    path = write(tmp_path, columns, kind)
+    result = evaluate(
+        root, "ctr", path, "--out", out, "--workers", workers, "--shard-rows", 700, "--batch", 300, "--slice", "kind"
+    )
+    assert result.returncode == 0, result.stderr
+    found = parts(out)
+    assert found.column("row").to_pylist() == [*range(ROWS // 2)] * 2
+    assert found.column("label").to_pylist() == columns["label"]
+    wanted = scores_of(columns)
+    np.testing.assert_allclose(found.column("score_0").to_numpy(), wanted, rtol=1e-4, atol=1e-6)
+    report = json.loads((out / "report.json").read_text())
+    truth = quality(np.array(columns["label"]), found.column("score_0").to_numpy())
+    assert report["overall"][0] == {**truth.__dict__}
+    assert set(report["slices"]) == {"new", "old", "null"}
+    assert sum(q[0]["rows"] for q in report["slices"].values()) == ROWS
+    assert 0 < report["overall"][0]["ne"] < 1 and report["rows_per_s"] > 0
+    assert "null  ctr@1" in result.stdout
+
+
+def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
+    """int8 passes; int2 does not, with exit code 3. The model.toml of a format is loaded for it, not activated."""
+    publish(root, tmp_path)
+    path = write(tmp_path, data())
+    gate = ("--against", "ctr@1", "--max-ne-increase", 0.0005, "--shard-rows", 2000)
+    int8 = evaluate(root, model(tmp_path, "int8"), path, "--out", tmp_path / "int8", *gate)
+    assert int8.returncode == 0, int8.stderr + int8.stdout
+    assert "loaded ctr version 2, not activated" in int8.stdout and "passed" in int8.stdout
+    int2 = evaluate(root, model(tmp_path, "int2"), path, "--out", tmp_path / "int2", *gate)
+    assert int2.returncode == 3, int2.stdout
+    assert "FAILED: the increase of NE is larger" in int2.stdout
+    report = json.loads((tmp_path / "int2" / "report.json").read_text())
+    assert report["candidates"] == ["ctr@3", "ctr@1"] and report["passed"] is False
+    assert report["ne_increase"] == pytest.approx(report["overall"][0]["ne"] - report["overall"][1]["ne"])
+    assert Model(root, "ctr").current() == 1
+
+
+def begin(root: Path, *arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "serving.cli", "eval", *map(str, arguments), "--root", str(root)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def workers_of(process: "subprocess.Popen[str]", root: Path) -> list[int]:
+    """Processes that have the model mapped."""
+
+    def maps(pid: int) -> bool:
+        try:
+            return str(root / "ctr") in Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            return False
+
+    return [p for p in processes_below(process.pid) if maps(p)]
+
+
+def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
+    """Every row is still there once; what was begun is begun again."""
+    publish(root, tmp_path)
+    columns = data(40_000)
+    path, out = write(tmp_path, columns), tmp_path / "out"
+    process = begin(root, "ctr", path, "--out", out, "--workers", 2, "--shard-rows", 400, "--batch", 8)
+    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
+    victims = workers_of(process, root)
+    os.kill(victims[0], signal.SIGKILL)
+    until(lambda: set(workers_of(process, root)) - set(victims), 60, what="a replacement")
+    output, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    assert "ended with -9" in error and "it is replaced" in error
+    found = parts(out)
+    assert found.column("row").to_pylist() == [*range(20_000)] * 2
+    np.testing.assert_allclose(found.column("score_0").to_numpy(), scores_of(columns), rtol=1e-4, atol=1e-6)
+    assert not list((out / "parts").glob("*.partial*"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """What is whole is kept, what is not is done again; no process stays behind."""
+    publish(root, tmp_path)
+    columns = data(20_000)
+    path, out = write(tmp_path, columns), tmp_path / "out"
+    arguments = ("ctr", path, "--out", out, "--shard-rows", 400, "--batch", 8)
+    process = begin(root, *arguments)
+    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
+    below = processes_below(process.pid)
+    process.send_signal(how)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, -9)
+    until(lambda: not any(Path(f"/proc/{p}").exists() for p in below), 20, what="its processes to end")
+    kept = {p: p.stat().st_mtime_ns for p in (out / "parts").glob("*.parquet")}
+    assert 3 < len(kept) < 50
+    result = evaluate(root, *arguments[:4], *arguments[4:6], "--batch", 4096, "--workers", 2)
+    assert result.returncode == 0, result.stderr
+    assert "of them by an earlier run" in result.stdout
+    assert all(p.stat().st_mtime_ns == at for p, at in kept.items())
+    assert parts(out).num_rows == 20_000
+    np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-4, atol=1e-6)
+
+
+def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> None:
+    publish(root, tmp_path)
+    columns = data(100)
+    path, out = write(tmp_path, columns), tmp_path / "out"
+    assert evaluate(root, "ctr", path, "--out", out).returncode == 0
+    result = evaluate(root, "ctr", path, "--out", out, "--slice", "kind")
+    assert result.returncode == 1
+    assert "holds another evaluation (different: slice); remove it, or choose another --out" in result.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    assert "is not empty and holds no evaluation" in evaluate(root, "ctr", path, "--out", other).stderr
+    assert [p.name for p in other.iterdir()] == ["precious"]
+
+
+def change(name: str, value: Any, row: int = 17) -> Callable[[dict[str, Any]], None]:
+    def run(columns: dict[str, Any]) -> None:
+        columns[name][row] = value
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change("label", 2), "0.{0}, row 17: label 'label' is 2.0; expected 0 or 1"),
+        (change("user_id", 500), "0.{0}, row 0 and on, a batch of 50: feature 'user': id 500 at position 17 is outside"),
+        (change("a", None), "column 'a' holds"),
+        (lambda c: c.pop("b"), "has no column 'b'"),
+        (lambda c: c.update(clicked=["x"] * 100), "column 'clicked' holds string; expected ids (int64)"),
+    ],
+    ids=["label", "id", "null", "column", "type"],
+)
+def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any, message: str, kind: str) -> None:
+    publish(root, tmp_path)
+    columns = data(100)
+    damage(columns)
+    result = evaluate(root, "ctr", write(tmp_path, columns, kind), "--out", tmp_path / "out")
+    assert result.returncode == 1
+    assert message.format(kind) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_files_that_cannot_be_read_are_named(root: Path, tmp_path: Path) -> None:
+    publish(root, tmp_path)
+    for name, content, message in (
+        ("a.csv", b"", "expected a file that ends in .parquet, .jsonl, .ndjson"),
+        ("a.parquet", b"not parquet", "a.parquet cannot be read"),
+        ("a.jsonl", b"{}\nnot json\n", "a.jsonl, row 0 has no column"),
+        ("b.jsonl", b"not json\n", "b.jsonl, row 0: not a line of JSON"),
+        ("c.jsonl", b"", "c.jsonl has no rows"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        result = evaluate(root, "ctr", tmp_path / name, "--out", tmp_path / f"out-{name}")
+        assert result.returncode == 1
+        assert message in result.stderr, result.stderr
+
+
+def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, data(10))
+    np.savez(tmp_path / "p.npz", t=rows_of(5, 4))
+    load(parse_model({"name": "plain", "checkpoint": "p.npz", "tables": {"t": {"key": "t"}}}, tmp_path), root)
+    for arguments, message in (
+        (("plain", path), "plain version 1 has no scorer; publish it with [scorer]"),
+        (("nothing", path), "nothing"),
+        (("plain@x", path), "expected MODEL, MODEL@VERSION or a model.toml"),
+        (("plain", path, "--max-ne-increase", 0), "say --against"),
+    ):
+        result = evaluate(root, *arguments, "--out", tmp_path / "out")
+        assert result.returncode == 1
+        assert message in result.stderr
+
+
+def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path) -> None:
+    """Workers spread over devices, lookups by the fused kernel."""
+    publish(root, tmp_path)
+    columns = data(600)
+    device = tables.serve_device()
+    out = tmp_path / "out"
+    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5)
+
+
+def test_shards_hold_every_row_once(tmp_path: Path) -> None:
+    """Whole row groups, and lines counted over blocks, with and without a newline at the end."""
+    lines = [b'{"n": %d}' % n for n in range(1000)]
+    for end in (b"", b"\n"):
+        (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + end)
+        shards = plan_shards([tmp_path / "a.jsonl"], 300)
+        assert [(s.start, s.rows) for s in shards] == [(0, 300), (300, 300), (600, 300), (900, 100)]
+        content = (tmp_path / "a.jsonl").read_bytes()
+        assert b"".join(content[s.first : s.last] for s in shards) == content
+    pq.write_table(pa.table({"n": range(1000)}), tmp_path / "a.parquet", row_group_size=130)
+    shards = plan_shards([tmp_path / "a.parquet"], 300)
+    assert [(s.start, s.rows, s.first, s.last) for s in shards] == [(0, 390, 0, 3), (390, 390, 3, 6), (780, 220, 6, 8)]
+
+
+def test_figures_of_quality() -> None:
+    """Against their definitions, with ties; and undefined ones are None."""
+    rng = np.random.default_rng(0)
+    labels, scores = rng.integers(0, 2, 300), np.round(rng.random(300), 1)
+    positive, negative = scores[labels == 1], scores[labels == 0]
+    wins = (positive[:, None] > negative).sum() + 0.5 * (positive[:, None] == negative).sum()
+    assert auc(labels, scores) == pytest.approx(wins / (positive.size * negative.size))
+    found = quality(labels, np.full(300, labels.mean()))
+    assert found.ne == pytest.approx(1) and found.auc == 0.5 and found.calibration == pytest.approx(1)
+    assert quality(labels, labels.astype(float)).ne == pytest.approx(0, abs=1e-5)
+    assert quality(np.zeros(3), np.full(3, 0.5)).ne is None
+    assert quality(np.empty(0), np.empty(0)).log_loss is None
