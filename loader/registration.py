@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import os
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -59,8 +60,9 @@ class Registration:
             code = int(cudart.cudaHostRegister(self.address, self.size, flags))
             self.seconds = time.perf_counter() - started
         if code:
+            _forget_error(cudart)
             raise RegistrationError(_explain(code, segment, self.is_read_only))
-        self._undo = weakref.finalize(self, _unregister, cudart, segment.mapping)
+        self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
 
     def view(self, offset: int, size: int) -> "torch.Tensor":
         """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written to."""
@@ -72,12 +74,32 @@ class Registration:
 
     def close(self) -> None:
         """Undoes the registration now; the caller has let go of all views. Safe to call twice."""
-        self._undo()
+        if undo := self._undo.detach():
+            _unregister(*undo[2])
 
 
 def _unregister(cudart: Any, mapping: Mapping) -> None:
     # `mapping` is an argument so that it cannot be unmapped before.
     cudart.cudaHostUnregister(mapping.address)
+
+
+def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
+    """On a thread: unlocking the pages of 100 GB takes seconds, and the last reference may go in the middle of a request."""
+    thread = threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending
+        _unregister(cudart, mapping)
+
+
+def _forget_error(cudart: Any) -> None:
+    """CUDA hands a failed call's error to the next one that asks in this thread, which would be torch's, for something else."""
+    if hasattr(cudart, "cudaGetLastError"):
+        cudart.cudaGetLastError()
+        return
+    loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line}  # noqa: SIM115
+    for path in loaded:
+        ctypes.CDLL(path).cudaGetLastError()
 
 
 def _runtime(device: Any) -> Any:

@@ -91,6 +91,28 @@ class Table:
         return self.packed.ctypes.data
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What a GPU's kernel is compiled for. formats: a bit for each row format; whole_words: 32-bit words tile every row's values.
+
+    Tables that are used together share one, so that all that is compiled for them is compiled when they are first used.
+    """
+
+    formats: int = 0
+    whole_words: bool = True
+
+    def __or__(self, other: "Variant") -> "Variant":
+        return Variant(self.formats | other.formats, self.whole_words and other.whole_words)
+
+    @classmethod
+    def of(cls, *tables: Table) -> "Variant":
+        """For these tables."""
+        formats = 0
+        for table in tables:
+            formats |= 1 << table.row_format
+        return cls(formats, all(t.dim * t.row_format.bits % 32 == 0 for t in tables))
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
     """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.
@@ -102,6 +124,7 @@ class DeviceTable:
     address: int
     in_hbm: bool
     memory: Any
+    variant: Variant
 
     @property
     def rows(self) -> int:

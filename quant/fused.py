@@ -11,9 +11,7 @@ memory, and each piece is copied over while the next one is gathered.
 import ctypes
 import os
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,34 +19,34 @@ import torch
 from numpy.typing import NDArray
 
 from quant import contract
-from quant.contract import Backend, CpuBackend, DeviceTable, Floats, Ids, Lengths, Lookup, Plan, Pooling, Precision, Table
+from quant.contract import (
+    Backend,
+    CpuBackend,
+    DeviceTable,
+    Floats,
+    Ids,
+    Lengths,
+    Lookup,
+    Plan,
+    Pooling,
+    Precision,
+    Table,
+    Variant,
+)
 from quant.errors import BadIds, MissingBackend, QuantError
 
 try:
     from quant import fused_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[cuda], or serve without --devices") from error
-from quant.fused_kernel import FIELDS, Field
-from quant.fused_plan import Bases, Layout, Shape, Shapes, aligned
+from quant.fused_batch import Batch, Buffer, Buffers, Caches, Clock, Group, Times, jobs_on_device
+from quant.fused_plan import Layout, Shape, Shapes
 
 INTERPRETER = "interpreter"
 GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers them
 _INTERPRETED = Shapes(Shape(2, 1024, 4), Shape(1, 1024, 4))  # a program costs milliseconds there, whatever its width
 _STARTS_BLOCK = 1024
-_SMALLEST = 4096  # bytes of a buffer
 _COPY_PIECE = 64 << 20
-
-Buffer = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Where the time of a batch went, in seconds: staging on the host, the copy in, kernels, the copy out."""
-
-    staging: float
-    copy_in: float
-    kernels: float
-    copy_out: float
 
 
 class FusedPlan(Plan):
@@ -56,12 +54,24 @@ class FusedPlan(Plan):
 
     def __init__(self, fused: "Fused", layout: Layout) -> None:
         self._fused, self.layout = fused, layout
+        self._runs = 0
         self._alone: tuple[torch.Tensor, list[Group]] | None = None
 
-    def alone(self) -> "list[Group]":
-        """What is to be launched where this plan is a whole batch; its jobs are on the device from the first call on."""
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that a run takes of the buffers that the requests of a batch share."""
+        return self.layout.staged_bytes
+
+    def alone(self) -> "list[Group] | None":
+        """What is to be launched where this plan is a whole batch: from its second run on its jobs are on the device.
+
+        Not so where rows are gathered: they lie wherever the buffer for them does.
+        """
+        self._runs += 1
+        if self.layout.gathers or self._runs < 2:
+            return None
         if self._alone is None:
-            self._alone = _on_device(self.layout, self._fused.device)
+            self._alone = jobs_on_device(self.layout, self._fused.device)
         return self._alone[1]
 
     def run(self, inputs: Any, outputs: Any) -> None:
@@ -105,10 +115,9 @@ class Fused(Backend):
             )
         self.shapes = shapes or (_INTERPRETED if self.is_interpreted else Shapes())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
-        self._formats, self._whole_words = 0, True  # of all tables that were ever placed: what the kernel is compiled for
         self._lock = threading.Lock()
         self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._buffers = _Buffers(self.device)
+        self._buffers = Buffers(self.device)
 
     @property
     def description(self) -> str:
@@ -122,41 +131,49 @@ class Fused(Backend):
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
-    def is_lost(self, error: BaseException) -> bool:
-        """Whether an error of `run` leaves the device unusable for this process, as most errors of CUDA do."""
-        return isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+    def is_lost(self) -> bool:
+        """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for what runs."""
+        if self.is_interpreted:
+            return False
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return True
+        return False
+
+    def trim(self) -> None:
+        """Gives the device's memory that nothing uses back to it, for other processes."""
+        if not self.is_interpreted:
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
 
     # ---- tables ----
 
-    def hold(self, table: Table, source: torch.Tensor | None = None) -> DeviceTable:
-        """Copies a table to the device's memory. source: its rows, uint8 [bytes], where they copy faster (registered memory).
+    def hold(self, table: Table, source: torch.Tensor | None = None, variant: Variant | None = None) -> DeviceTable:
+        """Copies a table to the device's memory, and waits for it.
 
-        QuantError: it does not fit.
+        source: its rows, uint8 [bytes], where they copy faster (registered memory). variant: of all tables that are used
+        together with this one. QuantError: it does not fit.
         """
         try:
             memory = torch.empty(table.packed.size, dtype=torch.uint8, device=self.device)
+            _copy(memory, _bytes_of(table) if source is None else source, is_pinned=source is not None)
         except torch.OutOfMemoryError as error:
             raise QuantError(
                 f"a table of {table.packed.size:,} bytes does not fit on {self.device}; lower --hbm-budget, or choose "
                 f"--placement uvm ({error})"
             ) from error
-        with self._lock:
-            _copy(memory, _bytes_of(table) if source is None else source, is_pinned=source is not None)
-        return self._placed(table, memory, in_hbm=True)
+        return DeviceTable(table, memory.data_ptr(), True, memory, variant or Variant.of(table))
 
-    def view(self, table: Table, rows: torch.Tensor | None) -> DeviceTable:
+    def view(self, table: Table, rows: torch.Tensor | None, variant: Variant | None = None) -> DeviceTable:
         """A table that the device reads where the host holds it. rows: uint8 [bytes] on the device, over registered memory.
 
         None: the table's own memory, which the interpreter reads.
         """
         if rows is None and not self.is_interpreted:
             raise QuantError("a GPU reads registered memory alone; pass the view that loader.registration gives")
-        return self._placed(table, _bytes_of(table) if rows is None else rows, in_hbm=False)
-
-    def _placed(self, table: Table, memory: torch.Tensor, in_hbm: bool) -> DeviceTable:
-        self._formats |= 1 << table.row_format
-        self._whole_words &= table.dim * table.row_format.bits % 32 == 0
-        return DeviceTable(table, memory.data_ptr(), in_hbm, memory)
+        memory = _bytes_of(table) if rows is None else rows
+        return DeviceTable(table, memory.data_ptr(), False, memory, variant or Variant.of(table))
 
     # ---- lookups ----
 
@@ -198,21 +215,24 @@ class Fused(Backend):
         """As `run`, and where the time went."""
         with self._lock:
             if self._stream is None:
-                return self._run(requests, timed)
+                with np.errstate(all="ignore"):  # a GPU does not warn either
+                    return self._run(requests, timed)
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                return self._run(requests, timed)
+                try:
+                    return self._run(requests, timed)
+                except BaseException:
+                    self._stream.synchronize()  # what is under way reads and writes the buffers of the next batch
+                    raise
 
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
-        clock = _Clock(self._stream) if timed else None
+        clock = Clock(self._stream) if timed else None
         plans = [_fused(plan) for plan, _ in requests]
-        batch = _Batch(self._buffers, [plan.layout for plan in plans])
+        batch = Batch(self._buffers, [plan.layout for plan in plans])
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:
             clock.mark()
-        # Gathered rows lie wherever the buffer for them does, so their jobs are not the same each time.
-        is_alone = len(plans) == 1 and not plans[0].layout.gathers
-        groups = batch.send(plans[0].alone() if is_alone else None)
+        groups = batch.send(plans[0].alone() if len(plans) == 1 else None)
         if clock:
             clock.mark()
         buffers = self._buffers
@@ -253,17 +273,17 @@ class Fused(Backend):
                     scratch.data_ptr(),
                     outputs.data_ptr(),
                     flags_at,
-                    FORMATS=self._formats,
+                    FORMATS=g.variant.formats,
                     POOLED=g.pooled,
                     WEIGHTED=g.is_weighted,
                     CACHED=g.is_cached,
-                    WHOLE_WORDS=self._whole_words,
+                    WHOLE_WORDS=g.variant.whole_words,
                     ROWS=g.shape.rows,
                     COLUMNS=g.shape.columns,
                     num_warps=g.shape.warps,
                 )
 
-    def prepare(self, plan: FusedPlan, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> "PreparedLookup":
+    def prepare(self, plan: FusedPlan, caches: Caches | None = None) -> "PreparedLookup":
         """A plan for inputs and outputs that are on the device already; its jobs are copied there once.
 
         caches: number of a lookup -> (slots uint8 [slots, row_bytes], locations int32 [ids]): a row whose location is not -1 is
@@ -271,6 +291,13 @@ class Fused(Backend):
         """
         if plan.layout.host is not None or plan.layout.gathers:
             raise QuantError("a plan with lookups that begin on the CPU cannot be prepared; hold its tables on the device")
+        for number, (slots, locations) in (caches or {}).items():
+            wanted = (torch.uint8, torch.int32, self.device, self.device)
+            if (slots.dtype, locations.dtype, slots.device, locations.device) != wanted or number >= len(plan.layout.lookups):
+                raise QuantError(
+                    f"cache of lookup {number}: slots are {slots.dtype} on {slots.device}, locations {locations.dtype} on "
+                    f"{locations.device}; expected uint8 and int32 on {self.device}"
+                )
         return PreparedLookup(self, plan.layout, caches or {})
 
 
@@ -294,233 +321,28 @@ def _bytes_of(table: Table) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
-    """Fills a tensor on a device from the host. Memory that is not page-locked goes through two pieces that are, in turn."""
-    if is_pinned or target.device.type != "cuda":
+    """Fills a tensor on a device from the host, and waits until it is.
+
+    Memory that is not page-locked goes through two pieces that are, in turn.
+    """
+    if target.device.type != "cuda":
         target.copy_(source)
         return
-    pieces = [torch.empty(_COPY_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
     with torch.cuda.device(target.device):
-        for n, start in enumerate(range(0, source.numel(), _COPY_PIECE)):
-            size = min(_COPY_PIECE, source.numel() - start)
+        if is_pinned:
+            target.copy_(source)
+            torch.cuda.current_stream().synchronize()
+            return
+        piece = min(_COPY_PIECE, source.numel())
+        pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for n, start in enumerate(range(0, source.numel(), piece)):
+            size = min(piece, source.numel() - start)
             copied[n % 2].synchronize()
             pieces[n % 2][:size].copy_(source[start : start + size])
             target[start : start + size].copy_(pieces[n % 2][:size], non_blocking=True)
             copied[n % 2].record()
-        torch.cuda.synchronize()
-
-
-class _Buffers:
-    """Memory that the batches of one device share, one at a time; it grows, and stays. The host's side is page-locked.
-
-    in: staged inputs and jobs; rows: gathered rows; out: vectors; scratch: starts of bags; flags: of jobs, on the host.
-    In the interpreter the host's side is the device's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self.host_in, self.device_in = self._pair(_SMALLEST)
-        self.host_rows, self.device_rows = self._pair(_SMALLEST)
-        self.device_out, self.scratch = self.on_device(_SMALLEST), self.on_device(_SMALLEST)
-        self.flags = self.host(_SMALLEST)
-
-    def host(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
-
-    def on_device(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def result(self, size: int) -> torch.Tensor:
-        """Host memory that a caller keeps; torch's allocator of page-locked memory hands it out again afterwards."""
-        return self.host(size)
-
-    def fit(self, inputs: int, rows: int, outputs: int, scratch: int, flags: int) -> None:
-        """Makes room for so many bytes of each."""
-        if inputs > self.host_in.numel():
-            self.host_in, self.device_in = self._pair(_grown(inputs))
-        if rows > self.host_rows.numel():
-            self.host_rows, self.device_rows = self._pair(_grown(rows))
-        if outputs > self.device_out.numel():
-            self.device_out = self.on_device(_grown(outputs))
-        if scratch > self.scratch.numel():
-            self.scratch = self.on_device(_grown(scratch))
-        if flags > self.flags.numel():
-            self.flags = self.host(_grown(flags))
-
-    def _pair(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = self.host(size)
-        return host, self.on_device(size) if self._is_cuda else host
-
-
-def _grown(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class Group:
-    """The pooled or the unpooled jobs of a batch, on the device at addresses `at` and (the job of each program) `programs_at`."""
-
-    pooled: bool
-    shape: Shape
-    jobs: int
-    programs: int
-    first_flag: int
-    has_lengths: bool
-    is_weighted: bool
-    is_cached: bool
-    at: int
-    programs_at: int
-
-
-def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int) -> tuple[bytes, list[Group]]:
-    """The jobs of a batch as bytes that will lie at `address` on the device, and what is to be launched."""
-    parts: list[bytes] = []
-    groups: list[Group] = []
-    at = flag = 0
-    for kind in range(2):
-        members = [layout.groups[kind] for layout in layouts]
-        rows, of_program, jobs, programs = [], [], 0, 0
-        for member, base in zip(members, bases, strict=True):
-            if len(member.rows):
-                rows.append(member.shifted(base, programs).tobytes())
-                of_program.append((member.job_of_program + np.int32(jobs)).tobytes())
-                programs += member.job_of_program.size
-                jobs += len(member.rows)
-        if jobs:
-            programs_at = at + 8 * FIELDS * jobs
-            padding = bytes(-4 * programs % 8)
-            parts += [*rows, *of_program, padding]
-            groups.append(
-                Group(
-                    pooled=members[0].pooled,
-                    shape=members[0].shape,
-                    jobs=jobs,
-                    programs=programs,
-                    first_flag=flag,
-                    has_lengths=any(m.has_lengths for m in members),
-                    is_weighted=any(m.is_weighted for m in members),
-                    is_cached=False,
-                    at=address + at,
-                    programs_at=address + programs_at,
-                )
-            )
-            at = programs_at + 4 * programs + len(padding)
-            flag += jobs
-    return b"".join(parts), groups
-
-
-def _on_device(layout: Layout, device: torch.device) -> tuple[torch.Tensor, list[Group]]:
-    """The jobs of one request on the device, and what is to be launched."""
-    memory = torch.empty(layout.header_bytes, dtype=torch.uint8, device=device)
-    header, groups = _header([layout], [Bases()], memory.data_ptr())
-    memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
-    return memory, groups
-
-
-class _Batch:
-    """Requests that run together: where each one's bytes lie in the shared buffers."""
-
-    def __init__(self, buffers: _Buffers, layouts: list[Layout]) -> None:
-        self._buffers, self._layouts = buffers, layouts
-        inputs = outputs = scratch = rows = header = jobs = 0
-        places = []
-        for layout in layouts:
-            places.append((inputs, outputs, scratch, rows))
-            inputs += aligned(layout.in_bytes)
-            outputs += layout.out_bytes
-            scratch += layout.scratch
-            rows += layout.rows_bytes
-            jobs += layout.jobs
-            header += layout.header_bytes
-        buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
-        self.out_bytes = outputs
-        self._header_at = inputs
-        self._rows_at = [p[3] for p in places]
-        address = buffers.device_rows.data_ptr()
-        self._bases = [Bases(i, o, s, address + r) for i, o, s, r in places]
-        self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
-        self._flags = self.flags.numpy()
-        self._flags[:] = 0
-        self._host = buffers.host_in.numpy()
-        self._answers: list[Buffer | None] = [None] * len(layouts)
-        self._failed = [False] * len(layouts)
-
-    def stage(self, n: int, inputs: Any) -> None:
-        """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
-        layout, base = self._layouts[n], self._bases[n]
-        source = np.frombuffer(inputs, np.uint8)
-        for m in layout.moves_in:
-            at = base.inputs + m.target
-            self._host[at : at + m.bytes] = source[m.source : m.source + m.bytes]
-        host, device = self._buffers.host_rows, self._buffers.device_rows
-        for gather in layout.gathers:
-            start = self._rows_at[n] + gather.target
-            piece = host[start : start + gather.bytes]
-            try:
-                gather.plan.run(inputs, piece.numpy())
-            except BadIds:
-                self._failed[n] = True
-                host[start : self._rows_at[n] + layout.rows_bytes] = 0  # looked up all the same, and thrown away
-                return
-            if device is not host:
-                device[start : start + gather.bytes].copy_(piece, non_blocking=True)
-
-    def send(self, groups: list[Group] | None) -> list[Group]:
-        """Sends inputs to the device, and jobs where no `groups` say that they are there; returns what is to be launched."""
-        host, device = self._buffers.host_in, self._buffers.device_in
-        end = self._header_at
-        if groups is None:
-            header, groups = _header(self._layouts, self._bases, device.data_ptr() + self._header_at)
-            end += len(header)
-            self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
-        if device is not host:
-            device[:end].copy_(host[:end], non_blocking=True)
-        return groups
-
-    def run_on_host(self, n: int, inputs: Any) -> None:
-        """Looks up what is not on the device, while the device works."""
-        layout = self._layouts[n]
-        if not layout.is_direct:
-            self._answers[n] = np.empty(layout.asked_bytes, np.uint8)
-        if layout.host is not None:
-            try:
-                layout.host.run(inputs, self._answers[n])
-            except BadIds:
-                self._failed[n] = True
-
-    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[Buffer | BadIds]:
-        """What each request gets, once the device is done. outputs: those of the whole batch."""
-        flagged = self._flagged() if self._flags.any() else self._failed
-        return [
-            self._problem(n, inputs[n]) if failed or is_flagged else self._answer(n, outputs)
-            for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
-        ]
-
-    def _flagged(self) -> list[bool]:
-        """Whether the device refused an id or a length of each request. Flags lie as jobs do: by kind, then by request."""
-        found, at = [False] * len(self._layouts), 0
-        for kind in range(2):
-            for n, layout in enumerate(self._layouts):
-                jobs = len(layout.groups[kind].numbers)
-                found[n] |= bool(self._flags[at : at + jobs].any())
-                at += jobs
-        return found
-
-    def _problem(self, n: int, inputs: Any) -> BadIds:
-        problem = self._layouts[n].problem(inputs)
-        if problem is None:
-            raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
-        return problem
-
-    def _answer(self, n: int, outputs: Buffer) -> Buffer:
-        layout, base, answer = self._layouts[n], self._bases[n], self._answers[n]
-        if answer is None:
-            return outputs[base.outputs : base.outputs + layout.asked_bytes]
-        for m in layout.moves_out:
-            at = base.outputs + m.source
-            answer[m.target : m.target + m.bytes] = outputs[at : at + m.bytes]
-        return answer
+        torch.cuda.current_stream().synchronize()
 
 
 class PreparedLookup:
@@ -529,49 +351,24 @@ class PreparedLookup:
     in_bytes, out_bytes: what the buffers hold, as `layout.moves_in` and `layout.moves_out` place it.
     """
 
-    def __init__(self, fused: Fused, layout: Layout, caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, fused: Fused, layout: Layout, caches: Caches) -> None:
         self._fused, self.layout = fused, layout
         self.in_bytes, self.out_bytes = layout.in_bytes, layout.out_bytes
         self._kept = (layout.lookups, caches)
-        for group in layout.groups:
-            for row, number in zip(group.rows, group.numbers, strict=True):
-                if number in caches:
-                    slots, locations = caches[number]
-                    row[Field.SLOTS], row[Field.LOCATIONS] = slots.data_ptr(), locations.data_ptr()
-        self._jobs, groups = _on_device(layout, fused.device)
-        self._groups = [replace(g, is_cached=bool(caches)) for g in groups]
+        self._jobs, self._groups = jobs_on_device(layout, fused.device, caches)
         self._scratch = torch.empty(max(1, layout.scratch), dtype=torch.int32, device=fused.device)
-        self.flags = torch.zeros(sum(g.jobs for g in groups), dtype=torch.int32, device=fused.device)
+        self.flags = torch.zeros(sum(g.jobs for g in self._groups), dtype=torch.int32, device=fused.device)
+        if not fused.is_interpreted:
+            torch.cuda.synchronize(fused.device)
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Launches on the current stream. inputs uint8 [in_bytes], outputs uint8 [out_bytes], both on the device, 16-aligned.
+        """Launches on the device's current stream; always the same one, since starts of bags and `flags` are shared by calls.
 
-        `flags` int32 [jobs] on the device turn 1 where an id or a length is wrong; that row was not read.
+        inputs uint8 [in_bytes], outputs uint8 [out_bytes], both on the device, 16-aligned. `flags` int32 [jobs], on the device,
+        turn 1 where an id or a length is wrong; that row was not read.
         """
-        self._fused.launch(self._groups, self.flags, inputs, outputs, self._scratch)
-
-
-class _Clock:
-    """Marks between the parts of a batch: events on a stream, or the host's clock."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._began = time.perf_counter()
-        self._staged = 0.0
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if not self._marks:
-            self._staged = time.perf_counter() - self._began
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            self._marks.append(event)
-
-    def times(self) -> Times:
-        """After the stream was waited for, and four marks were made."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        parts = [b - a if self._stream is None else a.elapsed_time(b) / 1e3 for a, b in pairs]
-        return Times(self._staged, *parts)
+        if self._fused.is_interpreted:
+            self._fused.launch(self._groups, self.flags, inputs, outputs, self._scratch)
+            return
+        with torch.cuda.device(self._fused.device):
+            self._fused.launch(self._groups, self.flags, inputs, outputs, self._scratch)

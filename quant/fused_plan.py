@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant import contract
-from quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table
+from quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table, Variant
 from quant.errors import BadIds, QuantError
 from quant.fused_kernel import FIELDS, Field
 
 GATHER_PIECE = 32_768  # rows that are gathered before their copy to the device begins
+GATHER_BYTES = 128 << 20  # of rows that a request has gathered; what is beyond is read in place, slower, in no memory
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
 
@@ -116,12 +117,14 @@ class Layout:
         self.lookups = tuple(lookups)
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
         self.gathers: list[Gather] = []
+        self.variant = Variant()
         self.groups = (Jobs(True, shapes.pooled), Jobs(False, shapes.unpooled))
         self._cpu, self._threads, self._gather_from = cpu, threads, gather_from
         self._in: list[Move] = []
         out: list[Move] = []
         for number, lk in enumerate(lookups):
             if isinstance(lk.table, DeviceTable):
+                self.variant |= lk.table.variant
                 self._add(number, lk)
                 out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
                 self.out_bytes += aligned(lk.out_bytes)
@@ -139,6 +142,11 @@ class Layout:
     def _add(self, number: int, lk: Lookup) -> None:
         if lk.ids > _LARGEST or lk.outputs > _LARGEST:
             raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+        pooled = lk.pooling is not Pooling.NONE
+        if pooled and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
+            raise QuantError(
+                f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}"
+            )
         row = [0] * FIELDS
         row[Field.TABLE] = lk.table.address
         row[Field.ROWS] = lk.table.rows
@@ -154,9 +162,8 @@ class Layout:
         row[Field.STARTS_AT] = self.scratch
         row[Field.IDS_AT] = row[Field.LENGTHS_AT] = row[Field.WEIGHTS_AT] = -1
         relative = [Field.OUT_AT, Field.STARTS_AT]
-        pooled = lk.pooling is not Pooling.NONE
         wanted: list[tuple[Field, int | None, int]] = [(Field.IDS_AT, lk.ids_at, 8 * lk.ids)]
-        if isinstance(lk.table, DeviceTable) and not lk.table.in_hbm and lk.ids >= self._gather_from:
+        if self._is_gathered(lk) and isinstance(lk.table, DeviceTable):
             row[Field.TABLE], row[Field.ROWS] = self._gather(lk, lk.table.host), lk.ids
             relative.append(Field.TABLE)
             wanted = []
@@ -171,6 +178,16 @@ class Layout:
         if row[Field.LENGTHS_AT] >= 0:
             self.scratch += lk.bags + 2
         self.groups[not pooled].add(number, row, lk, relative)
+
+    def _is_gathered(self, lk: Lookup) -> bool:
+        if not isinstance(lk.table, DeviceTable) or lk.table.in_hbm or lk.ids < self._gather_from:
+            return False
+        return self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that the request takes of the buffers it shares with others."""
+        return self.in_bytes + self.rows_bytes + self.out_bytes
 
     def _gather(self, lk: Lookup, table: Table) -> int:
         """Plans the gathering of a lookup's rows; returns where the first will lie."""

@@ -20,6 +20,7 @@ import numpy as np
 from quant import BadIds
 from serving import metrics
 from serving.engine import Batch
+from serving.errors import ApiError, Kind
 
 if TYPE_CHECKING:
     from quant.fused import Fused
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tableside")
 
 _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
-_BATCH_BYTES = 64 << 20  # of vectors that requests share a batch up to; one that asks for more runs alone
+_BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
 
 Result = np.ndarray[Any, Any]
 
@@ -49,11 +50,14 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-gpu")
         self._timer: asyncio.TimerHandle | None = None
         self._is_running = False
+        self._lost: ApiError | None = None
         self._batches = 0
         self._metrics = metrics.GpuMetrics(str(fused.device))
 
     async def run(self, batch: Batch, inputs: Any) -> Result:
-        """A request's vectors, uint8 [out_bytes]. ApiError: its ids or lengths are wrong."""
+        """A request's vectors, uint8 [out_bytes]. ApiError: its ids or lengths are wrong, or the device is lost."""
+        if self._lost is not None:
+            raise self._lost
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(batch, inputs, future, time.perf_counter()))
         self._start_if_due()
@@ -63,6 +67,16 @@ class Batcher:
     def close(self) -> None:
         """Waits for the batch that runs."""
         self._thread.shutdown()
+
+    def end_if_lost(self) -> bool:
+        """Where the device is of no more use to this process: refuses what waits, and ends the process, to be replaced."""
+        if self._lost is None and self._fused.is_lost():
+            logger.critical("%s is lost to this worker, which ends; the supervisor replaces it", self._fused.description)
+            self._lost = ApiError(503, Kind.INTERNAL, "this worker lost its GPU and is being replaced; try again")
+            while self._waiting:
+                _fail(self._waiting.popleft(), self._lost)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self._lost is not None
 
     def _start_if_due(self) -> None:
         if self._is_running or not self._waiting:
@@ -78,46 +92,58 @@ class Batcher:
         self._start_if_due()
 
     def _take(self) -> list[_Waiting]:
-        taken, size = [self._waiting.popleft()], 0
+        taken: list[_Waiting] = []
+        size = 0
         while self._waiting and len(taken) < self._max_batch:
-            size += taken[-1].batch.out_bytes
-            if size + self._waiting[0].batch.out_bytes > _BATCH_BYTES:
+            if self._waiting[0].future.done():  # its client left
+                self._waiting.popleft()
+                continue
+            size += self._waiting[0].batch.staged_bytes
+            if taken and size > _BATCH_BYTES:
                 break
             taken.append(self._waiting.popleft())
         return taken
 
     def _start(self) -> None:
         taken = self._take()
+        if not taken:
+            return
+        timed = self._batches % _TIMED_EVERY == 0
+        started = time.perf_counter()
+        try:
+            requests = [(w.batch.plan, w.inputs) for w in taken]
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._fused.run_timed, requests, timed)
+        except RuntimeError as error:  # no thread, or this worker is closing
+            for w in taken:
+                _fail(w, error)
+            return
         self._is_running = True
         self._batches += 1
-        timed = self._batches % _TIMED_EVERY == 1
-        requests = [(w.batch.plan, w.inputs) for w in taken]
-        started = time.perf_counter()
+        running.add_done_callback(functools.partial(self._done, taken))
         for w in taken:
             self._metrics.waited(started - w.since)
-        running = asyncio.get_running_loop().run_in_executor(self._thread, self._fused.run_timed, requests, timed)
-        running.add_done_callback(functools.partial(self._done, taken))
 
     def _done(self, taken: list[_Waiting], running: "asyncio.Future[Any]") -> None:
         self._is_running = False
-        if (error := running.exception()) is not None:
-            logger.error("a batch of %d requests failed on %s", len(taken), self._fused.description, exc_info=error)
-            for w in taken:
-                if not w.future.done():
-                    w.future.set_exception(error)
-            if self._fused.is_lost(error):
-                logger.critical("the device is lost to this worker, which ends; the supervisor replaces it")
-                os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            if (error := running.exception()) is not None:
+                logger.error("a batch of %d requests failed on %s", len(taken), self._fused.description, exc_info=error)
+                for w in taken:
+                    _fail(w, error)
+                if isinstance(error, RuntimeError):
+                    self.end_if_lost()
                 return
+            results, times = running.result()
+            for w, result in zip(taken, results, strict=True):
+                if isinstance(result, BadIds):
+                    _fail(w, w.batch.refusal(result))
+                elif not w.future.done():
+                    w.future.set_result(result)
+            self._metrics.answered(len(taken), times)
+        finally:
             self._start_if_due()
-            return
-        results, times = running.result()
-        self._metrics.answered(len(taken), times)
-        for w, result in zip(taken, results, strict=True):
-            if w.future.done():  # its client left
-                continue
-            if isinstance(result, BadIds):
-                w.future.set_exception(w.batch.refusal(result))
-            else:
-                w.future.set_result(result)
-        self._start_if_due()
+
+
+def _fail(w: _Waiting, error: BaseException) -> None:
+    if not w.future.done():
+        w.future.set_exception(error)

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
     p = command("serve", commands.serve, "serve published models over HTTP")
     p.add_argument("models", nargs="*", metavar="MODEL", default=None)
-    add_options(p, ServerSettings, skip=("models",))
+    add_options(p, ServerSettings, skip=("models", "sharing"))
 
     p = command("lookup", commands.lookup, "look ids up on a running server and print the vectors")
     _add_server(p)

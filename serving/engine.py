@@ -7,7 +7,7 @@ request is done, and then goes.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from loader.versions import Model
 from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
 from quant.errors import Problem
 from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
-from serving.placement import Placement, Placer
+from serving.placement import Placed, Placer
 from serving.scorer import Scorer, open_scorer
 
 logger = logging.getLogger("tableside")
@@ -131,6 +131,7 @@ class Batch:
         self.ids = sum(i.ids for i in inputs)
         self.vectors = sum(o.shape[0] for o in outputs if scoring is None or o is not scoring.output)
         self.row_bytes = sum(i.ids * served.features[i.feature].table.row_bytes for i in inputs)
+        self.staged_bytes = getattr(plan, "staged_bytes", 0)  # what a run takes of buffers that requests share, on a GPU
         self._jagged_unpooled = [i for i in inputs if i.lengths_at is not None and not _pooled(served, i)]
 
     def run(self, inputs: Any) -> np.ndarray[Any, Any]:
@@ -177,8 +178,7 @@ class Served:
         self,
         segment: Segment,
         backend: Backend,
-        tables: Mapping[str, Table | DeviceTable] | None = None,
-        placements: Mapping[str, Placement] | None = None,
+        placed: Placed,
         *,
         scorer: Scorer | None = None,
         threads: int = 1,
@@ -189,9 +189,10 @@ class Served:
         self.max_response_bytes = max_response_bytes
         self.header = segment.header
         self.version = segment.header.version
-        tables = tables or segment.tables
-        self.placements = placements or dict.fromkeys(tables, Placement.HOST)
-        self.features = {f.name: BoundFeature(f, tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features}
+        self.placed = placed
+        self.features = {
+            f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
+        }
         self.layouts: OrderedDict[Any, Any] = OrderedDict()
 
     def can_score(self, given: Container[str]) -> bool:
@@ -282,11 +283,6 @@ class Served:
                 inputs = ids.tobytes() + np.array([2], np.int32).tobytes() + np.ones(2, np.float32).tobytes()
                 self.batch([FeatureInput(name, 0, 2, bags=1, lengths_at=16, weights_at=20)]).run(inputs)
 
-    @property
-    def hbm_bytes(self) -> int:
-        """Bytes of the version's tables in the memory of this worker's GPU."""
-        return sum(t.bytes for t in self.header.tables if self.placements[t.name] is Placement.HBM)
-
 
 class Engine:
     """The versions of one model that this process answers from."""
@@ -313,20 +309,28 @@ class Engine:
         return self._served
 
     def attach(self, version: int | None = None) -> Served:
-        """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served."""
+        """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served.
+
+        LoaderError, QuantError, ServingError, OSError: it cannot be served here.
+        """
         segment = self.model.attach(version, self._verify)
-        tables, placements = self._placer.place(segment)
-        scorer = open_scorer(segment, self._placer.torch_device, self._threads)
-        served = Served(
-            segment,
-            self._placer.fused or self._backend,
-            tables,
-            placements,
-            scorer=scorer,
-            threads=self._threads,
-            max_response_bytes=self._max_response_bytes,
-        )
-        served.warm_up()
+        # The live version may take the room of the one that it replaces, which goes when its last request is done.
+        replaced = 0 if version is not None or self._served is None else self._served.placed.hbm_bytes
+        try:
+            served = Served(
+                segment,
+                self._placer.fused or self._backend,
+                self._placer.place(segment, replaced),
+                scorer=open_scorer(segment, self._placer.torch_device, self._threads),
+                threads=self._threads,
+                max_response_bytes=self._max_response_bytes,
+            )
+            served.warm_up()
+        except (LoaderError, QuantError, ServingError, OSError):
+            raise
+        except Exception as error:  # whatever a GPU, its compiler or a scorer may raise
+            logger.exception("version %d of %s cannot be served", segment.header.version, self.model.name)
+            raise ServingError(f"{self.model.name} version {segment.header.version} cannot be served: {error!r}") from error
         return served
 
     def swap(self, served: Served) -> None:
@@ -363,7 +367,7 @@ class Engine:
         """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or damaged."""
         try:
             served = self.attach(version)
-        except (LoaderError, QuantError, ServingError) as error:
+        except (LoaderError, QuantError, ServingError, OSError) as error:
             raise not_found(str(error)) from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:

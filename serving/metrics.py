@@ -21,7 +21,7 @@ from serving.engine import Batch, Engine
 from serving.errors import Kind, ServingError
 
 if TYPE_CHECKING:
-    from quant.fused import Times
+    from quant.fused_batch import Times
 
 logger = logging.getLogger("tableside")
 
@@ -137,7 +137,7 @@ class _Now:
                 served.segment.size,
                 served.header.fp32_bytes,
                 served.header.load.get("seconds", 0.0),
-                served.hbm_bytes,
+                served.placed.hbm_bytes,
                 len(engine.model.versions()),
             )
             for gauge, value in zip(gauges.values(), values, strict=True):

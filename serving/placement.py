@@ -1,6 +1,8 @@
 """Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with the CPU."""
 
 import logging
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
+from quant.contract import Variant
 from serving.errors import ServingError
 from serving.settings import INTERPRETER, ServerSettings
 
@@ -48,13 +51,23 @@ def plan_placements(tables: Iterable[StoredTable], wanted: str, budget_bytes: in
     return placements
 
 
+class Placed:
+    """A version's tables where a worker looks them up. What they take of its GPU's memory is given back with this object."""
+
+    def __init__(
+        self, tables: Mapping[str, Table | DeviceTable], placements: Mapping[str, Placement], hbm_bytes: int = 0
+    ) -> None:
+        self.tables, self.placements, self.hbm_bytes = tables, placements, hbm_bytes
+
+
 class Placer:
     """Places the tables of versions for one worker. fused None: the worker has no GPU, every table stays with the CPU."""
 
     def __init__(self, settings: ServerSettings, cpu: CpuBackend) -> None:
         self.fused: Fused | None = None
         self._settings, self._cpu = settings, cpu
-        self._budget = 0
+        self._budget = self._held = 0
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Takes the device that the settings name. MissingBackend: it is not here."""
@@ -65,7 +78,7 @@ class Placer:
         (device,) = self._settings.devices  # the supervisor gave each worker one
         name = device if device == INTERPRETER else f"cuda:{device}"
         self.fused = fused.Fused(name, self._cpu, threads=self._settings.threads)
-        default = int(self.fused.memory_bytes * _DEFAULT_SHARE / self._settings.workers)  # of workers that share the device
+        default = int(self.fused.memory_bytes * _DEFAULT_SHARE / self._settings.sharing)
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
 
     @property
@@ -73,28 +86,43 @@ class Placer:
         """Where scorers run."""
         return "cpu" if self.fused is None else str(self.fused.device)
 
-    def place(self, segment: Segment) -> tuple[Mapping[str, Table | DeviceTable], dict[str, Placement]]:
-        """A segment's tables where this worker looks them up, and their placements.
+    def place(self, segment: Segment, replaced_bytes: int = 0) -> Placed:
+        """A segment's tables where this worker looks them up, within what other models and versions leave of the budget.
 
-        RegistrationError, QuantError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
+        replaced_bytes: of a version in hbm that goes when this one is taken. RegistrationError, QuantError, ServingError: CUDA,
+        the GPU's memory or the budget does not allow it.
         """
         fused = self.fused
         if fused is None:
-            return segment.tables, dict.fromkeys(segment.tables, Placement.HOST)
-        placements = plan_placements(segment.header.tables, self._settings.placement, self._budget)
+            return Placed(segment.tables, dict.fromkeys(segment.tables, Placement.HOST))
+        fused.trim()
+        with self._lock:  # one version after another: each sees what those before it took
+            left = max(0, self._budget - self._held + replaced_bytes)
+            placements = plan_placements(segment.header.tables, self._settings.placement, left)
+            hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
+            placed = Placed(self._tables(fused, segment, placements), placements, hbm_bytes)
+            self._held += hbm_bytes
+        weakref.finalize(placed, self._release, hbm_bytes)
+        return placed
+
+    def _release(self, hbm_bytes: int) -> None:
+        self._held -= hbm_bytes
+
+    def _tables(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement]) -> dict[str, Table | DeviceTable]:
         registration = None
         if Placement.UVM in placements.values() and not fused.is_interpreted:
             registration = Registration(segment, fused.device)
             logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
+        variant = Variant.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
         tables: dict[str, Table | DeviceTable] = {}
         for stored in segment.header.tables:
             table = segment.tables[stored.name]
             rows = None if registration is None else registration.view(stored.offset, stored.bytes)
             match placements[stored.name]:
                 case Placement.HBM:
-                    tables[stored.name] = fused.hold(table, rows)
+                    tables[stored.name] = fused.hold(table, rows, variant)
                 case Placement.UVM:
-                    tables[stored.name] = fused.view(table, rows)
+                    tables[stored.name] = fused.view(table, rows, variant)
                 case Placement.HOST:
                     tables[stored.name] = table
-        return tables, placements
+        return tables

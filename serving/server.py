@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,7 @@ from uvicorn._subprocess import subprocess_started
 from uvicorn.config import STARTUP_FAILURE
 
 from loader.versions import Model
-from quant import choose
+from quant import MissingBackend, choose
 from serving.errors import ServingError
 from serving.settings import ServerSettings
 
@@ -130,7 +131,7 @@ class _Config(uvicorn.Config):
 
     def on(self, device: str, sharing: int) -> "_Config":
         """This configuration for a worker on one device, which `sharing` workers share."""
-        return _Config(self.settings.model_copy(update={"devices": (device,), "workers": sharing}), self._make)
+        return _Config(self.settings.model_copy(update={"devices": (device,), "sharing": sharing}), self._make)
 
     def load(self) -> None:
         super().load()
@@ -189,6 +190,8 @@ def serve(
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
     headers = [Model(settings.root, name).attach(verify="header").header for name in settings.models]
     backend = choose(settings.backend)
+    if settings.devices and find_spec("triton") is None:
+        raise MissingBackend("--devices needs triton, which is not installed; install tableside[cuda], or serve without")
     if len(settings.devices) > settings.workers:
         raise ServingError(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
@@ -269,19 +272,21 @@ class _Supervisor(supervisor.Multiprocess):
             return WorkerProcess(config, sockets)
         used = [_device_of(p) for p in self.processes]
         device = _device_of(self._replaced) if self._replaced else min(devices, key=used.count)
-        sharing = -(-config.settings.workers // len(devices))
+        sharing = -(-max(config.settings.workers, self.processes_num) // len(devices))
         return WorkerProcess(config.on(device, sharing), sockets, device)
 
     def restart_all(self) -> None:
         """Replaces workers one after another, each on its own device, until one cannot be."""
         everyone = self.processes
-        for index, process in enumerate(everyone):
-            self.processes, self._replaced = [process], process
-            super().restart_all()
-            everyone[index] = self.processes[0]
-            if everyone[index] is process:
-                break
-        self.processes, self._replaced = everyone, None
+        try:
+            for index, process in enumerate(everyone):
+                self.processes, self._replaced = [process], process
+                super().restart_all()
+                everyone[index] = self.processes[0]
+                if everyone[index] is process:
+                    break
+        finally:
+            self.processes, self._replaced = everyone, None
 
     def init_processes(self) -> None:
         super().init_processes()

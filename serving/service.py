@@ -101,6 +101,8 @@ class Service:
                     logger.error("version %d of %s is not taken: %s", version, engine.model.name, error)
                     ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
                     engine.refuse(version)
+                    if self._batcher is not None and self._batcher.end_if_lost():
+                        return
                     continue
                 engine.swap(served)
                 SWAPS.labels(engine.model.name).inc()

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import ByteSize, Field, field_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from loader.versions import DEFAULT_ROOT
@@ -71,6 +71,16 @@ class ServerSettings(RootSettings):
         ge=0,
         description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
+
+    sharing: int = Field(1, ge=1, exclude=True, description="workers on this worker's device; the supervisor's to set")
+
+    @model_validator(mode="after")
+    def _gpu_settings(self) -> "ServerSettings":
+        if len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name each once")
+        if not self.devices and (self.placement != "auto" or self.hbm_budget is not None):
+            raise ValueError("placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out")
+        return self
 
     @field_validator("devices", mode="after")
     @classmethod

@@ -225,7 +225,7 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
     served = service.live(name)
-    header = served.header
+    header, placements = served.header, served.placed.placements
     return {
         "name": name,
         "version": served.version,
@@ -236,7 +236,13 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
         "fp32_bytes": header.fp32_bytes,
         "load_seconds": header.load.get("seconds"),
         "tables": [
-            {"name": t.name, "row_format": t.row_format, "rows": t.rows, "dim": t.dim, "placement": served.placements[t.name]}
+            {
+                "name": t.name,
+                "row_format": t.row_format,
+                "rows": t.rows,
+                "dim": t.dim,
+                "placement": placements[t.name],
+            }
             for t in header.tables
         ],
         "scorer": None if served.scorer is None else served.scorer.describe(),

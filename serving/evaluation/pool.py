@@ -81,7 +81,7 @@ class Pool:
 
     def _start(self, device: str) -> _Process:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
-        changed = {"devices": (device,) if device else (), "workers": sharing}
+        changed = {"devices": (device,) if device else (), "sharing": sharing}
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(job, theirs), name="tableside-eval")

@@ -186,6 +186,65 @@ def test_rows_beyond_4_gib_are_found() -> None:
         fused().lookup(viewed(table), ids + 2**32, pooling=Pooling.NONE)  # type: ignore[arg-type]
 
 
+def test_caches_of_one_plan_stay_apart() -> None:
+    """Preparing twice leaves the plan, and the first one's slots, as they were; odd tensors are refused."""
+    backend: Any = fused()
+    table, other = table_of(RowFormat.INT8, 8), table_of(RowFormat.INT8, 8, seed=1)
+    slots = torch.from_numpy(other.packed[:50].copy()).to(backend.device)
+    locations = torch.zeros(7, dtype=torch.int32, device=backend.device)
+    plan = backend.plan([Lookup(placed(table), Pooling.NONE, 0, 7, 0)])
+    first, second = backend.prepare(plan, {0: (slots, locations)}), backend.prepare(plan)
+    inputs = torch.from_numpy(np.frombuffer(IDS.tobytes(), np.uint8).copy()).to(backend.device)
+    for lookup, wanted in ((first, expected_of(other, np.zeros(7, np.int64))), (second, expected_of(table, IDS))):
+        outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
+        lookup(inputs, outputs)
+        np.testing.assert_array_equal(outputs.cpu().numpy()[: wanted.nbytes].view(np.float32).reshape(7, 8), wanted)
+    with pytest.raises(QuantError, match=r"locations torch\.int64"):
+        backend.prepare(plan, {0: (slots, locations.long())})
+
+
+def test_bags_of_one_length_that_are_not_the_ids_are_refused() -> None:
+    """A second request's ids lie behind a first one's; none may read them."""
+    table = placed(table_of(RowFormat.INT8, 8))
+    with pytest.raises(QuantError, match="3 bags of 2 ids are 6; the lookup has 4"):
+        fused().plan([Lookup(table, Pooling.SUM, 0, 4, 0, bags=3, bag_length=2)])
+
+
+def test_models_of_other_formats_and_widths_in_one_batch() -> None:
+    """Each is launched as what it was compiled for; flags and answers go to the right one."""
+    backend: Any = fused()
+    tables_ = [
+        table_of(RowFormat.INT8, 8),
+        table_of(RowFormat.INT4, 20),
+        table_of(RowFormat.INT8, 6),
+        table_of(RowFormat.FP16, 8),
+    ]
+    plans = [backend.plan([summed(placed(t)), Lookup(placed(t), Pooling.NONE, 0, 7, 12 * t.dim)]) for t in tables_]
+    bad = IDS.copy()
+    bad[4] = 1000
+    results = backend.run([(p, bad.tobytes() + LENGTHS.tobytes() if n == 2 else INPUTS) for n, p in enumerate(plans)])
+    for n, (table, result) in enumerate(zip(tables_, results, strict=True)):
+        if n == 2:
+            assert isinstance(result, BadIds) and result.value == 1000
+            continue
+        found = result.view(np.float32).reshape(10, table.dim)
+        np.testing.assert_allclose(found[:3], expected_of(table, IDS, LENGTHS, Pooling.SUM), rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(found[3:], expected_of(table, IDS))
+
+
+@needs_interpreter
+def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that asks for gigabytes of host rows takes no gigabytes of page-locked memory."""
+    monkeypatch.setattr("quant.fused_plan.GATHER_BYTES", 300 * 16)
+    backend = Fused("interpreter", choose(), gather_from=1)
+    table = table_of(RowFormat.INT8, 12)
+    ids = np.arange(400) % 200
+    held = backend.view(table, None)
+    assert backend.plan([Lookup(held, Pooling.NONE, 0, 400, 0)]).layout.rows_bytes == 0
+    assert backend.plan([Lookup(held, Pooling.NONE, 0, 300, 0)]).layout.rows_bytes == 300 * 16
+    np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(table, ids))
+
+
 def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
     backend: Any = fused()
     with pytest.raises(QuantError, match="begin on the CPU cannot be prepared"):

@@ -178,7 +178,7 @@ def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
     victims = workers_of(process, root)
     os.kill(victims[0], signal.SIGKILL)
     until(lambda: set(workers_of(process, root)) - set(victims), 60, what="a replacement")
-    output, error = process.communicate(timeout=200)
+    error = process.communicate(timeout=200)[1]
     assert process.returncode == 0, error
     assert "ended with -9" in error and "it is replaced" in error
     found = parts(out)

@@ -29,7 +29,7 @@ Start = Callable[..., Any]
 
 
 def on_gpu(workers: int = 1) -> tuple[object, ...]:
-    return ("--workers", workers, "--devices", ",".join([tables.serve_device()] * workers))
+    return ("--workers", workers, "--devices", tables.serve_device())
 
 
 def expected(root: Path, features: dict[str, list[list[int]]], version: int | None = None) -> dict[str, np.ndarray]:
@@ -199,6 +199,20 @@ def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> No
     assert "start at least --workers 2" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--devices", "0,0", "--workers", "2"), "devices 0,0 name one twice"),
+        (("--placement", "hbm"), "placement and hbm_budget are for GPUs; say which ones with --devices"),
+        (("--hbm-budget", "8GiB"), "placement and hbm_budget are for GPUs"),
+    ],
+)
+def test_gpu_settings_that_mean_nothing_are_refused(options: tuple[str, ...], message: str) -> None:
+    result = run_tableside("serve", "demo", *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
 def test_devices_are_numbers(root: Path) -> None:
     result = run_tableside("serve", "demo", "--devices", "cuda:0", root=root)
     assert result.returncode != 0
@@ -226,6 +240,6 @@ def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: 
         runner.processes.append(runner._worker(config, []))
     assert [p.device for p in runner.processes] == ["4", "7", "4"]  # type: ignore[attr-defined]
     assert runner.processes[1].config.settings.devices == ("7",)
-    assert runner.processes[1].config.settings.workers == 2  # those that share a device
+    assert runner.processes[1].config.settings.sharing == 2
     runner._replaced = runner.processes[1]
     assert runner._worker(config, []).device == "7"

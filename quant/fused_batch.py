@@ -1,0 +1,288 @@
+"""A batch for the fused kernel: the buffers it goes through, where each request lies in them, and what is launched.
+
+Buffers belong to one device and one batch at a time. Everything is copied on the stream that is current, and nothing is waited
+for here.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quant.contract import Variant
+from quant.errors import BadIds
+from quant.fused_kernel import FIELDS, Field
+from quant.fused_plan import Bases, Layout, Shape, aligned
+
+SMALLEST = 4096  # bytes of a buffer
+
+Buffer = NDArray[np.uint8]
+Caches = Mapping[int, tuple[torch.Tensor, torch.Tensor]]  # number of a lookup -> slots, locations
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of a batch went, in seconds: staging on the host, the copy in, kernels, the copy out."""
+
+    staging: float
+    copy_in: float
+    kernels: float
+    copy_out: float
+
+
+class Buffers:
+    """Memory that the batches of one device share, one at a time; it grows, and stays. The host's side is page-locked.
+
+    in: staged inputs and jobs; rows: gathered rows; out: vectors; scratch: starts of bags; flags: of jobs, on the host.
+    In the interpreter the host's side is the device's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self.host_in, self.device_in = self._pair(SMALLEST)
+        self.host_rows, self.device_rows = self._pair(SMALLEST)
+        self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
+        self.flags = self.host(SMALLEST)
+
+    def host(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def on_device(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def result(self, size: int) -> torch.Tensor:
+        """Host memory that a caller keeps; torch's allocator of page-locked memory hands it out again afterwards."""
+        return self.host(size)
+
+    def fit(self, inputs: int, rows: int, outputs: int, scratch: int, flags: int) -> None:
+        """Makes room for so many bytes of each."""
+        if inputs > self.host_in.numel():
+            self.host_in, self.device_in = self._pair(_grown(inputs))
+        if rows > self.host_rows.numel():
+            self.host_rows, self.device_rows = self._pair(_grown(rows))
+        if outputs > self.device_out.numel():
+            self.device_out = self.on_device(_grown(outputs))
+        if scratch > self.scratch.numel():
+            self.scratch = self.on_device(_grown(scratch))
+        if flags > self.flags.numel():
+            self.flags = self.host(_grown(flags))
+
+    def _pair(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = self.host(size)
+        return host, self.on_device(size) if self._is_cuda else host
+
+
+def _grown(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs of a batch that are one launch, on the device at addresses `at` and (the job of each program) `programs_at`.
+
+    members: (request, its first flag, the flag after its last).
+    """
+
+    pooled: bool
+    variant: Variant
+    shape: Shape
+    jobs: int
+    programs: int
+    first_flag: int
+    has_lengths: bool
+    is_weighted: bool
+    is_cached: bool
+    at: int
+    programs_at: int
+    members: tuple[tuple[int, int, int], ...]
+
+
+def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, caches: Caches) -> tuple[bytes, list[Group]]:
+    """The jobs of a batch as bytes that will lie at `address` on the device, and what is to be launched.
+
+    caches: of a batch of one request.
+    """
+    parts: list[bytes] = []
+    groups: list[Group] = []
+    at = flag = 0
+    variants = dict.fromkeys(layout.variant for layout in layouts)
+    for kind, variant in product(range(2), variants):
+        numbers = [n for n, layout in enumerate(layouts) if layout.variant == variant and len(layout.groups[kind].rows)]
+        members = [layouts[n].groups[kind] for n in numbers]
+        rows, of_program, places, jobs, programs = [], [], [], 0, 0
+        for n, member in zip(numbers, members, strict=True):
+            shifted = member.shifted(bases[n], programs)
+            for row, number in zip(shifted, member.numbers, strict=True):
+                if number in caches:
+                    slots, locations = caches[number]
+                    row[Field.SLOTS], row[Field.LOCATIONS] = slots.data_ptr(), locations.data_ptr()
+            rows.append(shifted.tobytes())
+            of_program.append((member.job_of_program + np.int32(jobs)).tobytes())
+            programs += member.job_of_program.size
+            places.append((n, flag + jobs, flag + jobs + len(member.rows)))
+            jobs += len(member.rows)
+        if jobs:
+            programs_at = at + 8 * FIELDS * jobs
+            padding = bytes(-4 * programs % 8)
+            parts += [*rows, *of_program, padding]
+            groups.append(
+                Group(
+                    pooled=members[0].pooled,
+                    variant=variant,
+                    shape=members[0].shape,
+                    jobs=jobs,
+                    programs=programs,
+                    first_flag=flag,
+                    has_lengths=any(m.has_lengths for m in members),
+                    is_weighted=any(m.is_weighted for m in members),
+                    is_cached=bool(caches),
+                    at=address + at,
+                    programs_at=address + programs_at,
+                    members=tuple(places),
+                )
+            )
+            at = programs_at + 4 * programs + len(padding)
+            flag += jobs
+    return b"".join(parts), groups
+
+
+def jobs_on_device(layout: Layout, device: torch.device, caches: Caches | None = None) -> tuple[torch.Tensor, list[Group]]:
+    """The jobs of one request on the device, and what is to be launched. caches: as for `Fused.prepare`."""
+    memory = torch.empty(layout.header_bytes, dtype=torch.uint8, device=device)
+    header, groups = _header([layout], [Bases()], memory.data_ptr(), caches or {})
+    memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
+    return memory, groups
+
+
+class Batch:
+    """Requests that run together: where each one's bytes lie in the shared buffers."""
+
+    def __init__(self, buffers: Buffers, layouts: list[Layout]) -> None:
+        self._buffers, self._layouts = buffers, layouts
+        inputs = outputs = scratch = rows = header = jobs = 0
+        places = []
+        for layout in layouts:
+            places.append((inputs, outputs, scratch, rows))
+            inputs += aligned(layout.in_bytes)
+            outputs += layout.out_bytes
+            scratch += layout.scratch
+            rows += layout.rows_bytes
+            jobs += layout.jobs
+            header += layout.header_bytes
+        buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
+        self.out_bytes = outputs
+        self._header_at = inputs
+        self._rows_at = [p[3] for p in places]
+        address = buffers.device_rows.data_ptr()
+        self._bases = [Bases(i, o, s, address + r) for i, o, s, r in places]
+        self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
+        self._flags = self.flags.numpy()
+        self._flags[:] = 0
+        self._host = buffers.host_in.numpy()
+        self._answers: list[Buffer | None] = [None] * len(layouts)
+        self._failed = [False] * len(layouts)
+
+    def stage(self, n: int, inputs: Any) -> None:
+        """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
+        layout, base = self._layouts[n], self._bases[n]
+        source = np.frombuffer(inputs, np.uint8)
+        for m in layout.moves_in:
+            at = base.inputs + m.target
+            self._host[at : at + m.bytes] = source[m.source : m.source + m.bytes]
+        host, device = self._buffers.host_rows, self._buffers.device_rows
+        for gather in layout.gathers:
+            start = self._rows_at[n] + gather.target
+            piece = host[start : start + gather.bytes]
+            try:
+                gather.plan.run(inputs, piece.numpy())
+            except BadIds:
+                self._failed[n] = True  # what lies there is looked up all the same, and thrown away
+                return
+            if device is not host:
+                device[start : start + gather.bytes].copy_(piece, non_blocking=True)
+
+    def send(self, groups: list[Group] | None) -> list[Group]:
+        """Sends inputs to the device, and jobs where no `groups` say that they are there; returns what is to be launched."""
+        host, device = self._buffers.host_in, self._buffers.device_in
+        end = self._header_at
+        if groups is None:
+            header, groups = _header(self._layouts, self._bases, device.data_ptr() + self._header_at, {})
+            end += len(header)
+            self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
+        self._groups = groups
+        if device is not host:
+            device[:end].copy_(host[:end], non_blocking=True)
+        return groups
+
+    def run_on_host(self, n: int, inputs: Any) -> None:
+        """Looks up what is not on the device, while the device works."""
+        layout = self._layouts[n]
+        if not layout.is_direct:
+            self._answers[n] = np.empty(layout.asked_bytes, np.uint8)
+        if layout.host is not None:
+            try:
+                layout.host.run(inputs, self._answers[n])
+            except BadIds:
+                self._failed[n] = True
+
+    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[Buffer | BadIds]:
+        """What each request gets, once the device is done. outputs: those of the whole batch."""
+        flagged = self._flagged() if self._flags.any() else self._failed
+        return [
+            self._problem(n, inputs[n]) if failed or is_flagged else self._answer(n, outputs)
+            for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
+        ]
+
+    def _flagged(self) -> list[bool]:
+        """Whether the device refused an id or a length of each request."""
+        found = [False] * len(self._layouts)
+        for n, first, end in (member for group in self._groups for member in group.members):
+            found[n] |= bool(self._flags[first:end].any())
+        return found
+
+    def _problem(self, n: int, inputs: Any) -> BadIds:
+        problem = self._layouts[n].problem(inputs)
+        if problem is None:
+            raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
+        return problem
+
+    def _answer(self, n: int, outputs: Buffer) -> Buffer:
+        layout, base, answer = self._layouts[n], self._bases[n], self._answers[n]
+        if answer is None:
+            return outputs[base.outputs : base.outputs + layout.asked_bytes]
+        for m in layout.moves_out:
+            at = base.outputs + m.source
+            answer[m.target : m.target + m.bytes] = outputs[at : at + m.bytes]
+        return answer
+
+
+class Clock:
+    """Marks between the parts of a batch: events on a stream, or the host's clock."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._began = time.perf_counter()
+        self._staged = 0.0
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if not self._marks:
+            self._staged = time.perf_counter() - self._began
+        if self._stream is None:
+            self._marks.append(time.perf_counter())
+        else:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            self._marks.append(event)
+
+    def times(self) -> Times:
+        """After the stream was waited for, and four marks were made."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        parts = [b - a if self._stream is None else a.elapsed_time(b) / 1e3 for a, b in pairs]
+        return Times(self._staged, *parts)

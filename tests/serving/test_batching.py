@@ -1,0 +1,187 @@
+"""Batches on a GPU when things go wrong, and what a worker's tables may take of one: what a GPU does is played."""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import rows_of
+
+from loader.versions import Model
+from quant import BadIds, choose
+from quant.errors import Problem
+from serving.batching import Batcher
+from serving.engine import Engine
+from serving.errors import ApiError, ServingError
+from serving.placement import Placement, Placer
+from serving.settings import ServerSettings
+
+Publish = Callable[..., Any]
+
+
+class Device:
+    """Stands for a Fused: answers each batch with what it is told."""
+
+    device = "cuda:9"
+    description = "fused (nothing)"
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(4, np.uint8) for _ in requests]
+        self.lost = False
+
+    def run_timed(self, requests: list[Any], timed: bool) -> Any:
+        self.batches.append(len(requests))
+        return self.answer(requests), None
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+class Request:
+    """Stands for a Batch."""
+
+    plan = None
+
+    def __init__(self, staged_bytes: int = 100) -> None:
+        self.staged_bytes = staged_bytes
+
+    def refusal(self, error: BadIds) -> ApiError:
+        return ApiError(400, "bad_id", str(error.value))  # type: ignore[arg-type]
+
+
+async def answers(batcher: Batcher, requests: list[Request]) -> list[Any]:
+    return await asyncio.gather(*(batcher.run(r, b"") for r in requests), return_exceptions=True)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that this process sent itself."""
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, sig: sent.append(sig))
+    return sent
+
+
+@pytest.fixture(autouse=True)
+def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+
+
+def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
+    """Its requests get the error; the next batch runs."""
+    device = Device()
+    batcher = Batcher(device, 2, 0.0)  # type: ignore[arg-type]
+
+    def fail_once(requests: list[Any]) -> Any:
+        device.answer = Device().answer
+        raise ValueError("a short buffer")
+
+    device.answer = fail_once
+    found = asyncio.run(answers(batcher, [Request() for _ in range(3)]))
+    assert [type(f).__name__ for f in found] == ["ValueError", "ndarray", "ndarray"]
+    assert device.batches == [1, 2] and not kills
+
+
+def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list[int]) -> None:
+    """What runs gets the error, what waits and what comes later a 503; one signal, whatever comes."""
+    device = Device()
+    batcher = Batcher(device, 1, 0.0)  # type: ignore[arg-type]
+
+    def lose(requests: list[Any]) -> Any:
+        device.lost = True
+        raise RuntimeError("an illegal memory access was encountered")
+
+    device.answer = lose
+
+    async def run() -> list[Any]:
+        found = await answers(batcher, [Request() for _ in range(4)])
+        return [*found, *await answers(batcher, [Request()])]
+
+    found = asyncio.run(run())
+    assert isinstance(found[0], RuntimeError)
+    assert [f.status for f in found[1:]] == [503] * 4
+    assert "lost its GPU and is being replaced" in str(found[4])
+    assert device.batches == [1] and kills == [signal.SIGTERM]
+
+
+def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
+    device = Device()
+    batcher = Batcher(device, 8, 0.0)  # type: ignore[arg-type]
+
+    def refuse(requests: list[Any]) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    device.answer = refuse
+    assert [type(f) for f in asyncio.run(answers(batcher, [Request()]))] == [RuntimeError]
+    assert not kills
+
+
+def test_batches_are_bounded_and_leave_out_who_left() -> None:
+    """By number, by bytes (one that is larger alone runs alone), and without requests whose client is gone."""
+    device = Device()
+    device.answer = lambda requests: [BadIds(Problem.ID, 0, 0, 7, 5) if n else np.zeros(4) for n in range(len(requests))]
+    batcher = Batcher(device, 3, 0.05)  # type: ignore[arg-type]
+
+    async def run() -> list[Any]:
+        left = asyncio.ensure_future(batcher.run(Request(), b""))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        left.cancel()
+        sizes = (100, 40 << 20, 40 << 20, 1 << 30, 100)
+        return await answers(batcher, [Request(size) for size in sizes])
+
+    found = asyncio.run(run())
+    assert device.batches == [2, 1, 1, 1]
+    assert [type(f).__name__ for f in found] == ["ndarray", "ApiError", "ndarray", "ndarray", "ndarray"]
+
+
+def test_a_closed_batcher_refuses() -> None:
+    batcher = Batcher(Device(), 3, 0.0)  # type: ignore[arg-type]
+    batcher.close()
+    assert [type(f) for f in asyncio.run(answers(batcher, [Request()]))] == [RuntimeError]
+
+
+@pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="plays a GPU in the interpreter")
+def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publish, root: Path) -> None:
+    """What one took is not there for the next; a live version's successor may take its place; what goes gives back."""
+    publish({"t": rows_of(100, 12)}, name="a")  # 1,600 bytes
+    publish({"t": rows_of(100, 12)}, name="b")
+    settings = ServerSettings(devices=("interpreter",), hbm_budget=2000)
+    placer = Placer(settings, choose())
+    placer.open()
+    engines = {n: Engine(Model(root, n), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20) for n in "ab"}
+    for name, wanted in (("a", Placement.HBM), ("b", Placement.UVM)):
+        engines[name].swap(engines[name].attach())
+        assert engines[name].served().placed.placements == {"t": wanted}
+    publish({"t": rows_of(100, 12, 1)}, name="a")
+    successor = engines["a"].attach()
+    assert successor.placed.placements == {"t": Placement.HBM}
+    explicit = engines["a"].attach(1)
+    assert explicit.placed.placements == {"t": Placement.UVM}
+    engines["a"].swap(successor)
+    del successor
+    gc.collect()
+    assert placer._held == 1600
+    del engines
+    gc.collect()
+    assert placer._held == 0
+
+
+def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(
+    publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch over versions goes on after an error that it does not know."""
+    publish({"t": rows_of(10, 8)})
+    placer = Placer(ServerSettings(), choose())
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(placer, "place", fail)
+    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    with pytest.raises(ServingError, match=r"demo version 1 cannot be served: RuntimeError\('ptxas failed'\)"):
+        engine.attach()
