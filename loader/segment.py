@@ -262,6 +262,13 @@ class Segment:
             raise SegmentError(f"{self.path}: the scorer ends at byte {s.offset + s.bytes}, the file at {self.size}")
         return header, sums.view("<u8")
 
+    def content(self) -> int:
+        """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over their checksums."""
+        h = self.header
+        tables = [(t.name, t.row_format, t.dim, t.rows) for t in h.tables]
+        what = repr((h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)))
+        return checksum(what.encode() + self._checksums.tobytes())
+
     def program(self) -> bytes:
         """The archive of the version's scorer. SegmentError: its bytes changed since they were written."""
         scorer = self.header.scorer

@@ -215,6 +215,13 @@ class Model:
         return leftovers
 
     @contextlib.contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Holds a lock of this model's folder, `name`, waiting for who has it; the kernel frees it with a killed holder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock(name):
+            yield
+
+    @contextlib.contextmanager
     def _lock(self, name: str, wait: bool = True) -> Iterator[bool]:
         """Holds a file lock; yields False, without it, where `wait` is False and another process has it.
 

@@ -108,6 +108,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-ne-increase", type=float, help="exit with 3 where NE is larger by more than this")
     p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
     p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
+    p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
+    p.add_argument("--ray-address", help="the cluster (default: one of its own, on this machine)")
+    p.add_argument(
+        "--source", type=Path, action="append", metavar="MODEL.TOML", help="publishes the model where a machine has it not"
+    )
     p.add_argument("--batch", type=_count(1), default=4096, help="rows scored at once (default: %(default)s)")
     p.add_argument("--shard-rows", type=_count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")

@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -299,6 +300,9 @@ def evaluate(options: argparse.Namespace) -> int:
     root = _root(options)
     names = [options.model, *([options.against] if options.against else [])]
     candidates = [_candidate(name, root) for name in names]
+    for source in options.source or []:
+        spec = read_model(source)
+        candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
     server = ServerSettings(**{**given(options, ServerSettings), "root": root})
@@ -311,6 +315,8 @@ def evaluate(options: argparse.Namespace) -> int:
         options.shard_rows,
         options.batch,
         options.max_ne_increase,
+        options.engine,
+        options.ray_address,
     )
     with progress_bar("evaluating") as progress:
         report = run(candidates, settings, server, progress)
@@ -327,7 +333,7 @@ def _candidate(text: str, root: Path) -> "Candidate":
         with progress_bar(f"loading {spec.name}") as progress:
             loaded = load_model(spec, root, LoadSettings(activate=False), progress)
         console.print(f"loaded {loaded.model} version {loaded.version}, not activated")
-        return Candidate(loaded.model, loaded.version)
+        return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
     name, at, version = text.partition("@")
     if at and not version.isdecimal():
         raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")

@@ -12,7 +12,7 @@ from loader.errors import LoaderError
 from quant import QuantError
 from serving.errors import ServingError
 from serving.evaluation.data import Shard
-from serving.evaluation.work import Evaluator, Job
+from serving.evaluation.work import Evaluator, Job, write_part
 
 logger = logging.getLogger("tableside")
 
@@ -25,7 +25,8 @@ def _work(job: Job, connection: Connection) -> None:
         evaluator = Evaluator(job)
         connection.send((0, None))
         while (shard := connection.recv()) is not None:
-            connection.send((evaluator.score(shard), None))
+            write_part(job, shard, evaluator.score(shard))
+            connection.send((shard.rows, None))
     except (LoaderError, QuantError, ServingError, OSError) as error:
         connection.send((0, str(error)))
     except EOFError:

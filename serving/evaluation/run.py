@@ -8,7 +8,7 @@ OUT/report.json          the figures
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ Progress = Callable[[int, int], None]  # (rows done, rows in all)
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at once."""
+    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at once.
+
+    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its own, here).
+    """
 
     data: Path
     out: Path
@@ -39,6 +42,8 @@ class EvalSettings:
     shard_rows: int = 65_536
     batch_rows: int = 4096
     max_ne_increase: float | None = None
+    engine: str = "local"
+    ray_address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ def evaluate(
 
     LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored stays in OUT.
     """
-    headers = [Model(server.root, c.model).attach(c.version, "header").header for c in candidates]
+    segments = [Model(server.root, c.model).attach(c.version, "header") for c in candidates]
+    candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
+    headers = [s.header for s in segments]
     job = _job(candidates, headers, settings, server)
     shards = plan_shards(data_files(settings.data), settings.shard_rows)
     if not shards:
@@ -84,7 +91,12 @@ def evaluate(
 
     advance(0)
     started = time.monotonic()
-    Pool(job, settings.workers, advance).run(left)
+    if settings.engine == "ray":
+        from serving.evaluation.on_ray import RayPool
+
+        RayPool(job, settings.workers, advance, settings.ray_address).run(left)
+    else:
+        Pool(job, settings.workers, advance).run(left)
     seconds = time.monotonic() - started
     return _report(job, settings, shards, resumed, seconds)
 

@@ -11,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from loader.load import LoadSettings, load
+from loader.model import read_model
 from loader.versions import Model
 from quant import choose
 from serving.engine import DenseInput, Engine, FeatureInput, Served
-from serving.errors import ApiError
+from serving.errors import ApiError, ServingError
 from serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from serving.placement import Placer
 from serving.settings import ServerSettings
@@ -22,10 +24,12 @@ from serving.settings import ServerSettings
 
 @dataclass(frozen=True)
 class Candidate:
-    """A version that is evaluated."""
+    """A version that is evaluated. content: of its segment, the same on every machine; source: its model.toml, where known."""
 
     model: str
     version: int
+    content: int = 0
+    source: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.model}@{self.version}"
@@ -55,6 +59,35 @@ class Job:
         return self.parts / f"{shard.number:05}.parquet"
 
 
+def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
+    """A shard's file of scores: whole, or not at all."""
+    path = job.part(shard)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    pq.write_table(table, partial)
+    partial.replace(path)
+
+
+def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
+    """The candidate on this machine: the version of its number, or, where its bytes are not those, one that has them.
+
+    One that is not there is published from its model.toml, once, whoever asks first; it is not activated. LoaderError,
+    ServingError: it is not here, and cannot be made.
+    """
+    model = Model(job.root, candidate.model)
+    with model.alone("eval.lock"):
+        for version in (candidate.version, *reversed(model.versions())):
+            if version in model.versions() and model.attach(version, "header").content() == candidate.content:
+                return model, version
+        if candidate.source is None:
+            here = f"is not published on this machine ({job.root})"
+            raise ServingError(f"{candidate} {here}; name its model.toml with --source, to publish it here")
+        loaded = load(read_model(candidate.source), job.root, LoadSettings(activate=False))
+        if model.attach(loaded.version, "header").content() != candidate.content:
+            model.remove(loaded.version)
+            raise ServingError(f"{candidate.source} gives other bytes here than {candidate} has; is the checkpoint the same?")
+        return model, loaded.version
+
+
 class Evaluator:
     """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them cannot be."""
 
@@ -65,18 +98,19 @@ class Evaluator:
         placer.open()
         self.served: list[Served] = []
         for candidate in job.candidates:
+            model, version = attach_or_publish(job, candidate)
             engine = Engine(
-                Model(job.root, candidate.model),
+                model,
                 backend,
                 placer,
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
             )
-            self.served.append(engine.attach(candidate.version))
+            self.served.append(engine.attach(version))
 
-    def score(self, shard: Shard) -> int:
-        """Scores a shard and writes its part; returns its rows. DataError: the data does not fit the model."""
+    def score(self, shard: Shard) -> pa.Table:
+        """A shard's rows: row, label, score_0 (and score_1, slice). DataError: the data does not fit the model."""
         labels, slices, starts = [], [], []
         scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
         for rows in read(shard, self.job.wanted, self.job.batch_rows):
@@ -92,12 +126,7 @@ class Evaluator:
             columns["slice"] = pa.chunked_array(slices, pa.string())
         if len(columns["row"]) != shard.rows:
             raise DataError(f"{shard.file}: {len(columns['row'])} rows were read where {shard.rows} were; it changed meanwhile")
-        table = pa.table(columns, metadata={"file": shard.file})
-        path = self.job.part(shard)
-        partial = path.with_suffix(f".partial-{os.getpid()}")
-        pq.write_table(table, partial)
-        partial.replace(path)
-        return shard.rows
+        return pa.table(columns)
 
     def _score(self, served: Served, rows: Rows) -> NDArray[np.float32]:
         scorer = served.scorer

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,17 +23,26 @@ from loader.load import load
 from loader.memory import processes_below
 from loader.model import parse_model
 from loader.versions import Model
+from serving.errors import ServingError
 from serving.evaluation.data import plan_shards
 from serving.evaluation.quality import auc, quality
+from serving.evaluation.work import Candidate, attach_or_publish
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
 ROWS = 5000
 
 
+class Sharp(Ctr):
+    """A scorer that is sure of itself, so that coarse rows cost it something."""
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return super().forward(20 * user, 20 * clicked, context)
+
+
 def model(folder: Path, row_format: str = "fp32", **change: Any) -> Path:
     """Writes a checkpoint, a scorer and their model.toml."""
     np.savez(folder / "c.npz", **TABLES)
-    (folder / "scorer.pt2").write_bytes(exported(Ctr(8, 4, 3), user=8, clicked=4, context=3))
+    (folder / "scorer.pt2").write_bytes(exported(Sharp(8, 4, 3), user=8, clicked=4, context=3))
     text = f"""
 name = "ctr"
 checkpoint = "c.npz"
@@ -83,7 +93,7 @@ def scores_of(columns: dict[str, Any]) -> np.ndarray:
     clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(np.float32)
     context = np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
     with torch.inference_mode():
-        found: np.ndarray = Ctr(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
+        found: np.ndarray = Sharp(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
     return found
 
 
@@ -294,6 +304,40 @@ def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path) -> None:
     result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5)
+
+
+def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:
+    """A Ray of its own with two actors: the same rows, the same scores to the bit, nothing left behind."""
+    publish(root, tmp_path)
+    columns = data(1200)
+    path = write(tmp_path, columns)
+    common = ("ctr", path, "--workers", 2, "--shard-rows", 400, "--batch", 100)
+    before = {p.name for p in Path("/tmp").glob("*ray*")}
+    local = evaluate(root, *common, "--out", tmp_path / "local")
+    on_ray = evaluate(root, *common, "--out", tmp_path / "ray", "--engine", "ray")
+    assert (local.returncode, on_ray.returncode) == (0, 0), local.stderr + on_ray.stderr
+    assert parts(tmp_path / "ray").equals(parts(tmp_path / "local"))
+    assert {p.name for p in Path("/tmp").glob("*ray*")} <= before | {"ray"}
+
+
+def test_a_machine_that_has_not_the_model_publishes_it_once(root: Path, tmp_path: Path) -> None:
+    """From its model.toml, and only where the bytes are the same; whoever else asks attaches what is there."""
+    publish(root, tmp_path)
+    source = model(tmp_path)
+    content = Model(root, "ctr").attach().content()
+    other = Path(f"{root}-other-machine")
+    try:
+        job: Any = type("Job", (), {"root": other})
+        with pytest.raises(ServingError, match=r"is not published on this machine .* name its model.toml with --source"):
+            attach_or_publish(job, Candidate("ctr", 1, content))
+        for _ in range(2):
+            found, version = attach_or_publish(job, Candidate("ctr", 7, content, source))
+            assert (found.versions(), version) == ([1], 1)
+        with pytest.raises(ServingError, match="gives other bytes here"):
+            attach_or_publish(job, Candidate("ctr", 1, content + 1, source))
+        assert Model(other, "ctr").versions() == [1]
+    finally:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def test_shards_hold_every_row_once(tmp_path: Path) -> None:

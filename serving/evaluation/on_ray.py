@@ -1,0 +1,116 @@
+"""The pool on Ray: actors of a cluster the user names, or of one that is started here and ends with the evaluation.
+
+Every machine reads the data at the same path, and attaches the model or publishes it once (`attach_or_publish`); scores come
+back to this process, which writes them.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from loader.errors import LoaderError
+from quant import QuantError
+from serving.errors import ServingError
+from serving.evaluation.data import Shard
+from serving.evaluation.work import Evaluator, Job, write_part
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+try:
+    import ray
+except ImportError as error:
+    raise ServingError(f"ray does not import ({error}); install tableside[ray], or use --engine local") from error
+
+logger = logging.getLogger("tableside")
+
+_TRIES = 3
+
+
+class _Actor:
+    """An Evaluator, made with the first shard: what goes wrong then is an answer and not the end of the actor."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._evaluator: Evaluator | None = None
+
+    def score(self, shard: Shard) -> Any:
+        """(table, None), or (None, what is wrong)."""
+        try:
+            self._evaluator = self._evaluator or Evaluator(self._job)
+            return self._evaluator.score(shard), None
+        except (LoaderError, QuantError, ServingError, OSError) as error:
+            return None, str(error)
+
+
+@contextmanager
+def _cluster(address: str | None, workers: int) -> Iterator[None]:
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if address is not None:
+        ray.init(address=address, **quiet)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    folder = tempfile.mkdtemp(prefix="tableside-ray-")
+    try:
+        ray.init(num_cpus=workers, include_dashboard=False, _temp_dir=folder, object_store_memory=128 << 20, **quiet)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class RayPool:
+    """`workers` actors for one job; as `serving.evaluation.pool.Pool`."""
+
+    def __init__(self, job: Job, workers: int, on_done: Callable[[int], None], address: str | None) -> None:
+        self._job, self._workers, self._on_done, self._address = job, workers, on_done, address
+        self._tries: dict[int, int] = {}
+
+    def run(self, shards: Sequence[Shard]) -> None:
+        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every actor that takes it."""
+        if not shards:
+            return
+        with _cluster(self._address, self._workers):
+            waiting = deque(shards)
+            running: dict[Any, tuple[Any, Shard]] = {}
+            idle = [self._start() for _ in range(min(self._workers, len(shards)))]
+            while waiting or running:
+                while idle and waiting:
+                    actor, shard = idle.pop(), waiting.popleft()
+                    running[actor.score.remote(shard)] = (actor, shard)
+                (ready,), _ = ray.wait(list(running), num_returns=1)
+                actor, shard = running.pop(ready)
+                try:
+                    table, error = ray.get(ready)
+                except ray.exceptions.RayActorError as died:
+                    self._died(shard, died)
+                    waiting.appendleft(shard)
+                    idle.append(self._start())
+                    continue
+                if error is not None:
+                    raise ServingError(error)
+                write_part(self._job, shard, table)
+                self._on_done(shard.rows)
+                idle.append(actor)
+
+    def _start(self) -> Any:
+        threads, devices = self._job.settings.threads, self._job.settings.devices
+        # Ray shows an actor its GPU alone, as number 0.
+        settings = self._job.settings.model_copy(update={"devices": ("0",) if devices else ()})
+        actor = ray.remote(_Actor).options(num_cpus=threads, num_gpus=1 if devices else 0)
+        return actor.remote(replace(self._job, settings=settings))
+
+    def _died(self, shard: Shard, died: BaseException) -> None:
+        self._tries[shard.number] = self._tries.get(shard.number, 0) + 1
+        where = f"{shard.file}, rows from {shard.start}"
+        logger.warning("an actor ended over %s; it is replaced", where)
+        if self._tries[shard.number] >= _TRIES:
+            raise ServingError(f"{_TRIES} actors ended over {where}; is there enough memory?") from died
