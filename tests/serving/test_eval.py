@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +25,11 @@ from loader.memory import processes_below
 from loader.model import parse_model
 from loader.versions import Model
 from serving.errors import ServingError
-from serving.evaluation.data import plan_shards
+from serving.evaluation.data import DataError, data_files, plan_shards, read
 from serving.evaluation.quality import auc, quality
-from serving.evaluation.work import Candidate, attach_or_publish
+from serving.evaluation.run import EvalSettings, _job
+from serving.evaluation.work import Candidate, Evaluator, attach_or_publish
+from serving.settings import ServerSettings
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
 ROWS = 5000
@@ -259,25 +262,31 @@ def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any
     publish(root, tmp_path)
     columns = data(100)
     damage(columns)
-    result = evaluate(root, "ctr", write(tmp_path, columns, kind), "--out", tmp_path / "out")
-    assert result.returncode == 1
-    assert message.format(kind) in result.stderr
-    assert "Traceback" not in result.stderr
+    settings = EvalSettings(write(tmp_path, columns, kind), tmp_path / "out")
+    segment = Model(root, "ctr").attach()
+    job = _job([Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root))
+    evaluator = Evaluator(job)
+    with pytest.raises(DataError) as caught:
+        for shard in plan_shards(data_files(settings.data), 1000):
+            evaluator.score(shard)
+    assert message.format(kind) in str(caught.value)
 
 
-def test_files_that_cannot_be_read_are_named(root: Path, tmp_path: Path) -> None:
-    publish(root, tmp_path)
-    for name, content, message in (
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
         ("a.csv", b"", "expected a file that ends in .parquet, .jsonl, .ndjson"),
         ("a.parquet", b"not parquet", "a.parquet cannot be read"),
-        ("a.jsonl", b"{}\nnot json\n", "a.jsonl, row 0 has no column"),
-        ("b.jsonl", b"not json\n", "b.jsonl, row 0: not a line of JSON"),
-        ("c.jsonl", b"", "c.jsonl has no rows"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        result = evaluate(root, "ctr", tmp_path / name, "--out", tmp_path / f"out-{name}")
-        assert result.returncode == 1
-        assert message in result.stderr, result.stderr
+        ("a.jsonl", b"{}\nnot json\n", "a.jsonl, row 0 has no column 'x'; it has: "),
+        ("b.jsonl", b"[1]\n", "b.jsonl, row 0: expected an object"),
+        ("c.jsonl", b'{"x": 1}\n\n', "c.jsonl, row 1: not a line of JSON"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(message)):
+        for shard in plan_shards(data_files(tmp_path / name), 1000):
+            list(read(shard, ["x"], 10))
 
 
 def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
