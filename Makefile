@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
 
-.PHONY: help setup demo serve minilm test test-gpu check bench clean
+.PHONY: help setup demo serve minilm dlrm test test-gpu check bench clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -31,6 +31,9 @@ serve: setup     ## the demo's model, kept running, with the curl lines to try
 minilm: setup    ## the word embeddings of a real public checkpoint, in every row format
 	@$(BIN)/python examples/minilm/run.py
 
+dlrm: setup      ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
+	@$(BIN)/python examples/dlrm/run.py
+
 test: setup      ## all tests
 	@$(BIN)/python -m pytest
 
@@ -42,7 +45,7 @@ check: setup     ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: setup     ## the benchmarks; results go to benchmarks/results
-	@for b in cpu_lookup load http_lookup workers; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@for b in cpu_lookup load http_lookup workers eval_pool; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 clean:           ## removes the virtual environment and build files
 	rm -rf $(VENV) build *.egg-info quant/*.so
