@@ -1,7 +1,7 @@
 """Rows that stay in host memory: our lookup against FBGEMM's zero-copy kernel, over the same registered segment, in turns.
 
-One int8 table of D 128, random ids, unpooled, fp16 out: 20,000 and 500,000 rows a call over 16 and 64 GiB. Ours in three ways: read
-in place by the GPU, gathered by the CPU with one thread and with several. Each result is compared with FBGEMM's before it is timed.
+One int8 table of D 128, random ids, unpooled, fp16 out: 20,000 and 500,000 rows a call over 16 and 64 GiB. Ours in three ways:
+read in place by the GPU, gathered by the CPU with one thread and with several. Each result is compared with FBGEMM's first.
 
     python benchmarks/gpu_zero_copy.py --gib 16 64      # needs as much free /dev/shm
 """
@@ -90,7 +90,6 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
                     }
                 )
                 console.print(found[-1])
-        del module, view, registration
     return found
 
 
