@@ -1,5 +1,6 @@
 """A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shard done again."""
 
+import contextlib
 import logging
 import multiprocessing
 from collections import deque
@@ -28,7 +29,8 @@ def _work(job: Job, connection: Connection) -> None:
             write_part(job, shard, evaluator.score(shard))
             connection.send((shard.rows, None))
     except (LoaderError, QuantError, ServingError, OSError) as error:
-        connection.send((0, str(error)))
+        with contextlib.suppress(OSError):  # where nobody listens any more
+            connection.send((0, str(error)))
     except EOFError:
         return
 
