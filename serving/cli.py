@@ -1,6 +1,7 @@
 """The command `tableside`. Errors are one line on stderr and exit code 1; a wrong command line exits with 2."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
     p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
     p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
-    p.add_argument("--max-ne-increase", type=float, help="exit with 3 where NE is larger by more than this")
+    p.add_argument("--max-ne-increase", type=_finite, help="exit with 3 where NE is larger by more than this")
     p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
     p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
     p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
@@ -138,6 +139,12 @@ def _count(least: int) -> Callable[[str], int]:
 
     parse.__name__ = "whole number"
     return parse
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
 
 
 def _seconds(text: str) -> float:

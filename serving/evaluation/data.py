@@ -59,9 +59,15 @@ class Rows:
         return f"{self.file}, row {self.start + row}"
 
 
-def data_files(path: Path) -> list[Path]:
-    """The files of a data set: `path` itself, or all files of known kinds in the folder."""
-    files = sorted(f for f in path.rglob("*") if f.suffix in _SUFFIXES) if path.is_dir() else [path]
+def data_files(path: Path, beside: Path | None = None) -> list[Path]:
+    """The files of a data set: `path` itself, or all files of known kinds in the folder, but for those in `beside`.
+
+    Names that begin with "." or "_" are left out, as is usual: they are not data.
+    """
+    files = [path]
+    if path.is_dir():
+        found = [f for f in path.rglob("*") if f.suffix in _SUFFIXES and not f.name.startswith((".", "_"))]
+        files = sorted(f for f in found if beside is None or not f.resolve().is_relative_to(beside.resolve()))
     if not files:
         raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}")
     for file in files:
@@ -118,7 +124,7 @@ def read(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows
     try:
         batches = _parquet(shard, columns, batch_rows) if shard.file.endswith(".parquet") else _json(shard, columns, batch_rows)
         yield from batches
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OverflowError, OSError) as error:
         raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
 
 
@@ -127,7 +133,7 @@ def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[
         _check_columns(shard.file, columns, file.schema_arrow.names)
         at = shard.start
         for batch in file.iter_batches(batch_rows, range(shard.first, shard.last), list(columns)):
-            yield Rows(shard.file, at, {name: batch.column(name) for name in columns})
+            yield Rows(shard.file, at, {name: _plain(batch.column(name)) for name in columns})
             at += batch.num_rows
 
 
@@ -148,6 +154,11 @@ def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Row
                 for name in columns:
                     parsed[name].append(line[name])
             yield Rows(shard.file, start, {name: pa.array(values) for name, values in parsed.items()})
+
+
+def _plain(column: Any) -> Any:
+    """A column without its dictionary."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:

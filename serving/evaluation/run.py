@@ -5,9 +5,12 @@ OUT/parts/00000.parquet  row, label, score_0 (and score_1 of --against, slice) o
 OUT/report.json          the figures
 """
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +78,15 @@ def evaluate(
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
     job = _job(candidates, headers, settings, server)
-    shards = plan_shards(data_files(settings.data), settings.shard_rows)
+    shards = plan_shards(data_files(settings.data, settings.out), settings.shard_rows)
     if not shards:
         raise ServingError(f"{settings.data} has no rows")
-    _open_out(settings, job, headers, shards)
+    with _own(settings.out):
+        _open_out(settings, job, headers, shards)
+        return _evaluate(job, settings, shards, progress)
+
+
+def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progress: Progress | None) -> Report:
     left = [s for s in shards if not job.part(s).exists()]
     total = sum(s.rows for s in shards)
     resumed = done = total - sum(s.rows for s in left)
@@ -99,6 +107,26 @@ def evaluate(
         Pool(job, settings.workers, advance).run(left)
     seconds = time.monotonic() - started
     return _report(job, settings, shards, resumed, seconds)
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """Holds OUT: two evaluations would write over each other. The kernel frees it with a killed holder.
+
+    ServingError: another evaluation has it, or it is a folder of something else.
+    """
+    names = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    if names and not names & {"plan.json", "lock"}:
+        raise ServingError(f"{out} is not empty and holds no evaluation; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    fd = os.open(out / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ServingError(f"{out} is being written by another evaluation; wait for it, or choose another --out") from None
+    finally:
+        os.close(fd)
 
 
 def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings) -> Job:
@@ -139,8 +167,6 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
             raise ServingError(
                 f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"
             )
-    elif settings.out.exists() and any(settings.out.iterdir()):
-        raise ServingError(f"{settings.out} is not empty and holds no evaluation; choose another --out")
     job.parts.mkdir(parents=True, exist_ok=True)
     for stale in job.parts.glob("*.partial-*"):
         stale.unlink()

@@ -111,6 +111,12 @@ class Evaluator:
 
     def score(self, shard: Shard) -> pa.Table:
         """A shard's rows: row, label, score_0 (and score_1, slice). DataError: the data does not fit the model."""
+        try:
+            return self._table(shard)
+        except pa.ArrowException as error:
+            raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
+
+    def _table(self, shard: Shard) -> pa.Table:
         labels, slices, starts = [], [], []
         scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
         for rows in read(shard, self.job.wanted, self.job.batch_rows):

@@ -1,5 +1,6 @@
 """`tableside eval`: Parquet and JSON Lines, one process and several, killed and stopped, compared and gated."""
 
+import fcntl
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from loader.memory import processes_below
 from loader.model import parse_model
 from loader.versions import Model
 from serving.errors import ServingError
-from serving.evaluation.data import DataError, data_files, plan_shards, read
+from serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
 from serving.evaluation.quality import auc, quality
 from serving.evaluation.run import EvalSettings, _job
 from serving.evaluation.work import Candidate, Evaluator, attach_or_publish
@@ -232,6 +233,9 @@ def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> 
     result = evaluate(root, "ctr", path, "--out", out, "--slice", "kind")
     assert result.returncode == 1
     assert "holds another evaluation (different: slice); remove it, or choose another --out" in result.stderr
+    with (out / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is being written by another evaluation" in evaluate(root, "ctr", path, "--out", out).stderr
     other = tmp_path / "other"
     other.mkdir()
     (other / "precious").touch()
@@ -279,6 +283,7 @@ def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any
         ("a.parquet", b"not parquet", "a.parquet cannot be read"),
         ("a.jsonl", b"{}\nnot json\n", "a.jsonl, row 0 has no column 'x'; it has: "),
         ("b.jsonl", b"[1]\n", "b.jsonl, row 0: expected an object"),
+        ("d.jsonl", b'{"x": 9223372036854775808}\n', "d.jsonl, rows [0, 1): "),
         ("c.jsonl", b'{"x": 1}\n\n', "c.jsonl, row 1: not a line of JSON"),
     ],
 )
@@ -361,6 +366,21 @@ def test_shards_hold_every_row_once(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(1000)}), tmp_path / "a.parquet", row_group_size=130)
     shards = plan_shards([tmp_path / "a.parquet"], 300)
     assert [(s.start, s.rows, s.first, s.last) for s in shards] == [(0, 390, 0, 3), (390, 390, 3, 6), (780, 220, 6, 8)]
+
+
+def test_columns_of_other_kinds(tmp_path: Path) -> None:
+    """Dictionaries are read as what they hold; ids that are no int64 are an error; hidden files and OUT are no data."""
+    ids = pa.array([1, 2, 1]).dictionary_encode()
+    pq.write_table(pa.table({"x": ids, "big": pa.array([1, 2**63, 3], pa.uint64())}), tmp_path / "a.parquet")
+    for name in (".hidden.parquet", "_SUCCESS.parquet", "out/parts/00000.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    files = data_files(tmp_path, tmp_path / "out")
+    assert [f.name for f in files] == ["a.parquet"]
+    (rows,) = read(plan_shards(files, 10)[0], ["x", "big"], 10)
+    assert ids_of(rows, "x")[0].tolist() == [1, 2, 1]
+    with pytest.raises(pa.ArrowInvalid):
+        ids_of(rows, "big")
 
 
 def test_figures_of_quality() -> None:
