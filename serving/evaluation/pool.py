@@ -50,7 +50,7 @@ class Pool:
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["serving.evaluation.work"])
+        self._context.set_forkserver_preload(["serving.evaluation.work", "serving.program"])  # torch takes seconds
         self._tries: dict[int, int] = {}
 
     def run(self, shards: Sequence[Shard]) -> None:
