@@ -134,7 +134,7 @@ static void *work(void *argument) {
 
 static verdict execute(const job *jobs, int64_t n, int threads) {
     verdict v = check(jobs, n);
-    if (v.problem) return v;
+    if (v.problem || !n) return v;
     share shares[MAX_THREADS];
     pthread_t handles[MAX_THREADS];
     int started[MAX_THREADS] = {0};

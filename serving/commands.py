@@ -353,7 +353,10 @@ def _print_report(report: "Report") -> None:
     if report.ne_increase is not None:
         console.print(f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}")
     if report.passed is not None:
-        console.print("passed" if report.passed else "FAILED: the increase of NE is larger than --max-ne-increase allows")
+        reason = "NE is not defined here: labels of one kind alone"
+        if report.ne_increase is not None:
+            reason = "the increase of NE is larger than --max-ne-increase allows"
+        console.print("passed" if report.passed else f"FAILED: {reason}")
 
 
 def _parse_dense(text: str) -> tuple[str, list[list[float]]]:

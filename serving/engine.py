@@ -104,8 +104,12 @@ class Scoring:
             else np.frombuffer(inputs, np.float32, s.rows * s.width, s.at).reshape(s.rows, s.width)
             for s in self.sources
         ]
-        # Copied, so that a scorer gets aligned memory that it may write to.
-        self.output.view(buffer)[:] = self.scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in arrays])
+        try:
+            # Copied where that is needed for a scorer to get aligned memory that it may write to.
+            self.output.view(buffer)[:] = self.scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in arrays])
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise bad_request(f"the scorer does not take these {self.output.shape[0]} rows: {reason}") from error
 
 
 class Batch:
@@ -204,6 +208,8 @@ class Served:
 
         ApiError: a feature is unknown, its bags or weights do not fit its pooling, or the scorer needs something else.
         """
+        if not inputs:
+            raise bad_request(f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}")
         lookups, outputs, at = [], [], 0
         for i in inputs:
             bound = self.feature(i.feature)
@@ -360,8 +366,9 @@ class Engine:
 
     def forget_removed(self) -> None:
         """Lets go of versions that requests named and that were removed since."""
-        for version in [v for v in self._explicit if not self.model.path(v).exists()]:
-            del self._explicit[version]
+        for version in list(self._explicit):  # a copy: a thread may attach one meanwhile
+            if not self.model.path(version).exists():
+                self._explicit.pop(version, None)
 
     def attach_explicit(self, version: int) -> Served:
         """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or damaged."""

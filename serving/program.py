@@ -1,6 +1,7 @@
 """Scorers that are exported programs: the one file of this room that runs torch."""
 
 import io
+import threading
 import warnings
 
 import numpy as np
@@ -10,6 +11,8 @@ from loader.program import vet_program
 from loader.segment import StoredScorer
 from serving.errors import ServingError
 from serving.scorer import Floats, Scorer
+
+_LOADING = threading.Lock()  # torch deserializes one program at a time
 
 
 class ProgramScorer(Scorer):
@@ -26,7 +29,8 @@ class ProgramScorer(Scorer):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own deprecations, while it loads
-                self._module = torch.export.load(io.BytesIO(program.archive)).module().to(self._device)
+                with _LOADING:
+                    self._module = torch.export.load(io.BytesIO(program.archive)).module().to(self._device)
             small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (2, 3))
         except (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, IndexError) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error

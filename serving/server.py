@@ -174,7 +174,8 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(line, flush=True)
 
 
 def serve(

@@ -66,7 +66,13 @@ def data_files(path: Path, beside: Path | None = None) -> list[Path]:
     """
     files = [path]
     if path.is_dir():
-        found = [f for f in path.rglob("*") if f.suffix in _SUFFIXES and not f.name.startswith((".", "_"))]
+        found = [
+            f
+            for f in path.rglob("*")
+            if f.suffix in _SUFFIXES
+            and f.is_file()
+            and not any(part.startswith((".", "_")) for part in f.relative_to(path).parts)
+        ]
         files = sorted(f for f in found if beside is None or not f.resolve().is_relative_to(beside.resolve()))
     if not files:
         raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}")
@@ -162,6 +168,8 @@ def _plain(column: Any) -> Any:
 
 
 def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:
+    if isinstance(found, list) and (twice := [name for name in wanted if found.count(name) > 1]):
+        raise DataError(f"{where} has two columns {twice[0]!r}")
     if missing := [name for name in wanted if name not in found]:
         raise DataError(f"{where} has no column {missing[0]!r}; it has: {', '.join(found)} (map columns in [eval] of model.toml)")
 

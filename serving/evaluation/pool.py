@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,15 +23,16 @@ _TRIES = 3  # of a shard, before its data is held to be what kills processes
 
 def _work(job: Job, connection: Connection) -> None:
     """A process of the pool: shards come in, (number of rows, error) go out, until the pool closes its end or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     try:
         evaluator = Evaluator(job)
         connection.send((0, None))
         while (shard := connection.recv()) is not None:
             write_part(job, shard, evaluator.score(shard))
             connection.send((shard.rows, None))
-    except (LoaderError, QuantError, ServingError, OSError) as error:
+    except (LoaderError, QuantError, ServingError, OSError, ValueError, LookupError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # where nobody listens any more
-            connection.send((0, str(error)))
+            connection.send((0, str(error) or repr(error)))
     except EOFError:
         return
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from loader.segment import Header
@@ -77,6 +78,10 @@ def evaluate(
     segments = [Model(server.root, c.model).attach(c.version, "header") for c in candidates]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
+    data, out = settings.data.resolve(), settings.out.resolve()
+    if data.is_relative_to(out):
+        raise ServingError(f"{settings.out} holds the data; choose another --out")
+    settings = replace(settings, data=data, out=out)
     job = _job(candidates, headers, settings, server)
     shards = plan_shards(data_files(settings.data, settings.out), settings.shard_rows)
     if not shards:
@@ -87,7 +92,7 @@ def evaluate(
 
 
 def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progress: Progress | None) -> Report:
-    left = [s for s in shards if not job.part(s).exists()]
+    left = [s for s in shards if not _is_whole(job, s)]
     total = sum(s.rows for s in shards)
     resumed = done = total - sum(s.rows for s in left)
 
@@ -129,6 +134,17 @@ def _own(out: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def _is_whole(job: Job, shard: Shard) -> bool:
+    """Whether a shard's part is there, with every column and row; one that is damaged is made again."""
+    path = job.part(shard)
+    try:
+        metadata = pq.read_metadata(path) if path.exists() else None
+    except pa.ArrowException:
+        return False
+    wanted = ["row", "label", *(f"score_{n}" for n in range(len(job.candidates))), *(["slice"] if job.slice_by else [])]
+    return metadata is not None and metadata.num_rows == shard.rows and metadata.schema.names == wanted
+
+
 def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings) -> Job:
     for header in headers:
         if header.scorer is None:
@@ -137,9 +153,19 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
     label = settings.label or (spec.label if spec else None)
     if not label:
         raise ServingError("no label is named; say --label COLUMN, or label in [eval] of model.toml")
-    named = dict(spec.columns) if spec else {}
-    inputs = {i.feature or i.name for h in headers if h.scorer for i in h.scorer.inputs}
-    columns = {name: named.get(name, (name,)) for name in sorted(inputs)}
+    columns: dict[str, tuple[str, ...]] = {}
+    for header in headers:
+        named = dict(header.evaluation.columns) if header.evaluation else {}
+        for i in header.scorer.inputs if header.scorer else ():
+            name = i.feature or i.name
+            found = named.get(name, (name,))
+            if columns.setdefault(name, found) != found:
+                raise ServingError(
+                    f"{name} is read from {', '.join(columns[name])} for {headers[0].model} and from {', '.join(found)} for "
+                    f"{header.model}; let [eval.columns] of both say the same"
+                )
+            if i.feature is not None and len(found) != 1:
+                raise ServingError(f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}")
     parts = settings.out / "parts"
     return Job(server.root, tuple(candidates), label, columns, settings.slice_by, settings.batch_rows, parts, server)
 
@@ -190,16 +216,15 @@ def _report(job: Job, settings: EvalSettings, shards: Sequence[Shard], resumed: 
     overall = tuple(quality(labels, s) for s in scores)
     slices = {}
     if job.slice_by is not None:
-        for value in sorted(set(columns["slice"])):
-            inside = columns["slice"] == value
+        values, of_row = np.unique(columns["slice"], return_inverse=True)
+        order = np.argsort(of_row, kind="stable")
+        for value, inside in zip(values, np.split(order, np.cumsum(np.bincount(of_row))[:-1]), strict=True):
             slices[str(value)] = tuple(quality(labels[inside], s[inside]) for s in scores)
     increase = passed = None
     if len(overall) == 2 and overall[0].ne is not None and overall[1].ne is not None:
         increase = overall[0].ne - overall[1].ne
     if settings.max_ne_increase is not None:
-        if increase is None:
-            raise ServingError("normalized entropy is not defined here (labels of one kind alone?), so nothing can be gated")
-        passed = increase <= settings.max_ne_increase
+        passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
     report = Report(tuple(map(str, job.candidates)), len(labels), resumed, seconds, overall, slices, increase, passed)
     text = json.dumps({**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}, indent=1)
     (settings.out / "report.json").write_text(text + "\n")

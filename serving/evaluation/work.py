@@ -108,6 +108,9 @@ class Evaluator:
                 max_response_bytes=settings.max_response_bytes,
             )
             self.served.append(engine.attach(version))
+            scorer = self.served[-1].scorer
+            if scorer is None or scorer.width is not None:
+                raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
 
     def score(self, shard: Shard) -> pa.Table:
         """A shard's rows: row, label, score_0 (and score_1, slice). DataError: the data does not fit the model."""

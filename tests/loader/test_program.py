@@ -89,6 +89,45 @@ def test_guards_and_metadata_are_left_out(program: bytes, tmp_path: Path) -> Non
     assert b"evil" not in vetted.archive and b"touch" not in vetted.archive
 
 
+def call(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["module_call_graph"][0]["signature"]
+
+
+def nested(kind: str, context: Any) -> Change:
+    """Inputs, or what is returned, in a container of a kind that is made by code."""
+
+    def change(e: dict[str, Any]) -> None:
+        spec = json.loads(call(e)[kind])
+        spec[1].update(type="builtins.dict", context=json.dumps(context))
+        call(e)[kind] = json.dumps(spec)
+
+    return change
+
+
+def renamed(*names: str) -> Change:
+    return lambda e: call(e).update(forward_arg_names=list(names))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed("user", "clicked", "context", "x=__import__('pathlib').Path('ran').touch()"),
+        renamed("user", "clicked", "context=__import__('pathlib').Path('ran').touch()"),
+        nested("in_spec", ["a':__import__('pathlib').Path('ran').touch(),'b"]),
+        nested("out_spec", {"__enum__": True, "fqn": "ctypes:cdll", "name": "evil.so"}),
+        nested("out_spec", {"__enum__": True, "fqn": "pydantic:RootModel", "name": "__import__('os')"}),
+    ],
+    ids=["more names", "a name", "keywords", "a library", "an attribute"],
+)
+def test_names_and_nesting_are_said_anew(program: bytes, change: Change) -> None:
+    """torch makes Python of them, and imports what a container is said to be."""
+    vetted = vet_program(changed(program, change))
+    assert b"__import__" not in vetted.archive and b"__enum__" not in vetted.archive
+    module = torch.export.load(io.BytesIO(vetted.archive)).module()
+    inputs = [torch.randn(3, n) for n in (8, 4, 3)]
+    assert torch.equal(module(*inputs), Ctr(8, 4, 3)(*inputs))
+
+
 def nodes(e: dict[str, Any]) -> Any:
     return e["model"]["graph_module"]["graph"]["nodes"]
 
@@ -100,6 +139,12 @@ def tensors(e: dict[str, Any]) -> Any:
 def weights(e: dict[str, Any], **change: Any) -> None:
     config = json.loads(e["data/weights/model_weights_config.json"])
     next(iter(config["config"].values())).update(change)
+    e["data/weights/model_weights_config.json"] = json.dumps(config).encode()
+
+
+def widened(e: dict[str, Any]) -> None:
+    config = json.loads(e["data/weights/model_weights_config.json"])
+    next(iter(config["config"].values()))["tensor_meta"]["storage_offset"] = {"as_int": 1 << 20}
     e["data/weights/model_weights_config.json"] = json.dumps(config).encode()
 
 
@@ -128,11 +173,19 @@ EVIL = {
     "weight elsewhere": (lambda e: weights(e, path_name="../../x"), "is pickled, or not a tensor"),
     "no model": (lambda e: e.update(model=None), "expected one model, models/model.json; found none"),
     "compiled": (lambda e: e.update({"data/aotinductor/m/a.so": b""}), "holds compiled libraries"),
-    "a class": (
-        lambda e: e["model"]["graph_module"]["module_call_graph"][0]["signature"].update(
-            in_spec=json.dumps([1, {"type": "os.system", "context": "", "children_spec": []}])
-        ),
-        "takes or returns a 'os.system'",
+    "save": (lambda e: nodes(e)[0].update(target="torch.ops.aten.save.default"), "of those that a dense part is made of"),
+    "alias": (lambda e: nodes(e)[0].update(target="torch.ops.aten._reshape_alias.default"), "that a dense part is made of"),
+    "as_strided": (lambda e: nodes(e)[0].update(target="torch.ops.aten.as_strided.default"), "that a dense part is made of"),
+    "sparse": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten._sparse_coo_tensor_unsafe.default"),
+        "a dense part is made of",
+    ),
+    "unknown argument": (lambda e: nodes(e)[0]["inputs"].append({"arg": {"as_complex": {}}}), "holds a complex"),
+    "device": (lambda e: nodes(e)[0]["inputs"].append({"arg": {"as_device": {"type": "meta"}}}), "names the device"),
+    "weight outside": (lambda e: widened(e), r"of sizes \[.*\] does not lie in its .* bytes"),
+    "bounds": (
+        lambda e: e["model"]["range_constraints"].update({"s0": {"min_val": "x", "max_val": 1}}),
+        "bounds that are no numbers",
     ),
     "truncated": (lambda e: e["model"].pop("graph_module"), "not an exported program that this release understands"),
     "two outputs": (
@@ -177,6 +230,48 @@ def saved() -> bytes:
 def test_other_files_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         vet_program(data)
+
+
+class Honest(torch.nn.Module):
+    """Much of what dense parts are made of: attention, norms, products of pairs, constants, sizes that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.batch = torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.arange(8.0))
+        self.top = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(4, 1))
+
+    def forward(self, *, user: torch.Tensor, item: torch.Tensor) -> dict[str, torch.Tensor]:
+        both = torch.cat([user, item], 0).view(2, user.shape[0], 8).transpose(0, 1)
+        mixed = self.norm(self.attention(both, both, both, need_weights=False)[0]) + self.shift * torch.tensor(0.1)
+        rows, columns = torch.triu_indices(2, 2, 1)
+        pairs = torch.bmm(mixed, mixed.transpose(1, 2))[:, rows, columns]
+        gate = torch.where(self.batch(user).sum(1, keepdim=True) > 0, pairs, pairs.clamp(-1, 1))
+        return {"score": torch.softmax(torch.cat([self.top(gate), -gate], 1), 1)[:, 0]}
+
+
+def test_honest_programs_are_taken() -> None:
+    """Exported by keyword, returning a dictionary of one: called by position, returning the tensor."""
+    batch, module = torch.export.Dim("batch"), Honest().eval()
+    inputs = {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
+    out = io.BytesIO()
+    torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    vetted = vet_program(out.getvalue())
+    assert [i.name for i in vetted.inputs] == ["user", "item"]
+    again = torch.export.load(io.BytesIO(vetted.archive)).module()
+    for size in (1, 2, 9):
+        user, item = torch.randn(size, 8), torch.randn(size, 8)
+        torch.testing.assert_close(again(user, item), module(user=user, item=item)["score"])
+
+
+def test_programs_that_were_exported_to_train_are_refused() -> None:
+    batch, inputs = torch.export.Dim("batch"), {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
+    out = io.BytesIO()
+    torch.export.save(torch.export.export(Honest(), (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    with pytest.raises(ProgramError, match=r"module.eval\(\)|a dense part is made of"):
+        vet_program(out.getvalue())
 
 
 class Plain(torch.nn.Module):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,35 @@ def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> 
     (other / "precious").touch()
     assert "is not empty and holds no evaluation" in evaluate(root, "ctr", path, "--out", other).stderr
     assert [p.name for p in other.iterdir()] == ["precious"]
+
+
+def test_a_damaged_part_is_made_again(root: Path, tmp_path: Path) -> None:
+    publish(root, tmp_path)
+    columns = data(300)
+    path, out = write(tmp_path, columns), tmp_path / "out"
+    arguments = ("ctr", path, "--out", out, "--shard-rows", 100)
+    assert evaluate(root, *arguments).returncode == 0
+    (out / "parts" / "00000.parquet").write_bytes(b"")
+    assert evaluate(root, *arguments).returncode == 0
+    assert parts(out).num_rows == 300
+
+
+def test_columns_that_cannot_be_meant_are_refused(root: Path, tmp_path: Path) -> None:
+    """Two models that read a feature from different columns, a feature of two columns, and data inside OUT."""
+    publish(root, tmp_path)
+    header = Model(root, "ctr").attach().header
+    assert header.evaluation
+    settings = EvalSettings(tmp_path / "data.parquet", tmp_path / "out")
+    candidates = [Candidate("ctr", 1)] * 2
+    for columns, headers, message in (
+        ((("user", ("other",)),), [header, None], "user is read from user_id for ctr and from other"),
+        ((("user", ("a", "b")),), [None], "feature user is read from one column; .* names a, b"),
+    ):
+        changed = replace(header, evaluation=replace(header.evaluation, columns=columns))
+        with pytest.raises(ServingError, match=message):
+            _job(candidates, [h or changed for h in headers], settings, ServerSettings(root=root))
+    path = write(tmp_path, data(10))
+    assert "holds the data; choose another --out" in evaluate(root, "ctr", path, "--out", tmp_path).stderr
 
 
 def change(name: str, value: Any, row: int = 17) -> Callable[[dict[str, Any]], None]:

@@ -155,6 +155,8 @@ def test_what_is_asked_for_is_computed(served: Server) -> None:
     [
         ([USER, CLICKED], ["score"], "the score needs user, clicked, context; the request lacks context"),
         ([USER, DENSE], ["score"], "the request lacks clicked"),
+        ([DENSE], None, "no feature is asked for; model 'ctr' has: user, clicked"),
+        ([DENSE], ["score"], "no feature is asked for"),
         ([USER, CLICKED, {**DENSE, "shape": [3, 2]}], ["score"], r"input 'context': shape is [3, 2]; expected [batch, 3]"),
         ([USER, CLICKED, {**DENSE, "shape": [6]}], ["score"], r"shape is [6]; expected [batch, 3]"),
         ([USER, CLICKED, {**DENSE, "datatype": "FP16"}], ["score"], "datatype is 'FP16'; expected FP32"),
