@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from quant.errors import BadIds, NotRepresentable, Problem, QuantError
 from quant.row_format import RowFormat, Source
 
+INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
+
 Bytes = NDArray[np.uint8]
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
@@ -181,7 +183,14 @@ class Lookup:
 
 
 class Plan(ABC):
-    """Lookups that were laid out once and run on many pairs of buffers."""
+    """Lookups that were laid out once and run on many pairs of buffers.
+
+    staged_bytes: what a run takes of buffers that requests share, on a GPU.
+    """
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0
 
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> None:

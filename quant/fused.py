@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from quant import contract
 from quant.contract import (
+    INTERPRETER,
     Backend,
     CpuBackend,
     DeviceTable,
@@ -42,7 +43,6 @@ except ImportError as error:
 from quant.fused_batch import Batch, Buffer, Buffers, Caches, Clock, Group, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
 
-INTERPRETER = "interpreter"
 GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers them
 _INTERPRETED = Shapes(Shape(2, 1024, 4), Shape(1, 1024, 4))  # a program costs milliseconds there, whatever its width
 _STARTS_BLOCK = 1024
@@ -239,7 +239,7 @@ class Fused(Backend):
         self.launch(groups, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch)
         if clock:
             clock.mark()
-        outputs = buffers.result(batch.out_bytes)
+        outputs = buffers.host(batch.out_bytes)
         outputs.copy_(buffers.device_out[: batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()

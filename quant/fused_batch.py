@@ -51,14 +51,11 @@ class Buffers:
         self.flags = self.host(SMALLEST)
 
     def host(self, size: int) -> torch.Tensor:
+        """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     def on_device(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def result(self, size: int) -> torch.Tensor:
-        """Host memory that a caller keeps; torch's allocator of page-locked memory hands it out again afterwards."""
-        return self.host(size)
 
     def fit(self, inputs: int, rows: int, outputs: int, scratch: int, flags: int) -> None:
         """Makes room for so many bytes of each."""

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
+from loader.model import SCORE
 from serving import wire
 from serving.wire import FeatureError, Ids, Jagged
 
@@ -94,9 +95,9 @@ class Client:
 
         features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
         """
-        headers, body = wire.encode(features, [wire.SCORE], dense)
+        headers, body = wire.encode(features, [SCORE], dense)
         response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
-        return _vectors(response, {**features, **(dense or {})})[wire.SCORE]
+        return _vectors(response, {**features, **(dense or {})})[SCORE]
 
     def models(self) -> list[dict[str, Any]]:
         """What the server serves: names, versions, tables, features, bytes."""
@@ -168,9 +169,9 @@ class AsyncClient:
 
         features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
         """
-        headers, body = wire.encode(features, [wire.SCORE], dense)
+        headers, body = wire.encode(features, [SCORE], dense)
         response = await self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
-        return _vectors(response, {**features, **(dense or {})})[wire.SCORE]
+        return _vectors(response, {**features, **(dense or {})})[SCORE]
 
     async def models(self) -> list[dict[str, Any]]:
         """As Client.models."""

@@ -135,7 +135,7 @@ class Batch:
         self.ids = sum(i.ids for i in inputs)
         self.vectors = sum(o.shape[0] for o in outputs if scoring is None or o is not scoring.output)
         self.row_bytes = sum(i.ids * served.features[i.feature].table.row_bytes for i in inputs)
-        self.staged_bytes = getattr(plan, "staged_bytes", 0)  # what a run takes of buffers that requests share, on a GPU
+        self.staged_bytes = plan.staged_bytes
         self._jagged_unpooled = [i for i in inputs if i.lengths_at is not None and not _pooled(served, i)]
 
     def run(self, inputs: Any) -> np.ndarray[Any, Any]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
-from quant.contract import Variant
+from quant.contract import INTERPRETER, Variant
 from serving.errors import ServingError
-from serving.settings import INTERPRETER, ServerSettings
+from serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from quant.fused import Fused

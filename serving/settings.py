@@ -12,9 +12,9 @@ from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from loader.versions import DEFAULT_ROOT
+from quant.contract import INTERPRETER
 
 PREFIX = "TABLESIDE_"
-INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 
 
 class RootSettings(BaseSettings):

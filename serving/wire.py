@@ -8,7 +8,6 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-SCORE = "score"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _DTYPES = {"FP32": np.float32, "FP16": np.float16}
 

@@ -75,8 +75,9 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
     """
     model = Model(job.root, candidate.model)
     with model.alone("eval.lock"):
-        for version in (candidate.version, *reversed(model.versions())):
-            if version in model.versions() and model.attach(version, "header").content() == candidate.content:
+        published = model.versions()
+        for version in (candidate.version, *reversed(published)):
+            if version in published and model.attach(version, "header").content() == candidate.content:
                 return model, version
         if candidate.source is None:
             here = f"is not published on this machine ({job.root})"
@@ -156,7 +157,7 @@ class Evaluator:
             at += ids.nbytes + lengths.nbytes
         try:
             batch = served.batch(features, dense, score=True)
-            inputs = b"".join(part.tobytes() for part in parts)
+            inputs = b"".join(part.data for part in parts)
             buffer = batch.run(inputs)
             assert batch.scoring is not None
             batch.scoring.run(inputs, buffer)
