@@ -115,11 +115,19 @@ class Variant:
         return cls(formats, all(t.dim * t.row_format.bits % 32 == 0 for t in tables))
 
 
+@dataclass(frozen=True)
+class InCache:
+    """A table's number in the device's cache, and the address that locations of its slots count from."""
+
+    number: int
+    slots_at: int
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
     """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.
 
-    address: of the first row, on the device. memory: what must live as long as this does.
+    address: of the first row, on the device. memory: what must live as long as this does. in_cache: rows are read through it.
     """
 
     host: Table
@@ -127,6 +135,7 @@ class DeviceTable:
     in_hbm: bool
     memory: Any
     variant: Variant
+    in_cache: InCache | None = None
 
     @property
     def rows(self) -> int:

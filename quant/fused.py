@@ -5,10 +5,11 @@ some features are not pooled), one copy brings the vectors back.
 
 Rows that stay in host memory are read by the GPU itself where a lookup has few ids. Random reads over a large span are slow
 that way (translation, not bytes: docs/log.md), so from `gather_from` ids on, the CPU gathers the rows into page-locked
-memory, and each piece is copied over while the next one is gathered.
+memory, and each piece is copied over while the next one is gathered. Or they are read through a cache (`open_cache`).
 """
 
 import ctypes
+import dataclasses
 import os
 import threading
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from quant.contract import (
     DeviceTable,
     Floats,
     Ids,
+    InCache,
     Lengths,
     Lookup,
     Plan,
@@ -40,7 +42,8 @@ try:
     from quant import fused_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[cuda], or serve without --devices") from error
-from quant.fused_batch import Batch, Buffer, Buffers, Caches, Clock, Group, Times, jobs_on_device
+from quant.cache import Cache, CacheSettings, Ticket
+from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
 
 GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers them
@@ -55,14 +58,14 @@ class FusedPlan(Plan):
     def __init__(self, fused: "Fused", layout: Layout) -> None:
         self._fused, self.layout = fused, layout
         self._runs = 0
-        self._alone: tuple[torch.Tensor, list[Group]] | None = None
+        self._alone: tuple[torch.Tensor, Launches] | None = None
 
     @property
     def staged_bytes(self) -> int:
         """Bytes that a run takes of the buffers that the requests of a batch share."""
         return self.layout.staged_bytes
 
-    def alone(self) -> "list[Group] | None":
+    def alone(self) -> "Launches | None":
         """What is to be launched where this plan is a whole batch: from its second run on its jobs are on the device.
 
         Not so where rows are gathered: they lie wherever the buffer for them does.
@@ -71,7 +74,7 @@ class FusedPlan(Plan):
         if self.layout.gathers or self._runs < 2:
             return None
         if self._alone is None:
-            self._alone = jobs_on_device(self.layout, self._fused.device)
+            self._alone = jobs_on_device(self.layout, self._fused.device, self._fused.is_interpreted)
         return self._alone[1]
 
     def run(self, inputs: Any, outputs: Any) -> None:
@@ -118,6 +121,7 @@ class Fused(Backend):
         self._lock = threading.Lock()
         self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
+        self.cache: Cache | None = None
 
     @property
     def description(self) -> str:
@@ -175,6 +179,33 @@ class Fused(Backend):
         memory = _bytes_of(table) if rows is None else rows
         return DeviceTable(table, memory.data_ptr(), False, memory, variant or Variant.of(table))
 
+    def open_cache(self, budget_bytes: int, smallest_row_bytes: int = 32, settings: CacheSettings | None = None) -> Cache:
+        """Makes the device's cache, for the tables given to `cached`. QuantError: there is one, or too few bytes."""
+        if self.cache is not None:
+            raise QuantError("this device has a cache already; its tables share one")
+        try:
+            self.cache = Cache(
+                self.device,
+                budget_bytes,
+                settings,
+                smallest_row_bytes=smallest_row_bytes,
+                stream=self._stream,
+                is_interpreted=self.is_interpreted,
+            )
+        except torch.OutOfMemoryError as error:
+            message = f"a cache of {budget_bytes:,} bytes does not fit on {self.device}; lower --hbm-budget ({error})"
+            raise QuantError(message) from error
+        return self.cache
+
+    def cached(self, table: Table, rows: torch.Tensor | None, variant: Variant | None = None) -> DeviceTable:
+        """A table that the device reads through its cache. rows: as for `view`. It leaves the cache with the last reference."""
+        if self.cache is None:
+            raise QuantError("this device has no cache; open_cache makes one")
+        seen = self.view(table, rows, variant)
+        registered = self.cache.registered(seen.address, table.rows, table.row_bytes)
+        place = InCache(registered.number, self.cache.slots_at)
+        return dataclasses.replace(seen, memory=(seen.memory, registered), in_cache=place)
+
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> FusedPlan:
@@ -227,16 +258,17 @@ class Fused(Backend):
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = Clock(self._stream) if timed else None
         plans = [_fused(plan) for plan, _ in requests]
-        batch = Batch(self._buffers, [plan.layout for plan in plans])
+        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:
             clock.mark()
-        groups = batch.send(plans[0].alone() if len(plans) == 1 else None)
+        launches = batch.send(plans[0].alone() if len(plans) == 1 else None)
         if clock:
             clock.mark()
         buffers = self._buffers
-        self.launch(groups, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch)
+        ticket = self.prefetch(launches, buffers.device_in)
+        self.launch(launches.groups, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         if clock:
             clock.mark()
         outputs = buffers.host(batch.out_bytes)
@@ -249,6 +281,13 @@ class Fused(Backend):
             self._stream.synchronize()
         return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
 
+    def prefetch(self, launches: "Launches", inputs: torch.Tensor) -> "Ticket | None":
+        """Has the cache bring what it is to; None: nothing is read through it."""
+        if launches.cached is None:
+            return None
+        assert self.cache is not None, "tables of another device's cache"
+        return self.cache.prefetch(launches.cached, inputs)
+
     def launch(
         self,
         groups: "Sequence[Group]",
@@ -256,11 +295,13 @@ class Fused(Backend):
         inputs: torch.Tensor,
         outputs: torch.Tensor,
         scratch: torch.Tensor,
+        ticket: "Ticket | None" = None,
     ) -> None:
-        """Launches what the groups need, on the current stream; nothing is waited for.
+        """Launches what the groups need, on the current stream; nothing is waited for. `ticket` is released behind them.
 
         flags int32 [jobs], zeros, on the device or page-locked: 1 where an id or a length of the job is wrong.
         """
+        locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.pad)
         for g in groups:
             flags_at = flags.data_ptr() + 4 * g.first_flag
             if g.has_lengths:
@@ -273,6 +314,8 @@ class Fused(Backend):
                     scratch.data_ptr(),
                     outputs.data_ptr(),
                     flags_at,
+                    locations,
+                    pad,
                     FORMATS=g.variant.formats,
                     POOLED=g.pooled,
                     WEIGHTED=g.is_weighted,
@@ -282,23 +325,17 @@ class Fused(Backend):
                     COLUMNS=g.shape.columns,
                     num_warps=g.shape.warps,
                 )
+        if ticket is not None:
+            ticket.release()
 
-    def prepare(self, plan: FusedPlan, caches: Caches | None = None) -> "PreparedLookup":
+    def prepare(self, plan: FusedPlan) -> "PreparedLookup":
         """A plan for inputs and outputs that are on the device already; its jobs are copied there once.
 
-        caches: number of a lookup -> (slots uint8 [slots, row_bytes], locations int32 [ids]): a row whose location is not -1 is
-        read from its slot. QuantError: not all of the plan runs on the device.
+        QuantError: not all of the plan runs on the device.
         """
         if plan.layout.host is not None or plan.layout.gathers:
             raise QuantError("a plan with lookups that begin on the CPU cannot be prepared; hold its tables on the device")
-        for number, (slots, locations) in (caches or {}).items():
-            wanted = (torch.uint8, torch.int32, self.device, self.device)
-            if (slots.dtype, locations.dtype, slots.device, locations.device) != wanted or number >= len(plan.layout.lookups):
-                raise QuantError(
-                    f"cache of lookup {number}: slots are {slots.dtype} on {slots.device}, locations {locations.dtype} on "
-                    f"{locations.device}; expected uint8 and int32 on {self.device}"
-                )
-        return PreparedLookup(self, plan.layout, caches or {})
+        return PreparedLookup(self, plan.layout)
 
 
 def _cuda(device: str) -> torch.device:
@@ -351,24 +388,41 @@ class PreparedLookup:
     in_bytes, out_bytes: what the buffers hold, as `layout.moves_in` and `layout.moves_out` place it.
     """
 
-    def __init__(self, fused: Fused, layout: Layout, caches: Caches) -> None:
+    def __init__(self, fused: Fused, layout: Layout) -> None:
         self._fused, self.layout = fused, layout
         self.in_bytes, self.out_bytes = layout.in_bytes, layout.out_bytes
-        self._kept = (layout.lookups, caches)
-        self._jobs, self._groups = jobs_on_device(layout, fused.device, caches)
+        self._jobs, self._launches = jobs_on_device(layout, fused.device, fused.is_interpreted)
         self._scratch = torch.empty(max(1, layout.scratch), dtype=torch.int32, device=fused.device)
-        self.flags = torch.zeros(sum(g.jobs for g in self._groups), dtype=torch.int32, device=fused.device)
+        self.flags = torch.zeros(layout.jobs, dtype=torch.int32, device=fused.device)
+        if fused.cache is not None:
+            fused.cache.reserve(layout.cached_ids)
         if not fused.is_interpreted:
             torch.cuda.synchronize(fused.device)
 
-    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+    def prefetch(self, inputs: torch.Tensor) -> Ticket | None:
+        """Brings the rows that a call with these inputs reads through the cache; None: it reads none. Nothing is waited for.
+
+        inputs: as for the call, written on the current stream or before; they stay as they are until the call.
+        """
+        with self._on_device():
+            if self._fused.cache is not None:
+                self._fused.cache.follow_current_stream()
+            return self._fused.prefetch(self._launches, inputs)
+
+    def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor, ticket: Ticket | None = None) -> None:
         """Launches on the device's current stream; always the same one, since starts of bags and `flags` are shared by calls.
 
         inputs uint8 [in_bytes], outputs uint8 [out_bytes], both on the device, 16-aligned. `flags` int32 [jobs], on the device,
-        turn 1 where an id or a length is wrong; that row was not read.
+        turn 1 where an id or a length is wrong; that row was not read. ticket: of these inputs; it is released. None: the call
+        begins with `prefetch`.
         """
+        with self._on_device():
+            ticket = ticket or self.prefetch(inputs)
+            if ticket is not None:
+                ticket.wait()
+            self._fused.launch(self._launches.groups, self.flags, inputs, outputs, self._scratch, ticket)
+
+    def _on_device(self) -> Any:
         if self._fused.is_interpreted:
-            self._fused.launch(self._groups, self.flags, inputs, outputs, self._scratch)
-            return
-        with torch.cuda.device(self._fused.device):
-            self._fused.launch(self._groups, self.flags, inputs, outputs, self._scratch)
+            return np.errstate(all="ignore")  # a GPU does not warn either
+        return torch.cuda.device(self._fused.device)

@@ -5,7 +5,7 @@ for here.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quant.cache import CacheJobs, cache_jobs, cached_bytes
 from quant.contract import Variant
 from quant.errors import BadIds
-from quant.fused_kernel import FIELDS, Field
+from quant.fused_kernel import FIELDS
 from quant.fused_plan import Bases, Layout, Shape, aligned
 
 SMALLEST = 4096  # bytes of a buffer
 
 Buffer = NDArray[np.uint8]
-Caches = Mapping[int, tuple[torch.Tensor, torch.Tensor]]  # number of a lookup -> slots, locations
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,16 @@ class Group:
     members: tuple[tuple[int, int, int], ...]
 
 
-def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, caches: Caches) -> tuple[bytes, list[Group]]:
-    """The jobs of a batch as bytes that will lie at `address` on the device, and what is to be launched.
+@dataclass(frozen=True)
+class Launches:
+    """What a batch launches: first what finds its cached rows, if there are any, then its groups."""
 
-    caches: of a batch of one request.
-    """
+    groups: tuple[Group, ...]
+    cached: CacheJobs | None
+
+
+def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_interpreted: bool) -> tuple[bytes, Launches]:
+    """The jobs of a batch as bytes that will lie at `address` on the device, and what is to be launched."""
     parts: list[bytes] = []
     groups: list[Group] = []
     at = flag = 0
@@ -114,12 +119,7 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, cac
         members = [layouts[n].groups[kind] for n in numbers]
         rows, of_program, places, jobs, programs = [], [], [], 0, 0
         for n, member in zip(numbers, members, strict=True):
-            shifted = member.shifted(bases[n], programs)
-            for row, number in zip(shifted, member.numbers, strict=True):
-                if number in caches:
-                    slots, locations = caches[number]
-                    row[Field.SLOTS], row[Field.LOCATIONS] = slots.data_ptr(), locations.data_ptr()
-            rows.append(shifted.tobytes())
+            rows.append(member.shifted(bases[n], programs).tobytes())
             of_program.append((member.job_of_program + np.int32(jobs)).tobytes())
             programs += member.job_of_program.size
             places.append((n, flag + jobs, flag + jobs + len(member.rows)))
@@ -138,7 +138,7 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, cac
                     first_flag=flag,
                     has_lengths=any(m.has_lengths for m in members),
                     is_weighted=any(m.is_weighted for m in members),
-                    is_cached=bool(caches),
+                    is_cached=any(m.is_cached for m in members),
                     at=address + at,
                     programs_at=address + programs_at,
                     members=tuple(places),
@@ -146,38 +146,44 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, cac
             )
             at = programs_at + 4 * programs + len(padding)
             flag += jobs
-    return b"".join(parts), groups
+    cached = None
+    if jobs_of_cache := [job.shifted(base) for layout, base in zip(layouts, bases, strict=True) for job in layout.cached]:
+        written, cached = cache_jobs(jobs_of_cache, address + at, is_interpreted)
+        parts.append(written)
+    return b"".join(parts), Launches(tuple(groups), cached)
 
 
-def jobs_on_device(layout: Layout, device: torch.device, caches: Caches | None = None) -> tuple[torch.Tensor, list[Group]]:
-    """The jobs of one request on the device, and what is to be launched. caches: as for `Fused.prepare`."""
-    memory = torch.empty(layout.header_bytes, dtype=torch.uint8, device=device)
-    header, groups = _header([layout], [Bases()], memory.data_ptr(), caches or {})
+def jobs_on_device(layout: Layout, device: torch.device, is_interpreted: bool) -> tuple[torch.Tensor, Launches]:
+    """The jobs of one request on the device, and what is to be launched."""
+    memory = torch.empty(layout.header_bytes + cached_bytes(layout.cached), dtype=torch.uint8, device=device)
+    header, launches = _header([layout], [Bases()], memory.data_ptr(), is_interpreted)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
-    return memory, groups
+    return memory, launches
 
 
 class Batch:
     """Requests that run together: where each one's bytes lie in the shared buffers."""
 
-    def __init__(self, buffers: Buffers, layouts: list[Layout]) -> None:
-        self._buffers, self._layouts = buffers, layouts
-        inputs = outputs = scratch = rows = header = jobs = 0
+    def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool) -> None:
+        self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
+        inputs = outputs = scratch = rows = header = jobs = located = 0
         places = []
         for layout in layouts:
-            places.append((inputs, outputs, scratch, rows))
+            places.append((inputs, outputs, scratch, rows, 4 * located))
             inputs += aligned(layout.in_bytes)
             outputs += layout.out_bytes
             scratch += layout.scratch
             rows += layout.rows_bytes
             jobs += layout.jobs
+            located += layout.cached_ids
             header += layout.header_bytes
+        header += sum(cached_bytes(layout.cached) for layout in layouts)
         buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
         self.out_bytes = outputs
         self._header_at = inputs
         self._rows_at = [p[3] for p in places]
         address = buffers.device_rows.data_ptr()
-        self._bases = [Bases(i, o, s, address + r) for i, o, s, r in places]
+        self._bases = [Bases(i, o, s, address + r, at) for i, o, s, r, at in places]
         self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
         self._flags = self.flags.numpy()
         self._flags[:] = 0
@@ -204,18 +210,19 @@ class Batch:
             if device is not host:
                 device[start : start + gather.bytes].copy_(piece, non_blocking=True)
 
-    def send(self, groups: list[Group] | None) -> list[Group]:
-        """Sends inputs to the device, and jobs where no `groups` say that they are there; returns what is to be launched."""
+    def send(self, launches: Launches | None) -> Launches:
+        """Sends inputs to the device, and jobs where no `launches` say that they are there; returns what is to be launched."""
         host, device = self._buffers.host_in, self._buffers.device_in
         end = self._header_at
-        if groups is None:
-            header, groups = _header(self._layouts, self._bases, device.data_ptr() + self._header_at, {})
+        if launches is None:
+            address = device.data_ptr() + self._header_at
+            header, launches = _header(self._layouts, self._bases, address, self._is_interpreted)
             end += len(header)
             self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
-        self._groups = groups
+        self._groups = launches.groups
         if device is not host:
             device[:end].copy_(host[:end], non_blocking=True)
-        return groups
+        return launches
 
     def run_on_host(self, n: int, inputs: Any) -> None:
         """Looks up what is not on the device, while the device works."""

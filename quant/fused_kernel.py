@@ -35,8 +35,8 @@ class Field(IntEnum):
     PRECISION = 13
     FIRST_PROGRAM = 14
     STARTS_AT = 15  # in scratch, int32 [.]: a verdict, then VECTORS + 1 starts of bags
-    SLOTS = 16  # address of the cache's first slot; 0: none
-    LOCATIONS = 17  # address of an int32 an id: its slot, or -1 for the table
+    SLOTS = 16  # address of the cache's first slot
+    LOCATIONS_AT = 17  # in locations, int32 an id: its slot; -1: in the table; else -2 - unit of the pad; -1 here: no cache
 
 
 FIELDS = len(Field)
@@ -58,7 +58,7 @@ _PRECISION = tl.constexpr(int(Field.PRECISION))
 _FIRST_PROGRAM = tl.constexpr(int(Field.FIRST_PROGRAM))
 _STARTS_AT = tl.constexpr(int(Field.STARTS_AT))
 _SLOTS = tl.constexpr(int(Field.SLOTS))
-_LOCATIONS = tl.constexpr(int(Field.LOCATIONS))
+_LOCATIONS_AT = tl.constexpr(int(Field.LOCATIONS_AT))
 _FIELDS = tl.constexpr(int(FIELDS))
 
 
@@ -136,6 +136,8 @@ def _pool(
     starts,
     outputs,
     flag,
+    locations,
+    pad,
     program,
     FORMAT: tl.constexpr,
     POOLED: tl.constexpr,
@@ -180,8 +182,9 @@ def _pool(
         weights = (inputs + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
     if CACHED:
         slots = tl.load(job + _SLOTS)
-        cached = length * (slots != 0).to(tl.int32)
-        locations = tl.load(job + _LOCATIONS).to(tl.pointer_type(tl.int32))
+        locations_at = tl.load(job + _LOCATIONS_AT)
+        cached = length * (locations_at >= 0).to(tl.int32)
+        places = (locations + tl.maximum(locations_at, 0)).to(tl.pointer_type(tl.int32))
 
     is_named = ids_at >= 0
     named = length * is_named.to(tl.int32)
@@ -207,8 +210,8 @@ def _pool(
             is_read = is_read + (in_bag[r] & is_known,)
             at = table + id[r] * row_bytes
             if CACHED:
-                slot = tl.load(locations + (start + (step + r)), is_read[r] & (step + r < cached), -1)
-                at = tl.where(slot >= 0, slots + slot.to(tl.int64) * row_bytes, at)
+                place = tl.load(places + (start + (step + r)), is_read[r] & (step + r < cached), -1).to(tl.int64)
+                at = tl.where(place >= 0, slots + place * row_bytes, tl.where(place < -1, pad + (-2 - place) * 16, at))
             row = row + (at,)
         values = ()
         scale_bias = ()
@@ -274,7 +277,7 @@ def _write(
             tl.store(begin + value, results[i].to(out.dtype.element_ty), (vector < vectors) & (value < dim))
 
 
-@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags"])
+@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad"])
 def lookup(
     jobs: tl.int64,
     job_of_program: tl.int64,
@@ -282,6 +285,8 @@ def lookup(
     scratch: tl.int64,
     outputs: tl.int64,
     flags: tl.int64,
+    locations: tl.int64,
+    pad: tl.int64,
     FORMATS: tl.constexpr,
     POOLED: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -310,6 +315,8 @@ def lookup(
                         starts + 1,
                         outputs,
                         flags.to(tl.pointer_type(tl.int32)) + number,
+                        locations,
+                        pad,
                         program,
                         FORMAT,
                         POOLED,

@@ -65,6 +65,7 @@ class Bases:
     outputs: int = 0
     scratch: int = 0
     rows: int = 0
+    locations: int = 0
 
 
 class Jobs:
@@ -94,6 +95,7 @@ class Jobs:
         self.job_of_program = np.repeat(np.arange(len(self._counts), dtype=np.int32), self._counts)
         self.has_lengths = bool((self.rows[:, Field.LENGTHS_AT] >= 0).any())
         self.is_weighted = bool((self.rows[:, Field.WEIGHTS_AT] >= 0).any())
+        self.is_cached = bool((self.rows[:, Field.LOCATIONS_AT] >= 0).any())
 
     def shifted(self, bases: Bases, programs: int) -> NDArray[np.int64]:
         """The rows where `bases` and `programs` of other requests come before."""
@@ -102,21 +104,37 @@ class Jobs:
         shift[Field.TABLE] = bases.rows
         shift[Field.OUT_AT] = bases.outputs
         shift[Field.STARTS_AT] = bases.scratch
+        shift[Field.LOCATIONS_AT] = bases.locations
         shift[Field.FIRST_PROGRAM] = programs
         return self.rows + self.relative * shift
+
+
+@dataclass(frozen=True)
+class CacheJob:
+    """Ids of a request that go through the cache: of which table, where they lie, and where their locations go, in bytes."""
+
+    table: int
+    ids_at: int
+    ids: int
+    locations_at: int
+
+    def shifted(self, bases: Bases) -> "CacheJob":
+        return replace(self, ids_at=self.ids_at + bases.inputs, locations_at=self.locations_at + bases.locations)
 
 
 class Layout:
     """A request's lookups, laid out.
 
     moves_in: from the request's inputs to its staged ones; moves_out: from its staged outputs to what the caller asked for.
-    gathers: rows to be brought together before. host: lookups of tables that are not on the device, for the CPU.
+    gathers: rows to be brought together before. cached: lookups whose rows the cache finds. host: lookups of tables that are not
+    on the device, for the CPU.
     """
 
     def __init__(self, lookups: Sequence[Lookup], cpu: CpuBackend, threads: int, shapes: Shapes, gather_from: int) -> None:
         self.lookups = tuple(lookups)
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
         self.gathers: list[Gather] = []
+        self.cached: list[CacheJob] = []
         self.variant = Variant()
         self.groups = (Jobs(True, shapes.pooled), Jobs(False, shapes.unpooled))
         self._cpu, self._threads, self._gather_from = cpu, threads, gather_from
@@ -131,6 +149,7 @@ class Layout:
         for group in self.groups:
             group.finish()
         self.jobs = sum(len(group.numbers) for group in self.groups)
+        self.cached_ids = sum(job.ids for job in self.cached)
         self.header_bytes = sum(group.rows.nbytes + aligned(group.job_of_program.nbytes, 8) for group in self.groups)
         self.moves_in, self.moves_out = _joined(self._in), _joined(out)
         on_host = [lk for lk in lookups if isinstance(lk.table, Table)]
@@ -160,7 +179,7 @@ class Layout:
         row[Field.OUT_AT] = self.out_bytes
         row[Field.PRECISION] = lk.precision
         row[Field.STARTS_AT] = self.scratch
-        row[Field.IDS_AT] = row[Field.LENGTHS_AT] = row[Field.WEIGHTS_AT] = -1
+        row[Field.IDS_AT] = row[Field.LENGTHS_AT] = row[Field.WEIGHTS_AT] = row[Field.LOCATIONS_AT] = -1
         relative = [Field.OUT_AT, Field.STARTS_AT]
         wanted: list[tuple[Field, int | None, int]] = [(Field.IDS_AT, lk.ids_at, 8 * lk.ids)]
         if self._is_gathered(lk) and isinstance(lk.table, DeviceTable):
@@ -177,10 +196,15 @@ class Layout:
                 relative.append(field)
         if row[Field.LENGTHS_AT] >= 0:
             self.scratch += lk.bags + 2
+        if isinstance(lk.table, DeviceTable) and lk.table.in_cache is not None:
+            row[Field.SLOTS] = lk.table.in_cache.slots_at
+            row[Field.LOCATIONS_AT] = 4 * sum(job.ids for job in self.cached)
+            relative.append(Field.LOCATIONS_AT)
+            self.cached.append(CacheJob(lk.table.in_cache.number, row[Field.IDS_AT], lk.ids, row[Field.LOCATIONS_AT]))
         self.groups[not pooled].add(number, row, lk, relative)
 
     def _is_gathered(self, lk: Lookup) -> bool:
-        if not isinstance(lk.table, DeviceTable) or lk.table.in_hbm or lk.ids < self._gather_from:
+        if not isinstance(lk.table, DeviceTable) or lk.table.in_hbm or lk.table.in_cache or lk.ids < self._gather_from:
             return False
         return self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
 

@@ -111,11 +111,17 @@ def make_requests(
 
 
 def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
-    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law with the hot ids scattered over the table."""
+    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law over the rows, the hot ids scattered over the table.
+
+    zipf: its exponent, not 1; ranks are drawn by the inverse of the continuous law's distribution.
+    """
     if zipf is None:
         return rng.integers(0, rows, shape)
-    ranks = rng.zipf(zipf, shape).astype(np.uint64)
-    return (ranks * np.uint64(0x9E3779B97F4A7C15) % np.uint64(rows)).astype(np.int64)
+    power = 1.0 - zipf
+    ranks = ((float(rows + 1) ** power - 1.0) * rng.random(shape) + 1.0) ** (1.0 / power)
+    ranks = np.minimum(ranks, rows).astype(np.uint64) - np.uint64(1)
+    # A bijection of the rows where they and the factor have no common divisor, which is a prime.
+    return (ranks * np.uint64(2654435761) % np.uint64(rows)).astype(np.int64)
 
 
 def _same(connection: _Connection) -> _Connection:

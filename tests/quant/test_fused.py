@@ -144,29 +144,6 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
     np.testing.assert_array_equal(answered.view(np.float32).reshape(700, 12), expected_of(table, ids))
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.FP16], ids=lambda f: f.label)
-def test_rows_with_a_location_are_read_from_their_slot(row_format: RowFormat) -> None:
-    """Slots hold other rows than the table, so what comes back says which of the two was read; pooled, and not."""
-    backend: Any = fused()
-    table, other = table_of(row_format, 24), table_of(row_format, 24, seed=1)
-    slots = torch.from_numpy(other.packed[:50].copy()).to(backend.device)
-    locations = np.array([-1, 49, 0, -1, 3, 3, -1])
-    on_device = torch.from_numpy(locations).int().to(backend.device)
-    rows = np.where((locations >= 0)[:, None], expected_of(other, np.maximum(locations, 0)), expected_of(table, IDS))
-    pooled = np.stack([rows[:2].sum(0), np.zeros(24, np.float32), rows[2:].sum(0)])
-    for pooling, wanted in ((Pooling.NONE, rows), (Pooling.SUM, pooled)):
-        plan = backend.plan([Lookup(placed(table), pooling, 0, 7, 0, bags=3, lengths_at=56)])
-        lookup = backend.prepare(plan, {0: (slots, on_device)})
-        inputs = torch.zeros(lookup.in_bytes + 16, dtype=torch.uint8)
-        inputs[: len(INPUTS)] = torch.frombuffer(bytearray(INPUTS), dtype=torch.uint8)
-        inputs = inputs.to(backend.device)
-        outputs = torch.full((lookup.out_bytes,), 0xEE, dtype=torch.uint8, device=backend.device)
-        lookup(inputs, outputs)
-        found = outputs.cpu().numpy()[: wanted.size * 4].view(np.float32).reshape(wanted.shape)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
-        assert not lookup.flags.any()
-
-
 @needs_interpreter
 def test_rows_beyond_4_gib_are_found() -> None:
     """A table of 10^9 rows over memory that is not there but for a few pages: offsets pass 2^31 and 2^32 bytes."""
@@ -184,23 +161,6 @@ def test_rows_beyond_4_gib_are_found() -> None:
     np.testing.assert_array_equal(fused().lookup(viewed(table), ids, pooling=Pooling.NONE), wanted)  # type: ignore[arg-type]
     with pytest.raises(BadIds):
         fused().lookup(viewed(table), ids + 2**32, pooling=Pooling.NONE)  # type: ignore[arg-type]
-
-
-def test_caches_of_one_plan_stay_apart() -> None:
-    """Preparing twice leaves the plan, and the first one's slots, as they were; odd tensors are refused."""
-    backend: Any = fused()
-    table, other = table_of(RowFormat.INT8, 8), table_of(RowFormat.INT8, 8, seed=1)
-    slots = torch.from_numpy(other.packed[:50].copy()).to(backend.device)
-    locations = torch.zeros(7, dtype=torch.int32, device=backend.device)
-    plan = backend.plan([Lookup(placed(table), Pooling.NONE, 0, 7, 0)])
-    first, second = backend.prepare(plan, {0: (slots, locations)}), backend.prepare(plan)
-    inputs = torch.from_numpy(np.frombuffer(IDS.tobytes(), np.uint8).copy()).to(backend.device)
-    for lookup, wanted in ((first, expected_of(other, np.zeros(7, np.int64))), (second, expected_of(table, IDS))):
-        outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
-        lookup(inputs, outputs)
-        np.testing.assert_array_equal(outputs.cpu().numpy()[: wanted.nbytes].view(np.float32).reshape(7, 8), wanted)
-    with pytest.raises(QuantError, match=r"locations torch\.int64"):
-        backend.prepare(plan, {0: (slots, locations.long())})
 
 
 def test_bags_of_one_length_that_are_not_the_ids_are_refused() -> None:
@@ -265,7 +225,7 @@ from triton.compiler import ASTSource
 import triton
 from quant import fused_kernel as k
 
-names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags")
+names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad")
 VARIANTS = {80: ((4, 1, 0, 0, 1),), 90: ((4, 1, 0, 0, 1), (4, 0, 0, 1, 1), (63, 1, 1, 0, 0))}
 for arch in VARIANTS:
     for formats, pooled, weighted, cached, whole in VARIANTS[arch]:

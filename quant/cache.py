@@ -1,0 +1,763 @@
+"""The cache: rows of host tables in the GPU's memory, any row in any slot, keyed by (table, id).
+
+`prefetch` brings the rows of a batch to the device and says where each lies; the lookup of the batch then reads those places,
+and the ticket is released. Several tickets may be out at once: what they use is not evicted. No call waits for the device,
+whether ids hit or miss: the kernels (`quant.cache_kernel`) count and choose on the device, and read missing rows from the host.
+
+A row that is missing goes to a slot, in place of the coldest rows that no ticket uses; or, where it is not admitted or every slot
+is in use, to the ticket's *pad*; or, where that is full, it is read in place by the lookup. Each way yields the same bytes.
+
+Policies: LRU evicts what was not used for longest. LFU what was used least, where a use counts half as much after `half_life`
+tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t that used it, so that rows which are not used
+need no upkeep (LRFU, Lee et al. 2001). With a `window`, a full cache takes in a row only if it was missed within so many tickets
+before, so that a scan passes through the pad.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quant import cache_kernel as k
+from quant.cache_kernel import ClassField, ClassState, Counter, JobField, Root, State, TableField, TicketField
+from quant.errors import QuantError
+from quant.fused_plan import CacheJob
+
+_NODE_BYTES, _SCORE_BYTES = 16, 4
+_PROBE = 128  # ids of a program, one warp
+_ROWS = 32  # rows that a program takes in at once
+_UNITS = 64
+_TURN = 256
+_SAMPLE = 2048
+_MARKS = 8
+_STRIDED = 2048  # programs of kernels that take turns
+_SNAPSHOT_EVERY = 16  # tickets
+_REBALANCE_EVERY = 256
+_REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
+
+
+class Policy(Enum):
+    """Which rows go first."""
+
+    LRU = "lru"
+    LFU = "lfu"
+
+    @property
+    def is_lfu(self) -> bool:
+        return self is Policy.LFU
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How a cache decides.
+
+    half_life: tickets after which a use counts half (LFU). window: tickets within which a second miss admits a row to a cache
+    that is full; 0: the first does. pad_fraction: of the budget, for rows that get no slot; `pads` tickets may have some at once.
+    """
+
+    policy: Policy = Policy.LFU
+    half_life: int = 1000
+    window: int = 0
+    page_bytes: int = 256 << 10
+    pad_fraction: float = 0.2
+    pads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, is_right, expected in (
+            ("half_life", 1 <= self.half_life <= k.SCORE_UNIT, f"1 to {k.SCORE_UNIT}"),
+            ("window", 0 <= self.window < 2**30, "0 or more"),
+            ("page_bytes", self.page_bytes >= 64 and self.page_bytes % 16 == 0, "a multiple of 16, 64 or more"),
+            ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
+            ("pads", self.pads >= 1, "1 or more"),
+        ):
+            if not is_right:
+                raise QuantError(f"{name} of a cache is {getattr(self, name)}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place: ids read over it."""
+
+    ids: int
+    hits: int
+    fetched: int
+    in_place: int
+    row_bytes: int
+
+    @property
+    def bus_bytes(self) -> int:
+        return (self.fetched + self.in_place) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of a cache. locked_out: rows that found every slot in use. tables: by their numbers."""
+
+    tickets: int
+    slots: int
+    occupied: int
+    inserted: int
+    evicted: int
+    padded: int
+    locked_out: int
+    tables: dict[int, TableStatistics]
+
+
+@dataclass
+class _Class:
+    """Rows of one size: slots of a page, and the pages that are theirs."""
+
+    row_bytes: int
+    slots: int
+    pages: list[int]
+    page_list: torch.Tensor
+
+
+@dataclass
+class _Cached:
+    """A table: its size, its class, and maps of what a batch lacks."""
+
+    address: int
+    rows: int
+    row_class: int
+    bits: torch.Tensor
+    first_ranks: torch.Tensor
+    marks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class CacheJobs:
+    """The cached lookups of a batch, as `cache_jobs` wrote them to address `at` of the device; and the job of each program."""
+
+    at: int
+    programs_at: int
+    ids: int
+    programs: int
+    block: int
+
+
+def cached_bytes(jobs: Sequence[CacheJob]) -> int:
+    """Bytes of such jobs, or a few more, if each batch of them is padded to 8."""
+    return sum(8 * len(JobField) + 4 * -(-job.ids // _PROBE) for job in jobs) + 8
+
+
+def cache_jobs(jobs: Sequence[CacheJob], address: int, is_interpreted: bool) -> tuple[bytes, CacheJobs]:
+    """Jobs as bytes that will lie at `address` on the device, 8-aligned."""
+    block = _TURN * 4 if is_interpreted else _PROBE
+    counts = [-(-job.ids // block) for job in jobs]
+    rows = np.zeros((len(jobs), len(JobField)), np.int64)
+    for n, job in enumerate(jobs):
+        rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, sum(counts[:n]))
+    of_program = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
+    written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts), block)
+    return rows.tobytes() + of_program.tobytes(), written
+
+
+class Ticket:
+    """A batch whose rows are on their way to the device.
+
+    locations int32 [ids]: >= 0: a slot, at this multiple of its row's bytes from `slots`; -1: the table itself; else 16 * (-2 -
+    location) bytes from `pad`.
+    """
+
+    def __init__(self, cache: "Cache", berth: "_Berth") -> None:
+        self._cache, self._berth = cache, berth
+        self.locations = berth.locations
+        self.pad = berth.pad
+
+    def wait(self) -> None:
+        """What comes next on the current stream finds the rows there."""
+        _wait(self._berth.ready)
+
+    def release(self) -> None:
+        """Lets its rows be evicted once what is on the current stream so far is done. Again: nothing."""
+        berth, self._berth = self._berth, None  # type: ignore[assignment]
+        if berth is not None:
+            self._cache._release(berth)
+
+    def __del__(self) -> None:
+        if getattr(self, "_berth", None) is not None:
+            self._cache._abandoned.append(self._berth)
+
+
+class Registered:
+    """A table's place in a cache, given up with the last reference."""
+
+    def __init__(self, cache: "Cache", number: int) -> None:
+        self.number = number
+        weakref.finalize(self, cache._forgotten.append, number)  # whoever drops it may hold any lock
+
+
+class _Berth:
+    """What a ticket takes of the device, used by one after another."""
+
+    def __init__(self, device: torch.device, pad: int, pad_units: int) -> None:
+        self.record = torch.tensor([0, pad, pad_units], dtype=torch.int64, device=device)
+        self.pad = pad
+        self.locations = torch.empty(0, dtype=torch.int32, device=device)
+        is_cuda = device.type == "cuda"
+        self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self.released = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        assert len(TicketField) == 3
+
+
+class Cache:
+    """A cache of `budget_bytes` on a device; what runs on it runs on one stream at a time, `stream`.
+
+    smallest_row_bytes: of the rows to come; the index is laid out for it. QuantError: the budget holds no page.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        settings: CacheSettings | None = None,
+        *,
+        smallest_row_bytes: int = 32,
+        stream: Any = None,
+        is_interpreted: bool = False,
+    ) -> None:
+        self.settings = settings or CacheSettings()
+        self.device, self._stream, self._is_interpreted = device, stream, is_interpreted
+        self._lock = threading.RLock()
+        self._abandoned: deque[_Berth] = deque()
+        self._forgotten: deque[int] = deque()
+        self._classes: list[_Class] = []
+        self._tables: dict[int, _Cached] = {}
+        self._free_numbers: list[int] = []
+        self._out = 0
+        self._ids = 0
+        self.tickets = 0
+        page = self.settings.page_bytes
+        pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
+        slots = _slots_of_page(page, smallest_row_bytes)
+        # Buckets and marks of misses are 4 bytes each and at most twice as many as slots.
+        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (page + 16 * slots)
+        if self._pages < 1 or slots < 1:
+            raise QuantError(
+                f"a cache of {budget_bytes:,} bytes holds no page of {page:,} bytes beside {self.settings.pads} pads of "
+                f"{pad_bytes:,}; raise the budget (--hbm-budget)"
+            )
+        self._node_bits = max(1, slots.bit_length())
+        if (self._pages << self._node_bits) >= 2**31:
+            raise QuantError(f"a cache of {budget_bytes:,} bytes has more slots than int32 counts; lower the budget")
+        with self._on_stream():
+            self._arena = torch.empty(self._pages * page + pad_bytes * self.settings.pads + 16, dtype=torch.uint8, device=device)
+            skipped = -self._arena.data_ptr() % 16
+            self._arena = self._arena[skipped : skipped + self._pages * page + pad_bytes * self.settings.pads]
+            self._page_view = self._arena[: self._pages * page].view(self._pages, page)
+            self._page_table = self._filled(-1, 2 * self._pages)
+            self._state = self._zeros(len(State) + k.CLASSES * len(ClassState))
+            self._ring = self._zeros(k.RING)
+            self._root = self._zeros(len(Root))
+        self._page_class = np.full((self._pages, 2), -1, np.int32)
+        self._unassigned = list(range(self._pages))
+        self._limbo: list[tuple[int, int, int]] = []  # ticket that must be done, page, class to come
+        first_pad = self._arena.data_ptr() + self._pages * page
+        self._berths = [_Berth(device, first_pad + n * pad_bytes, pad_bytes // k.PAD_UNIT) for n in range(self.settings.pads)]
+        self._free_berths = deque(self._berths)
+        self._heads = self._seen = self._scratch = self._page_table[:0]
+        self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
+        self._marks = self._page_table[:0]
+        self._snapshot_event: Any = None
+        self._snapshot: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._statistics: Statistics | None = None
+
+    # ---- tables ----
+
+    @property
+    def slots(self) -> int:
+        """Rows that the cache can hold, with the pages as they are divided now."""
+        return sum(c.slots * len(c.pages) for c in self._classes)
+
+    @property
+    def slots_at(self) -> int:
+        """The address that locations of slots count from."""
+        return self._arena.data_ptr()
+
+    @property
+    def bytes(self) -> int:
+        """Of the device's memory, with index and maps."""
+        parts = [self._arena, self._heads, self._seen, self._scratch, self._state, self._page_table, self._counters]
+        for t in self._tables.values():
+            parts += [t.bits, t.first_ranks, t.marks]
+        return sum(p.numel() * p.element_size() for p in parts)
+
+    def registered(self, address: int, rows: int, row_bytes: int) -> Registered:
+        """As `register`; the table is forgotten when the result is let go."""
+        return Registered(self, self.register(address, rows, row_bytes))
+
+    def register(self, address: int, rows: int, row_bytes: int) -> int:
+        """Takes a table whose rows the device reads at `address`; returns its number. It takes a quarter of a byte a row.
+
+        QuantError: a row does not fit into a page, or there are too many sizes of rows.
+        """
+        if not 0 < rows <= 1 << k.ID_BITS or row_bytes % 16 or row_bytes <= 0:
+            raise QuantError(
+                f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << k.ID_BITS:,} rows of a "
+                "multiple of 16 bytes"
+            )
+        with self._lock, self._on_stream():
+            self._clear_up()
+            row_class = self._class_of(row_bytes)
+            number = self._free_numbers.pop() if self._free_numbers else len(self._tables)
+            marks = -(-rows // k.ROWS_PER_MARK)
+            words = marks * k.WORDS
+            self._tables[number] = _Cached(
+                address, rows, row_class, self._filled(0, words), self._filled(0, words), self._filled(0, marks)
+            )
+            if (row := number + 1) * len(Counter) > self._counters.numel():
+                grown = self._zeros(max(64, 2 * row) * len(Counter))
+                grown[: self._counters.numel()] = self._counters
+                self._counters = grown
+            self._counters[number * len(Counter) : row * len(Counter)] = 0
+            self._assign()
+            self._describe()
+            return number
+
+    def forget(self, number: int) -> None:
+        """Lets go of a table; no lookup of it may be planned or under way but those whose tickets are out."""
+        with self._lock, self._on_stream():
+            del self._tables[number]
+            kernel_block = _TURN * 4
+            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=kernel_block)
+            self._relink()
+            self._describe()
+            self._free_numbers.append(number)
+
+    def _class_of(self, row_bytes: int) -> int:
+        for n, c in enumerate(self._classes):
+            if c.row_bytes == row_bytes:
+                return n
+        slots = _slots_of_page(self.settings.page_bytes, row_bytes)
+        if not 0 < slots < 1 << self._node_bits or len(self._classes) == k.CLASSES:
+            raise QuantError(
+                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.settings.page_bytes:,} bytes, "
+                f"expected 1 to {(1 << self._node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
+            )
+        self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
+        return len(self._classes) - 1
+
+    def _wanted_pages(self) -> list[int]:
+        """Pages of each class by the bytes of its tables, none more than they fill."""
+        full = [0] * len(self._classes)
+        for t in self._tables.values():
+            full[t.row_class] += t.rows
+        full = [-(-rows // c.slots) for rows, c in zip(full, self._classes, strict=True)]
+        total = sum(full)
+        if total == 0:
+            return full
+        wanted = [min(f, max(1, self._pages * f // total)) if f else 0 for f in full]
+        while sum(wanted) > self._pages:
+            wanted[int(np.argmax(wanted))] -= 1
+        for n in sorted(range(len(full)), key=lambda n: full[n] - wanted[n], reverse=True):
+            wanted[n] += min(full[n] - wanted[n], self._pages - sum(wanted))
+        return wanted
+
+    def _assign(self) -> None:
+        """Gives every class its pages, taking some from others where it must."""
+        wanted = self._wanted_pages()
+        if min((w for w, f in zip(wanted, self._classes, strict=True) if self._uses(f)), default=1) < 1:
+            raise QuantError(
+                f"a cache of {self._pages} pages of {self.settings.page_bytes:,} bytes cannot hold {len(self._classes)} sizes of "
+                "rows; raise the budget (--hbm-budget)"
+            )
+        coming = [sum(1 for _, _, c in self._limbo if c == n) for n in range(len(self._classes))]
+        have = [len(c.pages) + coming[n] for n, c in enumerate(self._classes)]
+        takers = [n for n in range(len(wanted)) for _ in range(wanted[n] - have[n])]
+        if not takers:
+            return
+        fresh = [self._unassigned.pop() for _ in takers[: len(self._unassigned)]]
+        given: dict[int, list[int]] = {}
+        for page, taker in zip(fresh, takers, strict=False):
+            given.setdefault(taker, []).append(page)
+        for taker, pages in given.items():
+            self._give(pages, taker)
+        for taker in takers[len(fresh) :]:
+            donor = max(range(len(wanted)), key=lambda n: len(self._classes[n].pages) - wanted[n])
+            self._take(donor, [self._classes[donor].pages[-1]], taker)
+        self._relink()
+        self._settle()
+
+    def _uses(self, c: _Class) -> bool:
+        return any(self._classes[t.row_class] is c for t in self._tables.values())
+
+    def _take(self, donor: int, pages: list[int], taker: int) -> None:
+        """Empties pages of a class. They go to another one when no ticket that is out now can read them any more."""
+        c = self._classes[donor]
+        index = torch.tensor(pages, device=self.device)
+        nodes = self._page_view[index, : _NODE_BYTES * c.slots].view(torch.int64)
+        held = (nodes[:, ::2] >= 0).sum()
+        at = len(State) + donor * len(ClassState) + ClassState.OCCUPIED
+        self._state[at] -= held
+        self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        c.pages = [p for p in c.pages if p not in set(pages)]
+        self._page_class[pages] = -1
+        self._limbo += [(self.tickets, p, taker) for p in pages]
+
+    def _give(self, pages: list[int], taker: int) -> None:
+        c = self._classes[taker]
+        index = torch.tensor(pages, device=self.device)
+        self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        c.pages += pages
+        starts = np.array(pages, np.int64) * self.settings.page_bytes + _NODE_BYTES * c.slots
+        self._page_class[pages, 0] = taker
+        self._page_class[pages, 1] = -(-starts // c.row_bytes)
+
+    def _settle(self) -> None:
+        """Gives pages that were taken to their new class, where no ticket is out that may read them."""
+        if self._limbo and self._out == 0:
+            for berth in self._berths:
+                _wait(berth.released)
+            coming: dict[int, list[int]] = {}
+            for _, page, taker in self._limbo:
+                coming.setdefault(taker, []).append(page)
+            self._limbo.clear()
+            for taker, pages in coming.items():
+                self._give(pages, taker)
+            self._describe()
+
+    def _empty_nodes(self, slots: int) -> torch.Tensor:
+        """Bytes of nodes without a key, uint8 [16 * slots]."""
+        nodes = np.zeros((slots, 4), np.int32)
+        nodes[:, :3] = -1
+        nodes[:, 3] = -(2**30)
+        return torch.from_numpy(nodes.reshape(-1).view(np.uint8)).to(self.device)
+
+    def _relink(self) -> None:
+        """Builds all chains anew, for as many buckets as there are slots."""
+        self._describe()
+        buckets = 1 << max(1, (self.slots - 1).bit_length())
+        if self._heads.numel() < buckets:
+            self._heads = self._filled(-1, buckets)
+            self._seen = self._filled(-(2**30), buckets)
+            self._describe()
+        self._heads.fill_(-1)
+        k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=_TURN * 4)
+
+    def _describe(self) -> None:
+        """Writes what the kernels read of tables and classes."""
+        count = max(self._tables, default=-1) + 1
+        tables = np.zeros((max(1, count), len(TableField)), np.int64)
+        marks = []
+        for number, t in self._tables.items():
+            row = tables[number]
+            row[TableField.ADDRESS], row[TableField.ROWS] = t.address, t.rows
+            row[TableField.ROW_BYTES], row[TableField.CLASS] = self._classes[t.row_class].row_bytes, t.row_class
+            row[TableField.BITS], row[TableField.FIRST_RANKS] = t.bits.data_ptr(), t.first_ranks.data_ptr()
+            row[TableField.MARK_AT] = t.marks.data_ptr()
+            firsts = np.arange(0, t.marks.numel(), _MARKS, dtype=np.int32)
+            marks.append(np.stack([np.full_like(firsts, number), firsts], 1))
+        classes = np.zeros((k.CLASSES, len(ClassField)), np.int64)
+        for n, c in enumerate(self._classes):
+            c.page_list = self._sent(np.array(c.pages or [0], np.int32))
+            classes[n] = (c.row_bytes, c.slots, c.page_list.data_ptr(), len(c.pages))
+        self._tables_on_device, self._classes_on_device = self._sent(tables.reshape(-1)), self._sent(classes.reshape(-1))
+        self._marks = self._sent(np.concatenate(marks).reshape(-1) if marks else np.zeros(0, np.int32))
+        self._page_table.copy_(torch.from_numpy(self._page_class.reshape(-1)))
+        self._write_root()
+
+    def _write_root(self) -> None:
+        ids = self._scratch.numel() // 6
+        part = [self._scratch.data_ptr() + 4 * ids * n for n in range(6)]
+        root = dict.fromkeys(Root, 0)
+        root |= {
+            Root.ARENA: self._arena.data_ptr(),
+            Root.PAGE_BYTES: self.settings.page_bytes,
+            Root.PAGES: self._page_table.data_ptr(),
+            Root.PAGE_COUNT: self._pages,
+            Root.NODE_BITS: self._node_bits,
+            Root.HEADS: self._heads.data_ptr(),
+            Root.BUCKET_MASK: self._heads.numel() - 1,
+            Root.TABLES: self._tables_on_device.data_ptr(),
+            Root.CLASSES_AT: self._classes_on_device.data_ptr(),
+            Root.STATE: self._state.data_ptr(),
+            Root.COUNTERS: self._counters.data_ptr(),
+            Root.RING_AT: self._ring.data_ptr(),
+            Root.SEEN: self._seen.data_ptr(),
+            Root.SEEN_MASK: self._seen.numel() - 1,
+            Root.WINDOW: self.settings.window,
+            Root.RATE: max(1, k.SCORE_UNIT // self.settings.half_life),
+            Root.MARKS: self._marks.data_ptr(),
+            Root.MISSING: part[0],  # int64: two parts
+            Root.RANKS: part[2],
+            Root.PLACES: part[3],
+            Root.VICTIMS: part[4],
+            Root.VICTIM_BUCKETS: part[5],
+        }
+        self._root.copy_(torch.tensor([root[f] for f in Root], dtype=torch.int64))
+
+    # ---- batches ----
+
+    def reserve(self, ids: int) -> None:
+        """Makes room for batches of so many ids, so that none has to."""
+        with self._lock, self._on_stream():
+            if ids > self._ids:
+                self._ids = 1 << max(6, (ids - 1).bit_length())
+                self._scratch = self._filled(-1, 6 * self._ids)
+                self._write_root()
+            for berth in self._berths:
+                self._fit(berth, ids)
+
+    def _fit(self, berth: _Berth, ids: int) -> None:
+        if berth.locations.numel() < ids:
+            berth.locations = torch.empty(1 << max(6, (ids - 1).bit_length()), dtype=torch.int32, device=self.device)
+
+    def prefetch(self, jobs: CacheJobs, inputs: torch.Tensor) -> Ticket:
+        """Brings the rows of a batch to the device; nothing is waited for.
+
+        inputs: uint8, on the device, 8-aligned; like the jobs written on the cache's stream, or before. QuantError: too many
+        tickets are out.
+        """
+        with self._lock, self._on_stream():
+            self._clear_up()
+            self._settle()
+            if jobs.ids > self._ids:
+                self.reserve(jobs.ids)
+            berth = self._berth(jobs.ids)
+            self.tickets += 1
+            self._out += 1
+            self._launch(jobs, inputs.data_ptr(), berth)
+            if berth.ready is not None:
+                berth.ready.record()
+            if self.tickets % _SNAPSHOT_EVERY == 0:
+                self._begin_snapshot()
+            if self.tickets % _REBALANCE_EVERY == 0 and len(self._classes) > 1:
+                self._rebalance()
+            return Ticket(self, berth)
+
+    def follow_current_stream(self) -> None:
+        """What the cache does next comes after what is on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _clear_up(self) -> None:
+        """Does what was left to do by whoever let go of a ticket or a table."""
+        while self._abandoned:
+            self._release(self._abandoned.popleft())
+        while self._forgotten:
+            self.forget(self._forgotten.popleft())
+
+    def _berth(self, ids: int) -> _Berth:
+        if not self._free_berths:
+            if len(self._berths) >= k.RING - 1:
+                raise QuantError(f"{len(self._berths)} tickets are out; release them, in any order, after their lookups")
+            berth = _Berth(self.device, self.slots_at, 0)
+            self._berths.append(berth)
+            self._free_berths.append(berth)
+        berth = self._free_berths.popleft()
+        _wait(berth.released)  # the lookup that read its locations and its pad
+        self._fit(berth, ids)
+        return berth
+
+    def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth) -> None:
+        root, ticket, locations = self._root.data_ptr(), berth.record.data_ptr(), berth.locations.data_ptr()
+        lfu = self.settings.policy.is_lfu
+        strided = 1 if self._is_interpreted else _STRIDED
+        rows = min(strided, -(-jobs.ids // _ROWS))
+        turns = min(strided, -(-jobs.ids // _TURN))
+        row_lanes = _TURN if self._is_interpreted else _ROWS
+        k.begin[(1,)](root, ticket, CLASS_LANES=k.CLASSES, num_warps=1)
+        if not jobs.programs:
+            return
+        probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
+        k.probe[(jobs.programs,)](*probe, LFU=lfu, BLOCK=jobs.block, num_warps=1)
+        k.enumerate_missing[(self._marks.numel() // 2,)](root, MARKS=_MARKS, num_warps=4)
+        k.choose_coldness[(len(self._classes),)](root, LFU=lfu, SAMPLE=_SAMPLE, CLASS_LANES=k.CLASSES, num_warps=8)
+        for takes_any in (False, True):
+            k.evict[(self._pages,)](root, ANY=takes_any, LFU=lfu, BLOCK=1024, num_warps=4)
+        k.unlink[(turns,)](root, BLOCK=_TURN, num_warps=1)
+        k.take_in[(rows,)](root, ticket, LFU=lfu, ROWS=row_lanes, UNITS=_UNITS, num_warps=4)
+        k.resolve[(jobs.programs,)](*probe, BLOCK=jobs.block, num_warps=1)
+        k.end[(turns,)](root, BLOCK=_TURN, num_warps=1)
+
+    def _release(self, berth: _Berth) -> None:
+        k.release[(1,)](self._root.data_ptr(), berth.record.data_ptr(), num_warps=1)
+        if berth.released is not None:
+            berth.released.record()
+        with self._lock:
+            self._out -= 1
+            self._free_berths.append(berth)
+
+    def _rebalance(self) -> None:
+        """Moves a hundredth of the pages to the class whose victims are warmest, from the one whose are coldest.
+
+        Where all are alike, every class evicts what one cache of all rows would. Judged by a snapshot some tickets old.
+        """
+        if self._snapshot is None or (self._snapshot_event is not None and not self._snapshot_event.query()):
+            return
+        of_class = self._snapshot[0][len(State) :].view(-1, len(ClassState)).tolist()
+        busy = [n for n, c in enumerate(self._classes) if of_class[n][ClassState.ADMITTED] and len(c.pages) > 1]
+        if len(busy) < 2:
+            return
+        by_coldness = sorted(busy, key=lambda n: of_class[n][ClassState.COLDEST])
+        warm, cold = by_coldness[0], by_coldness[-1]
+        if of_class[cold][ClassState.COLDEST] > _REBALANCE_FROM * max(1, of_class[warm][ClassState.COLDEST]):
+            pages = self._classes[cold].pages
+            count = min(len(pages) - 1, max(1, self._pages // 100))
+            self._take(cold, pages[-count:], warm)
+            self._relink()
+
+    # ---- what it holds ----
+
+    def _begin_snapshot(self) -> None:
+        if self._snapshot_event is not None and not self._snapshot_event.query():
+            return
+        self._keep_snapshot()
+        is_cuda = self.device.type == "cuda"
+        parts = []
+        for source in (self._state, self._counters):
+            target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda)
+            target.copy_(source, non_blocking=True)
+            parts.append(target)
+        self._snapshot = (parts[0], parts[1])
+        if is_cuda:
+            self._snapshot_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._snapshot_event.record()
+
+    def _keep_snapshot(self) -> None:
+        if self._snapshot is not None and (self._snapshot_event is None or self._snapshot_event.query()):
+            self._statistics = self._statistics_of(*self._snapshot)
+
+    def _statistics_of(self, state: torch.Tensor, counters: torch.Tensor) -> Statistics:
+        s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
+        classes = [s[len(State) + n * len(ClassState) + ClassState.OCCUPIED] for n in range(len(self._classes))]
+        return Statistics(
+            tickets=s[State.NOW],
+            slots=self.slots,
+            occupied=sum(classes),
+            inserted=s[State.INSERTED],
+            evicted=s[State.EVICTED],
+            padded=s[State.PADDED],
+            locked_out=s[State.LOCKED_OUT],
+            tables={
+                number: TableStatistics(*c[number][: len(Counter)], row_bytes=self._classes[t.row_class].row_bytes)
+                for number, t in self._tables.items()
+                if number < len(c)
+            },
+        )
+
+    def statistics(self, wait: bool = False) -> Statistics:
+        """Counts as of some tickets ago, without waiting; `wait`: as of now."""
+        with self._lock, self._on_stream():
+            if wait:
+                return self._statistics_of(self._state.cpu(), self._counters.cpu())
+            self._keep_snapshot()
+            return self._statistics or self._statistics_of(torch.zeros_like(self._state).cpu(), self._counters[:0].cpu())
+
+    def hot(self, number: int, count: int) -> NDArray[np.int64]:
+        """Ids of a table that the cache holds, at most `count`, the hottest first. Waits for the device."""
+        with self._lock, self._on_stream():
+            keys, ranks = [], []
+            for node_keys, used, scores in self._nodes(self._tables[number].row_class):
+                mine = (node_keys >> k.ID_BITS) == number
+                keys.append(node_keys[mine].cpu())
+                ranks.append((scores if self.settings.policy.is_lfu else used)[mine].cpu())
+            if not keys:
+                return np.zeros(0, np.int64)
+            order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]
+            found: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
+            return found
+
+    def _nodes(self, row_class: int, pages_at_once: int = 256) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Keys, uses and scores of a class's slots, int64, int32, int32 [pages, slots], some pages at a time."""
+        c = self._classes[row_class]
+        for first in range(0, len(c.pages), pages_at_once):
+            index = torch.tensor(c.pages[first : first + pages_at_once], device=self.device)
+            nodes = self._page_view[index, : _NODE_BYTES * c.slots]
+            scores = self._page_view[index, self.settings.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
+            yield nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores
+
+    def check_integrity(self, row_of: Any = None) -> None:
+        """Raises AssertionError, with numbers, where the cache is not what it should be. Waits for the device.
+
+        row_of: (table's number, id) -> its bytes, to compare with what its slot holds.
+        """
+        with self._lock, self._on_stream():
+            arena, heads = self._arena.cpu().numpy(), self._heads.cpu().numpy()
+            state = self._state.cpu().numpy()
+            page_bytes, in_page = self.settings.page_bytes, (1 << self._node_bits) - 1
+            alive: dict[int, int] = {}
+            occupied = [0] * len(self._classes)
+            for n, c in enumerate(self._classes):
+                for page in c.pages:
+                    keys = arena[page * page_bytes :][: _NODE_BYTES * c.slots].view(np.int64)[::2]
+                    for place in np.flatnonzero(keys >= 0):
+                        alive[page << self._node_bits | int(place)] = int(keys[place])
+                        occupied[n] += 1
+                told = int(state[len(State) + n * len(ClassState) + ClassState.OCCUPIED])
+                assert told == occupied[n], f"class {n}: {occupied[n]} keys in its slots, {told} counted"
+            assert len(set(alive.values())) == len(alive), f"{len(alive) - len(set(alive.values()))} keys lie in two slots"
+            reached = set()
+            for bucket in np.flatnonzero(heads != -1):
+                node = int(heads[bucket])
+                while node != -1:
+                    assert node in alive, f"bucket {bucket} leads to node {node}, which has no key (or is busy)"
+                    assert node not in reached, f"node {node} is reached twice, again from bucket {bucket}"
+                    reached.add(node)
+                    assert _hash(alive[node]) % heads.size == bucket, f"key {alive[node]} lies in bucket {bucket}"
+                    at = (node >> self._node_bits) * page_bytes + (node & in_page) * _NODE_BYTES
+                    node = int(arena[at + 8 : at + 12].view(np.int32)[0])
+            assert len(reached) == len(alive), f"{len(alive)} keys in slots, {len(reached)} in chains: a conflict miss"
+            for t in self._tables.values():
+                assert not t.bits.any() and not t.marks.any(), "a map still names rows of a batch that is over"
+            if row_of is not None:
+                for node, key in alive.items():
+                    page, place = node >> self._node_bits, node & in_page
+                    row_class, first = self._page_class[page].tolist()
+                    size = self._classes[row_class].row_bytes
+                    found = arena[(int(first) + place) * size :][:size].tobytes()
+                    number, id = key >> k.ID_BITS, key & ((1 << k.ID_BITS) - 1)
+                    assert found == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"
+
+    # ---- memory ----
+
+    def _filled(self, value: int, count: int) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32, device=self.device)
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self.device)
+
+    def _sent(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            with np.errstate(all="ignore"):  # a GPU does not warn either
+                yield
+        else:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                yield
+
+
+def _wait(event: Any) -> None:
+    """What comes next on the current stream comes after `event`.
+
+    Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders it.
+    """
+    if event is not None and not torch.cuda.is_current_stream_capturing():
+        event.wait()
+
+
+def _slots_of_page(page_bytes: int, row_bytes: int) -> int:
+    """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
+    return max(0, (page_bytes - row_bytes + 1) // (_NODE_BYTES + _SCORE_BYTES + row_bytes))
+
+
+def _hash(key: int) -> int:
+    """The kernels' hash of a key."""
+    mask = 2**64 - 1
+    x = key ^ (key >> 29)
+    x = x * 0x2545F4914F6CDD1D & mask
+    x ^= x >> 32
+    x = x * 0x1B03738712FAD5C9 & mask
+    return x >> 33

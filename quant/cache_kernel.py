@@ -1,0 +1,665 @@
+"""The kernels of the cache (`quant.cache`), in Triton: find rows, choose victims, take rows in.
+
+A *node* is 16 bytes: key int64 (-1: free), next int32 (the node after it in its bucket's chain, -1: none), used int32 (the last
+ticket that touched it). Its number is `page << NODE_BITS | place`. A *page* belongs to one class, the rows of one size, and holds
+
+    nodes [slots] · rows [slots, row_bytes], the first at a multiple of row_bytes from the arena's start · scores int32, backwards
+
+so that nodes and scores are found without knowing the class, and row `i` of a page lies at `(first_row + i) * row_bytes`.
+
+A key is `table << ID_BITS | id`. Buckets are heads of chains: any key fits into any slot, no table of keys can be full before
+the slots are, and nothing is left behind by a key that goes. Rows that a batch lacks are bits of a map over each table, so that
+each is fetched once and in the order of its address, with neither a sort nor a hash table; a row's place among them is its rank.
+
+Kernels of one cache run one after another on one stream, but for `release`. Tickets and ages are int32 and may wrap.
+"""
+
+from enum import IntEnum
+
+import triton
+import triton.language as tl
+
+ID_BITS = 40
+WORDS = 256  # of a map, that share one mark; 32 rows each
+ROWS_PER_MARK = 32 * WORDS
+CLASSES = 64  # row sizes at most
+RING = 1024  # tickets in flight at most
+MISSED = -(2**31)  # a location not yet known
+NONE = -1  # a location: read the table itself
+BUSY = -2  # a bucket whose chain is being mended
+
+
+class Root(IntEnum):
+    """What a cache is, int64: addresses and sizes."""
+
+    ARENA = 0
+    PAGE_BYTES = 1
+    PAGES = 2  # int32 [pages, 2]: class (-1: none), first row
+    PAGE_COUNT = 3
+    NODE_BITS = 4
+    HEADS = 5  # int32 [buckets]
+    BUCKET_MASK = 6
+    TABLES = 7  # int64 [tables, len(TableField)]
+    CLASSES_AT = 8  # int64 [CLASSES, len(ClassField)]
+    STATE = 9  # int64 [len(State) + CLASSES * len(ClassState)]
+    COUNTERS = 10  # int64 [tables, len(Counter)]
+    RING_AT = 11  # int64 [RING]: tickets that were released
+    SEEN = 12  # int32 [.]: when a key was last missed
+    SEEN_MASK = 13
+    WINDOW = 14  # tickets within which a second miss admits a row; 0: the first does
+    RATE = 15  # by how much scores age a ticket; SCORE_UNIT is a half
+    MARKS = 16  # int32 [programs of `enumerate`, 2]: table, its first mark
+    MISSING = 17  # int64 [ids]: keys that the batch lacks
+    RANKS = 18  # int32 [ids]: each one's place among those of its class that are taken in; -1: it is not
+    PLACES = 19  # int32 [ids]: each one's location
+    VICTIMS = 20  # int32 [ids]: nodes to be used; -1
+    VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
+
+
+class TableField(IntEnum):
+    """A table of a cache."""
+
+    ADDRESS = 0  # of the first row, where the device reads it
+    ROWS = 1
+    ROW_BYTES = 2
+    CLASS = 3
+    BITS = 4  # int32 [words]: the rows that the batch lacks
+    FIRST_RANKS = 5  # int32 [words]: how many of the batch's missing rows come before the word's
+    MARK_AT = 6  # int32 [marks]: whether there are bits
+
+
+class ClassField(IntEnum):
+    """Rows of one size."""
+
+    ROW_BYTES = 0
+    SLOTS = 1  # of a page
+    PAGE_LIST = 2  # int32 [pages]
+    PAGES = 3
+
+
+class State(IntEnum):
+    """What changes with each batch; `len(ClassState)` more for each class follow."""
+
+    NOW = 0  # the last ticket
+    DONE = 1  # all tickets up to it are released
+    MISSING = 2  # keys that the batch lacks
+    PAD_UNITS = 3  # of the ticket's pad that are taken, or were wanted
+    INSERTED = 4  # from here on: since the cache was made
+    EVICTED = 5
+    PADDED = 6
+    LOCKED_OUT = 7  # rows that were to be taken in when every slot was locked
+
+
+class ClassState(IntEnum):
+    """A class in a batch. OCCUPIED lasts."""
+
+    ADMITTED = 0  # rows to be taken in
+    VICTIMS = 1  # nodes found for them, or more
+    COLDEST = 2  # nodes at least as cold as this are victims
+    FIRST = 3  # the first victim in VICTIMS
+    OCCUPIED = 4
+
+
+class Counter(IntEnum):
+    """Of a table, since it was registered."""
+
+    IDS = 0
+    HITS = 1
+    FETCHED = 2  # rows that were missing, each once a batch
+    IN_PLACE = 3  # ids whose row found no room in slots and pad
+
+
+class JobField(IntEnum):
+    """One lookup of a batch."""
+
+    TABLE = 0
+    IDS_AT = 1  # byte in the inputs, int64
+    IDS = 2
+    LOCATIONS_AT = 3  # byte in the locations, int32
+    FIRST_PROGRAM = 4
+
+
+class TicketField(IntEnum):
+    """A ticket, int64."""
+
+    NUMBER = 0
+    PAD = 1  # address
+    PAD_UNITS = 2  # of 16 bytes
+
+
+SCORE_UNIT = 1 << 16  # a score is a logarithm to base 2, in this many parts
+PAD_UNIT = 16
+
+(_ARENA, _PAGE_BYTES, _PAGES, _PAGE_COUNT, _NODE_BITS, _HEADS, _BUCKET_MASK, _TABLES, _CLASSES_AT, _STATE, _COUNTERS) = (
+    tl.constexpr(int(f)) for f in list(Root)[: Root.RING_AT]
+)
+(_RING_AT, _SEEN, _SEEN_MASK, _WINDOW, _RATE, _MARKS, _MISSING, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
+    tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT :]
+)
+_T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
+_C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in ClassField)
+_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_EVICTED, _S_PADDED, _S_LOCKED_OUT = (
+    tl.constexpr(int(f)) for f in State
+)
+_ADMITTED, _FOUND, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
+_N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
+_J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
+_K_NUMBER, _K_PAD, _K_PAD_UNITS = (tl.constexpr(int(f)) for f in TicketField)
+_TABLE_FIELDS, _CLASS_FIELDS, _STATES, _CLASS_STATES, _COUNTS, _JOB_FIELDS = (
+    tl.constexpr(len(e)) for e in (TableField, ClassField, State, ClassState, Counter, JobField)
+)
+_ID_BITS, _WORDS, _CLASSES, _RING, _MISSED, _BUSY = (tl.constexpr(n) for n in (ID_BITS, WORDS, CLASSES, RING, MISSED, BUSY))
+_UNIT, _PAD_UNIT, _ID_MASK = tl.constexpr(SCORE_UNIT), tl.constexpr(PAD_UNIT), tl.constexpr((1 << ID_BITS) - 1)
+_FREE_COLDNESS = tl.constexpr(2**31 - 1)
+_LOCKED_COLDNESS = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _i64(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _i32(address):
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _uniform(address):
+    """A number that other programs may be changing, as one thread reads it: the same for all of a program's warps."""
+    return tl.atomic_add(address, 0, sem="relaxed")
+
+
+@triton.jit
+def _hash(key):
+    """int64 keys [n], not negative -> int64, of which the low 31 bits are well mixed."""
+    x = key ^ (key >> 29)
+    x = x * 0x2545F4914F6CDD1D
+    x = x ^ ((x >> 32) & 0xFFFFFFFF)
+    x = x * 0x1B03738712FAD5C9
+    return (x >> 33) & 0x7FFFFFFF
+
+
+@triton.jit
+def _node(root, number):
+    """Addresses of nodes, int64, from their int32 numbers."""
+    bits = tl.load(root + _NODE_BITS).to(tl.int32)
+    page = (number >> bits).to(tl.int64)
+    place = (number & ((1 << bits) - 1)).to(tl.int64)
+    return tl.load(root + _ARENA) + page * tl.load(root + _PAGE_BYTES) + place * 16
+
+
+@triton.jit
+def _score(root, number):
+    """Addresses of their scores."""
+    bits = tl.load(root + _NODE_BITS).to(tl.int32)
+    page = (number >> bits).to(tl.int64)
+    place = (number & ((1 << bits) - 1)).to(tl.int64)
+    return tl.load(root + _ARENA) + (page + 1) * tl.load(root + _PAGE_BYTES) - 4 - place * 4
+
+
+@triton.jit
+def _location(root, number, mask):
+    """Where their rows lie, in rows of their class from the arena's start."""
+    bits = tl.load(root + _NODE_BITS).to(tl.int32)
+    first = tl.load(_i32(tl.load(root + _PAGES)) + (number >> bits) * 2 + 1, mask, 0)
+    return first + (number & ((1 << bits) - 1))
+
+
+@triton.jit
+def _table(root, number):
+    return _i64(tl.load(root + _TABLES)) + number * _TABLE_FIELDS
+
+
+@triton.jit
+def _class_state(root, number):
+    return _i64(tl.load(root + _STATE)) + _STATES + number * _CLASS_STATES
+
+
+@triton.jit
+def _bits(word):
+    """How many bits of each int32 are set."""
+    x = word - ((word >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
+
+
+@triton.jit
+def _tick(root, now):
+    """What a score is that was made now, int32; it wraps."""
+    return (now * tl.load(root + _RATE)).to(tl.int32)
+
+
+@triton.jit
+def _touch(root, number, used, hit, now, LFU: tl.constexpr):
+    """Notes that nodes were used by ticket `now`; once a ticket, however often they are hit."""
+    address = _i32(_node(root, number) + 12)
+    now32 = now.to(tl.int32)
+    is_first = hit & (used != now32)
+    if LFU:
+        was = tl.atomic_xchg(address, tl.zeros_like(number) + now32, is_first, sem="relaxed")
+        is_first = is_first & (was != now32)
+        at = _i32(_score(root, number))
+        tick = _tick(root, now)
+        ahead = tl.load(at, is_first, 0) - tick
+        # log2(2^score + 2^tick)
+        apart = tl.abs(ahead).to(tl.float32) / _UNIT
+        more = (tl.log2(1.0 + tl.exp2(-apart)) * _UNIT).to(tl.int32)
+        tl.store(at, tick + tl.maximum(ahead, 0) + more, is_first)
+    else:
+        tl.store(address, tl.zeros_like(number) + now32, is_first)
+
+
+@triton.jit
+def _find(root, key, wanted):
+    """Nodes of the keys, int32, -1 where there is none; and when each was used."""
+    mask = tl.load(root + _BUCKET_MASK)
+    heads = _i32(tl.load(root + _HEADS))
+    node = tl.load(heads + (_hash(key) & mask), wanted, -1)
+    found = tl.full(key.shape, -1, tl.int32)
+    used = tl.zeros_like(found)
+    looks = wanted & (node >= 0)
+    while tl.max(looks.to(tl.int32), 0) > 0:
+        at = _node(root, node)
+        its_key = tl.load(_i64(at), looks, -1)
+        after = tl.load(_i32(at + 8), looks, -1)
+        when = tl.load(_i32(at + 12), looks, 0)
+        is_it = looks & (its_key == key)
+        found = tl.where(is_it, node, found)
+        used = tl.where(is_it, when, used)
+        looks = looks & (its_key != key) & (after >= 0)
+        node = tl.where(looks, after, node)
+    return found, used
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
+    """One program: a new ticket; what was released in the meantime; empty counts."""
+    root = _i64(root)
+    ticket = _i64(ticket)
+    state = _i64(tl.load(root + _STATE))
+    ring = _i64(tl.load(root + _RING_AT))
+    now = tl.load(state + _S_NOW) + 1
+    tl.store(state + _S_NOW, now)
+    tl.store(ticket + _K_NUMBER, now)
+    done = tl.load(state + _S_DONE)
+    while tl.load(ring + (done + 1) % _RING, volatile=True) == done + 1:
+        done += 1
+    tl.store(state + _S_DONE, done)
+    tl.store(state + _S_MISSING, 0)
+    tl.store(state + _S_PAD_UNITS, 0)
+    of_class = _class_state(root, tl.arange(0, CLASS_LANES))
+    zeros = tl.zeros((CLASS_LANES,), tl.int64)
+    tl.store(of_class + _ADMITTED, zeros)
+    tl.store(of_class + _FOUND, zeros)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def release(root: tl.int64, ticket: tl.int64):
+    """One program: what the ticket used may be evicted, from the next `begin` on."""
+    number = tl.load(_i64(ticket) + _K_NUMBER)
+    tl.store(_i64(tl.load(_i64(root) + _RING_AT)) + number % _RING, number)
+
+
+@triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])
+def probe(
+    root: tl.int64,
+    jobs: tl.int64,
+    job_of_program: tl.int64,
+    inputs: tl.int64,
+    locations: tl.int64,
+    LFU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK ids a program: the location of each that is in a slot; MISSED, and a bit of the table's map, for each other one.
+
+    An id out of range gets NONE; the lookup refuses it.
+    """
+    root = _i64(root)
+    job = _i64(jobs) + tl.load(_i32(job_of_program) + tl.program_id(0)).to(tl.int64) * _JOB_FIELDS
+    number = tl.load(job + _J_TABLE)
+    table = _table(root, number)
+    first = (tl.program_id(0) - tl.load(job + _J_FIRST_PROGRAM)) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    is_id = at < tl.load(job + _J_IDS)
+    id = tl.load(_i64(inputs + tl.load(job + _J_IDS_AT)) + at, is_id, -1)
+    is_known = (id >= 0) & (id < tl.load(table + _T_ROWS))
+    now = tl.load(_i64(tl.load(root + _STATE)) + _S_NOW)
+
+    found, used = _find(root, (number << _ID_BITS) | id, is_known)
+    is_hit = is_known & (found >= 0)
+    _touch(root, found, used, is_hit, now, LFU)
+    is_missed = is_known & (found < 0)
+    word = _i32(tl.load(table + _T_BITS)) + (id >> 5)
+    bit = tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)
+    is_new = is_missed & ((tl.load(word, is_missed, 0) & bit) == 0)
+    tl.atomic_or(word, bit, is_new, sem="relaxed")
+    tl.store(_i32(tl.load(table + _T_MARK_AT)) + (id >> 5) // _WORDS, 1, is_new)
+
+    location = tl.where(is_hit, _location(root, found, is_hit), tl.where(is_missed, _MISSED, -1))
+    tl.store(_i32(locations + tl.load(job + _J_LOCATIONS_AT)) + at, location, is_id)
+    counters = _i64(tl.load(root + _COUNTERS)) + number * _COUNTS
+    tl.atomic_add(counters + _N_IDS, tl.sum(is_id.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(counters + _N_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["root"])
+def enumerate_missing(root: tl.int64, MARKS: tl.constexpr):
+    """MARKS marks of one table a program: the keys that its maps name, in the order of their rows; which are to be taken in.
+
+    Where a class has free slots every row is; otherwise one that was missed before, not long ago.
+    """
+    root = _i64(root)
+    mine = _i32(tl.load(root + _MARKS)) + tl.program_id(0) * 2
+    number = tl.load(mine).to(tl.int64)
+    first_mark = tl.load(mine + 1).to(tl.int64)
+    table = _table(root, number)
+    state = _i64(tl.load(root + _STATE))
+    now = tl.load(state + _S_NOW).to(tl.int32)
+    row_class = tl.load(table + _T_CLASS)
+    of_class = _class_state(root, row_class)
+    the_class = _i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS
+    slots = tl.load(the_class + _C_SLOTS) * tl.load(the_class + _C_PAGES)
+    window = tl.load(root + _WINDOW).to(tl.int32)
+    takes_all = (window == 0) | (tl.load(of_class + _OCCUPIED) < slots)
+    seen = _i32(tl.load(root + _SEEN))
+    seen_mask = tl.load(root + _SEEN_MASK)
+    missing = _i64(tl.load(root + _MISSING))
+    ranks = _i32(tl.load(root + _RANKS))
+    marks = _i32(tl.load(table + _T_MARK_AT))
+    mark_count = (tl.load(table + _T_ROWS) + 32 * _WORDS - 1) // (32 * _WORDS)
+    for n in range(first_mark, tl.minimum(first_mark + MARKS, mark_count)):
+        if tl.load(marks + n) != 0:
+            word_at = tl.arange(0, _WORDS).to(tl.int64) + n * _WORDS
+            word = tl.load(_i32(tl.load(table + _T_BITS)) + word_at)
+            count = _bits(word)
+            total = tl.sum(count, 0)
+            base = tl.atomic_add(state + _S_MISSING, total.to(tl.int64), sem="relaxed")
+            rank = base.to(tl.int32) + tl.cumsum(count, 0) - count
+            tl.store(_i32(tl.load(table + _T_FIRST_RANKS)) + word_at, rank, word != 0)
+            for _ in range(tl.max(count, 0)):
+                is_one = word != 0
+                bit = word & -word
+                key = (number << _ID_BITS) | (word_at * 32 + _bits(bit - 1))
+                stamp_at = seen + (_hash(key) & seen_mask)
+                stamp = tl.load(stamp_at, is_one, 0)
+                tl.store(stamp_at, tl.zeros_like(stamp) + now, is_one)
+                is_admitted = is_one & (takes_all | (now - stamp <= window))
+                admitted = is_admitted.to(tl.int32)
+                first = tl.atomic_add(of_class + _ADMITTED, tl.sum(admitted, 0).to(tl.int64), sem="relaxed")
+                place = first.to(tl.int32) + tl.cumsum(admitted, 0) - admitted
+                tl.store(missing + rank, key, is_one)
+                tl.store(ranks + rank, tl.where(is_admitted, place, -1), is_one)
+                word = word ^ bit
+                rank += is_one.to(tl.int32)
+            counters = _i64(tl.load(root + _COUNTERS)) + number * _COUNTS
+            tl.atomic_add(counters + _N_FETCHED, total.to(tl.int64), sem="relaxed")
+            tl.store(marks + n, 0)  # last: by now every warp has read it
+
+
+@triton.jit
+def _coldness(root, number, mask, now, done, LFU: tl.constexpr):
+    """How cold nodes are, int32: free ones coldest, locked ones never cold; and whether each holds a key."""
+    at = _node(root, number)
+    key = tl.load(_i64(at), mask, 0)
+    used = tl.load(_i32(at + 12), mask, 0)
+    if LFU:
+        cold = _tick(root, now) - tl.load(_i32(_score(root, number)), mask, 0)
+    else:
+        cold = now.to(tl.int32) - used
+    cold = tl.minimum(tl.maximum(cold, -(2**30)), 2**30)
+    cold = tl.where(key < 0, _FREE_COLDNESS, cold)
+    is_locked = (used - done.to(tl.int32)) > 0
+    return tl.where(is_locked | (mask == 0), _LOCKED_COLDNESS, cold), key
+
+
+@triton.jit(do_not_specialize=["root"])
+def choose_coldness(root: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr):
+    """One program a class: from a sample of its slots, how cold a victim is, so that a part of the slots yields enough."""
+    root = _i64(root)
+    number = tl.program_id(0).to(tl.int64)
+    of_class = _class_state(root, number)
+    lanes = tl.arange(0, CLASS_LANES)
+    before = tl.load(_class_state(root, lanes) + _ADMITTED, lanes < number, 0)
+    tl.store(of_class + _FIRST, tl.sum(before, 0))
+    need = tl.load(of_class + _ADMITTED)
+    if need > 0:
+        the_class = _i64(tl.load(root + _CLASSES_AT)) + number * _CLASS_FIELDS
+        state = _i64(tl.load(root + _STATE))
+        now = tl.load(state + _S_NOW)
+        slots = tl.load(the_class + _C_SLOTS)
+        total = slots * tl.load(the_class + _C_PAGES)
+        n = tl.arange(0, SAMPLE).to(tl.int64)
+        is_in = n < total
+        spread = (n * total) // SAMPLE + (_hash(n + now * SAMPLE) % tl.maximum(total // SAMPLE, 1))
+        at = tl.where(total > SAMPLE, spread, n)
+        page = tl.load(_i32(tl.load(the_class + _C_PAGE_LIST)) + at // slots, is_in, 0)
+        node = (page << tl.load(root + _NODE_BITS).to(tl.int32)) + (at % slots).to(tl.int32)
+        cold, _ = _coldness(root, node, is_in, now, tl.load(state + _S_DONE), LFU)
+        # A sixteenth of the slots looked at, or all of them, and a quarter more than needed against the sample's error.
+        window = tl.minimum(need * 16, total)
+        sampled = tl.minimum(total, SAMPLE)
+        wanted = tl.where(total > SAMPLE, (need * sampled * 5) // (window * 4) + 1, need)
+        wanted = tl.minimum(wanted, sampled)
+        low = tl.full((), -(2**31) + 1, tl.int64)
+        high = tl.full((), 2**31 - 1, tl.int64)
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            if tl.sum((cold.to(tl.int64) >= middle).to(tl.int64), 0) >= wanted:
+                low = middle
+            else:
+                high = middle - 1
+        tl.store(of_class + _COLDEST, low)
+
+
+@triton.jit(do_not_specialize=["root"])
+def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr):
+    """One page a program, as long as its class needs slots: takes those that are cold enough. ANY: whatever is not locked."""
+    root = _i64(root)
+    state = _i64(tl.load(root + _STATE))
+    now = tl.load(state + _S_NOW)
+    pages = tl.load(root + _PAGE_COUNT)
+    page = (tl.program_id(0) + now * 7919) % pages
+    row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
+    if row_class >= 0:
+        of_class = _class_state(root, row_class)
+        need = tl.load(of_class + _ADMITTED)
+        if _uniform(of_class + _FOUND) < need:
+            the_class = _i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS
+            slots = tl.load(the_class + _C_SLOTS).to(tl.int32)
+            coldest = tl.load(of_class + _COLDEST).to(tl.int32)
+            done = tl.load(state + _S_DONE)
+            first_victim = tl.load(of_class + _FIRST)
+            victims = _i32(tl.load(root + _VICTIMS))
+            buckets = _i32(tl.load(root + _VICTIM_BUCKETS))
+            mask = tl.load(root + _BUCKET_MASK)
+            for first in range(0, slots, BLOCK):
+                if _uniform(of_class + _FOUND) < need:
+                    place = first + tl.arange(0, BLOCK)
+                    is_slot = place < slots
+                    node = (page.to(tl.int32) << tl.load(root + _NODE_BITS).to(tl.int32)) + place
+                    cold, key = _coldness(root, node, is_slot, now, done, LFU)
+                    if ANY:
+                        is_cold = cold > _LOCKED_COLDNESS
+                    else:
+                        is_cold = (cold >= coldest) & (cold > _LOCKED_COLDNESS)
+                    ones = is_cold.to(tl.int32)
+                    base = tl.atomic_add(of_class + _FOUND, tl.sum(ones, 0).to(tl.int64), sem="relaxed")
+                    rank = base + tl.cumsum(ones, 0) - ones
+                    is_victim = is_cold & (rank < need)
+                    had_key = is_victim & (key >= 0)
+                    bucket = (_hash(key) & mask).to(tl.int32)
+                    at = _node(root, node)
+                    tl.store(victims + first_victim + rank, node, is_victim)
+                    tl.store(buckets + first_victim + rank, tl.where(had_key, bucket, -1), is_victim)
+                    tl.store(_i64(at), tl.full((BLOCK,), -1, tl.int64), is_victim)
+                    tl.store(_i32(at + 12), tl.zeros_like(node) + now.to(tl.int32), is_victim)
+                    evicted = tl.sum(had_key.to(tl.int64), 0)
+                    tl.atomic_add(state + _S_EVICTED, evicted, sem="relaxed")
+                    tl.atomic_add(of_class + _OCCUPIED, tl.sum(is_victim.to(tl.int64), 0) - evicted, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["root"])
+def unlink(root: tl.int64, BLOCK: tl.constexpr):
+    """BLOCK victims a turn: takes the nodes without a key out of the chains that victims were in.
+
+    Who finds a bucket not BUSY has it to himself; who finds it BUSY leaves it to the one who has.
+    """
+    root = _i64(root)
+    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    heads = _i32(tl.load(root + _HEADS))
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        bucket = tl.load(_i32(tl.load(root + _VICTIM_BUCKETS)) + at, at < count, -1)
+        node = tl.atomic_xchg(heads + bucket, tl.full((BLOCK,), _BUSY, tl.int32), bucket >= 0, sem="acquire")
+        is_mine = (bucket >= 0) & (node != _BUSY)
+        walks = is_mine & (node >= 0)
+        head = tl.full((BLOCK,), -1, tl.int32)
+        last = tl.full((BLOCK,), -1, tl.int32)
+        while tl.max(walks.to(tl.int32), 0) > 0:
+            here = _node(root, node)
+            stays = walks & (tl.load(_i64(here), walks, -1, cache_modifier=".cg") >= 0)
+            after = tl.load(_i32(here + 8), walks, -1, cache_modifier=".cg")
+            tl.store(_i32(_node(root, last) + 8), node, stays & (last >= 0))
+            head = tl.where(stays & (head < 0), node, head)
+            last = tl.where(stays, node, last)
+            walks = walks & (after >= 0)
+            node = tl.where(walks, after, node)
+        tl.store(_i32(_node(root, last) + 8), tl.full((BLOCK,), -1, tl.int32), is_mine & (last >= 0))
+        tl.atomic_xchg(heads + bucket, head, is_mine, sem="release")
+
+
+@triton.jit
+def _link(root, node, key, mask):
+    """Puts nodes first into the chains of their keys' buckets; nobody walks a chain meanwhile."""
+    head = _i32(tl.load(root + _HEADS)) + (_hash(key) & tl.load(root + _BUCKET_MASK))
+    after = tl.atomic_xchg(head, node, mask, sem="relaxed")
+    tl.store(_i32(_node(root, node) + 8), after, mask)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """ROWS missing keys a turn: gives each a slot, room in the ticket's pad, or neither, and fetches its row.
+
+    UNITS: lanes across a row, of 4 bytes.
+    """
+    root = _i64(root)
+    ticket = _i64(ticket)
+    state = _i64(tl.load(root + _STATE))
+    count = tl.load(state + _S_MISSING)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        at = block * ROWS + tl.arange(0, ROWS)
+        is_row = at < count
+        now = tl.load(state + _S_NOW)
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
+        table = _table(root, key >> _ID_BITS)
+        row_bytes = tl.load(table + _T_ROW_BYTES, is_row, 0)
+        of_class = _class_state(root, tl.load(table + _T_CLASS, is_row, 0))
+        rank = tl.load(_i32(tl.load(root + _RANKS)) + at, is_row, -1)
+        found = tl.minimum(tl.load(of_class + _FOUND, is_row, 0), tl.load(of_class + _ADMITTED, is_row, 0))
+        is_taken = (rank >= 0) & (rank < found)
+        victim = _i32(tl.load(root + _VICTIMS)) + tl.load(of_class + _FIRST, is_row, 0) + rank
+        node = tl.load(victim, is_taken, 0)
+        node_at = _node(root, node)
+        tl.store(_i64(node_at), key, is_taken)
+        _link(root, node, key, is_taken)
+        if LFU:
+            tl.store(_i32(_score(root, node)), tl.zeros_like(node) + _tick(root, now), is_taken)
+        location = _location(root, node, is_taken)
+
+        units = tl.where(is_row & (is_taken == 0), row_bytes // _PAD_UNIT, 0)
+        base = tl.atomic_add(state + _S_PAD_UNITS, tl.sum(units, 0), sem="relaxed")
+        start = base + tl.cumsum(units, 0) - units
+        is_padded = (units > 0) & (start + units <= tl.load(ticket + _K_PAD_UNITS))
+        place = tl.where(is_taken, location, tl.where(is_padded, (-2 - start).to(tl.int32), -1))
+        tl.store(_i32(tl.load(root + _PLACES)) + at, place, is_row)
+
+        target = tl.load(root + _ARENA) + location.to(tl.int64) * row_bytes
+        target = tl.where(is_padded, tl.load(ticket + _K_PAD) + start * _PAD_UNIT, target)
+        source = tl.load(table + _T_ADDRESS, is_row, 0) + (key & _ID_MASK) * row_bytes
+        into = tl.multiple_of(_i32(target), 16)[:, None]
+        out_of = tl.multiple_of(_i32(source), 16)[:, None]
+        words = tl.where(is_taken | is_padded, row_bytes // 16, 0)[:, None]
+        widest = tl.max(row_bytes, 0) // 4
+        for first in range(0, widest, UNITS):
+            unit = (first + tl.arange(0, UNITS))[None, :]
+            is_unit = unit // 4 < words
+            tl.store(into + unit, tl.load(out_of + unit, is_unit, 0), is_unit)
+
+        taken = tl.sum(is_taken.to(tl.int64), 0)
+        padded = tl.sum(is_padded.to(tl.int64), 0)
+        tl.atomic_add(state + _S_INSERTED, taken, sem="relaxed")
+        tl.atomic_add(state + _S_PADDED, padded, sem="relaxed")
+        locked_out = (rank >= 0) & (is_taken == 0)
+        tl.atomic_add(state + _S_LOCKED_OUT, tl.sum(locked_out.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])
+def resolve(root: tl.int64, jobs: tl.int64, job_of_program: tl.int64, inputs: tl.int64, locations: tl.int64, BLOCK: tl.constexpr):
+    """As `probe`, after `take_in`: the locations that were not known then."""
+    root = _i64(root)
+    if tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING) > 0:
+        job = _i64(jobs) + tl.load(_i32(job_of_program) + tl.program_id(0)).to(tl.int64) * _JOB_FIELDS
+        number = tl.load(job + _J_TABLE)
+        table = _table(root, number)
+        at = (tl.program_id(0) - tl.load(job + _J_FIRST_PROGRAM)) * BLOCK + tl.arange(0, BLOCK)
+        location_at = _i32(locations + tl.load(job + _J_LOCATIONS_AT)) + at
+        is_missed = (at < tl.load(job + _J_IDS)) & (tl.load(location_at, at < tl.load(job + _J_IDS), 0) == _MISSED)
+        id = tl.load(_i64(inputs + tl.load(job + _J_IDS_AT)) + at, is_missed, 0)
+        word = tl.load(_i32(tl.load(table + _T_BITS)) + (id >> 5), is_missed, 0)
+        first = tl.load(_i32(tl.load(table + _T_FIRST_RANKS)) + (id >> 5), is_missed, 0)
+        below = (tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)) - 1
+        place = tl.load(_i32(tl.load(root + _PLACES)) + first + _bits(word & below), is_missed, 0)
+        tl.store(location_at, place, is_missed)
+        in_place = (is_missed & (place == -1)).to(tl.int64)
+        tl.atomic_add(_i64(tl.load(root + _COUNTERS)) + number * _COUNTS + _N_IN_PLACE, tl.sum(in_place, 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["root"])
+def end(root: tl.int64, BLOCK: tl.constexpr):
+    """BLOCK missing keys a turn: empties the maps and the victims for the next batch."""
+    root = _i64(root)
+    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        is_row = at < count
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
+        bits = tl.load(_table(root, key >> _ID_BITS) + _T_BITS, is_row, 0)
+        tl.store(_i32(bits) + ((key & _ID_MASK) >> 5), tl.zeros((BLOCK,), tl.int32), is_row)
+        nothing = tl.full((BLOCK,), -1, tl.int32)
+        tl.store(_i32(tl.load(root + _VICTIM_BUCKETS)) + at, nothing, is_row)
+
+
+@triton.jit(do_not_specialize=["root"])
+def link_all(root: tl.int64, BLOCK: tl.constexpr):
+    """One page a program: every node that has a key, into chains that were emptied."""
+    root = _i64(root)
+    page = tl.program_id(0)
+    row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
+    if row_class >= 0:
+        slots = tl.load(_i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS + _C_SLOTS).to(tl.int32)
+        for first in range(0, slots, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            node = (page << tl.load(root + _NODE_BITS).to(tl.int32)) + place
+            key = tl.load(_i64(_node(root, node)), place < slots, -1)
+            _link(root, node, key, key >= 0)
+
+
+@triton.jit(do_not_specialize=["root", "number"])
+def forget(root: tl.int64, number: tl.int64, BLOCK: tl.constexpr):
+    """One page a program: frees the nodes of a table. They stay in their chains until `link_all`."""
+    root = _i64(root)
+    page = tl.program_id(0)
+    row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
+    if row_class >= 0:
+        slots = tl.load(_i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS + _C_SLOTS).to(tl.int32)
+        freed = tl.zeros((), tl.int64)
+        for first in range(0, slots, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            at = _i64(_node(root, (page << tl.load(root + _NODE_BITS).to(tl.int32)) + place))
+            goes = (tl.load(at, place < slots, -1) >> _ID_BITS) == number
+            tl.store(at, tl.full((BLOCK,), -1, tl.int64), goes)
+            freed += tl.sum(goes.to(tl.int64), 0)
+        tl.atomic_add(_class_state(root, row_class) + _OCCUPIED, -freed, sem="relaxed")
