@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loader.errors import RegistrationError
@@ -97,7 +98,7 @@ def _forget_error(cudart: Any) -> None:
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
         return
-    loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcudart" in line}  # noqa: SIM115
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
     for path in loaded:
         ctypes.CDLL(path).cudaGetLastError()
 

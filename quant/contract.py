@@ -95,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a GPU's kernel is compiled for. formats: a bit for each row format; whole_words: 32-bit words tile every row's values.
+    """What a GPU's kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a multiple of 4.
 
     Tables that are used together share one, so that all that is compiled for them is compiled when they are first used.
     """
@@ -112,7 +112,7 @@ class Variant:
         formats = 0
         for table in tables:
             formats |= 1 << table.row_format
-        return cls(formats, all(t.dim * t.row_format.bits % 32 == 0 for t in tables))
+        return cls(formats, all(t.dim % 4 == 0 for t in tables))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class Fused(Backend):
         self._lock = threading.Lock()
         self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
+        self._gatherers = ThreadPoolExecutor(threads, thread_name_prefix="tableside-gather") if threads > 1 else None
         self.cache: Cache | None = None
 
     @property
@@ -258,7 +260,7 @@ class Fused(Backend):
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = Clock(self._stream) if timed else None
         plans = [_fused(plan) for plan, _ in requests]
-        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
+        batch = Batch(self._buffers, [plan.layout for plan in plans], self._gatherers, self.is_interpreted)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:

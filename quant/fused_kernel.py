@@ -1,9 +1,9 @@
 """The fused GPU lookup, in Triton: gather, dequantize and pool many tables of different formats and widths in one launch.
 
-One column is one 32-bit word of one output vector: 4 values of int8 and fp8, 8 of int4, 16 of int2, 2 of fp16, 1 of fp32. A
-program takes COLUMNS neighbouring columns of one job (a job is one feature of one request) and walks down their bags, ROWS
-ids at a time, so that ROWS rows are on their way at once. Neighbouring columns are neighbouring words of a row, so a warp
-reads whole sectors; and because rows are counted in words, no width wastes lanes.
+One column is one piece of a row, 16 bytes (8 of int2), of one output vector: 16 values of int8 and fp8, 32 of int4 and int2,
+8 of fp16, 4 of fp32; the first piece of a quantized row begins with its scale and bias. A program takes COLUMNS neighbouring
+columns of one job (a job is one feature of one request) and walks down their bags, ROWS ids at a time, so that ROWS rows are on
+their way at once. A thread reads a piece in one instruction; neighbouring columns are neighbouring pieces.
 
 Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which.
 
@@ -89,27 +89,34 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 
 
 @triton.jit
-def _value(word, index: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """Value number `index` of each int32 word as fp32, before scale and bias."""
+def _exact(part):
+    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a slow instruction."""
+    return (part | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
+    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias. fp8: by 2**-8 too small."""
+    values = ()
     if FORMAT == 5:
-        value = word.to(tl.float32, bitcast=True)
+        values = (word.to(tl.float32, bitcast=True),)
+    elif FORMAT == 4:
+        values = (_half(word), _half(word >> 16))
+    elif FORMAT == 3:
+        # The same bits in fp16, whose exponent bias is 15, not 7; two at a time.
+        even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
+        odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
+        values = (_half(even), _half(odd), _half(even >> 16), _half(odd >> 16))
     else:
         bits: tl.constexpr = 32 // PER_WORD
-        part = (word >> (index * bits)) & ((1 << bits) - 1)
-        if FORMAT == 4:
-            value = part.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        elif FORMAT == 3:
-            # The same bits in fp16, whose exponent bias is 15, not 7.
-            half = ((part & 0x80) << 8) | ((part & 0x7F) << 7)
-            value = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        else:
-            value = part.to(tl.float32)
-    return value
+        for i in tl.static_range(PER_WORD):
+            values = values + (_exact((word >> (i * bits)) & ((1 << bits) - 1)),)
+    return values
 
 
 @triton.jit
 def _interleaved(values, COUNT: tl.constexpr):
-    """A tuple of COUNT tensors [n], COUNT a power of two -> [n * COUNT]: the first of each, then the second of each."""
+    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then the second of each."""
     if COUNT == 1:
         result = values[0]
     else:
@@ -149,19 +156,23 @@ def _pool(
 ):
     """One program's columns of a job whose rows are in FORMAT."""
     PER_WORD: tl.constexpr = 16 if FORMAT == 0 else 8 if FORMAT == 1 else 4 if FORMAT <= 3 else 2 if FORMAT == 4 else 1
+    HEADER: tl.constexpr = 1 if FORMAT <= 2 else 0
+    WORDS: tl.constexpr = 2 if FORMAT == 0 else 4
     dim = tl.load(job + _DIM).to(tl.int32)
+    if WHOLE_WORDS:
+        dim = tl.multiple_of(dim, 4)
     ids_at = tl.load(job + _IDS_AT)
     vectors = tl.load(job + _VECTORS)
     table = tl.load(job + _TABLE)
     rows = tl.load(job + _ROWS)
     row_bytes = tl.load(job + _ROW_BYTES)
-    words = (dim + PER_WORD - 1) // PER_WORD
+    pieces = (HEADER + (dim + PER_WORD - 1) // PER_WORD + WORDS - 1) // WORDS
     ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
 
     first = program * COLUMNS
-    column = (first % words).to(tl.int32) + tl.arange(0, COLUMNS)
-    vector = (first // words).to(tl.int32) + column // words
-    word = column % words
+    column = (first % pieces).to(tl.int32) + tl.arange(0, COLUMNS)
+    vector = (first // pieces).to(tl.int32) + column // pieces
+    piece = column % pieces
     is_real = vector < vectors
 
     start = vector
@@ -188,10 +199,10 @@ def _pool(
 
     is_named = ids_at >= 0
     named = length * is_named.to(tl.int32)
-    word_at = word * 4 + (4 if FORMAT <= 2 else 0)
+    word = tl.arange(0, WORDS)[None, :]
     sums = ()
     for _ in tl.static_range(PER_WORD):
-        sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
+        sums = sums + (tl.zeros((COLUMNS, WORDS), tl.float32),)
     biases = tl.zeros((COLUMNS,), tl.float32)
     is_wrong = tl.zeros((COLUMNS,), tl.int1)
     for step in range(0, longest, ROWS):
@@ -213,10 +224,11 @@ def _pool(
                 place = tl.load(places + (start + (step + r)), is_read[r] & (step + r < cached), -1).to(tl.int64)
                 at = tl.where(place >= 0, slots + place * row_bytes, tl.where(place < -1, pad + (-2 - place) * 16, at))
             row = row + (at,)
-        values = ()
+        words = ()
         scale_bias = ()
         for r in tl.static_range(ROWS):
-            values = values + (tl.load((row[r] + word_at).to(tl.pointer_type(tl.int32)), is_read[r], 0),)
+            begin = tl.multiple_of((row[r] + piece * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
+            words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], 0),)
             if FORMAT <= 2:
                 scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
         for r in tl.static_range(ROWS):
@@ -226,9 +238,10 @@ def _pool(
             if FORMAT <= 2:
                 biases += scale * _half(scale_bias[r] >> 16)
                 scale = scale * _half(scale_bias[r])
+            values = _values(words[r], FORMAT, PER_WORD)
             now = ()
             for i in tl.static_range(PER_WORD):
-                now = now + (sums[i] + _value(values[r], i, FORMAT, PER_WORD) * scale,)
+                now = now + (sums[i] + values[i] * scale[:, None],)
             sums = now
 
     tl.store(flag + tl.zeros((COLUMNS,), tl.int32), 1, is_wrong)
@@ -236,45 +249,33 @@ def _pool(
     if POOLED:
         if tl.load(job + _MEAN) != 0:
             divisor = tl.maximum(length, 1).to(tl.float32)
+    divisor = divisor * (0.00390625 if FORMAT == 3 else 1.0)
     results = ()
     for i in tl.static_range(PER_WORD):
-        results = results + ((sums[i] + biases) / divisor,)
+        results = results + ((sums[i] + biases[:, None]) / divisor[:, None],)
 
+    result = _interleaved(results, PER_WORD)
+    value = (piece * WORDS - HEADER) * PER_WORD
+    is_value = is_real[:, None] & (value[:, None] + tl.arange(0, WORDS * PER_WORD)[None, :] >= 0)
+    is_value = is_value & (value[:, None] + tl.arange(0, WORDS * PER_WORD)[None, :] < dim)
+    at = vector.to(tl.int64) * dim + value
     out = outputs + tl.load(job + _OUT_AT)
     precision = tl.load(job + _PRECISION)
     if precision == 0:
-        _write(out.to(tl.pointer_type(tl.float32)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
     elif precision == 1:
-        _write(out.to(tl.pointer_type(tl.float16)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
     else:
-        _write(out.to(tl.pointer_type(tl.bfloat16)), results, first, vector, word, vectors, dim, PER_WORD, WHOLE_WORDS, COLUMNS)
+        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
 
 
 @triton.jit
-def _write(
-    out,
-    results,
-    first,
-    vector,
-    word,
-    vectors,
-    dim,
-    PER_WORD: tl.constexpr,
-    WHOLE_WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A program's columns to `out`. WHOLE_WORDS: words tile the vectors, so that neighbouring columns are one run of values."""
+def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Each column's VALUES values to `out`. WHOLE_WORDS: its own begin and end at multiples of 4 values."""
+    begin = out + at
     if WHOLE_WORDS:
-        left = tl.minimum(vectors * dim - first * PER_WORD, COLUMNS * PER_WORD).to(tl.int32)
-        left = tl.multiple_of(left, PER_WORD)
-        begin = tl.multiple_of(out + first * PER_WORD, 16)  # outputs begin at multiples of 16 bytes
-        at = tl.arange(0, COLUMNS * PER_WORD)
-        tl.store(begin + at, _interleaved(results, PER_WORD).to(out.dtype.element_ty), at < left)
-    else:
-        begin = out + vector.to(tl.int64) * dim
-        for i in tl.static_range(PER_WORD):
-            value = word * PER_WORD + i
-            tl.store(begin + value, results[i].to(out.dtype.element_ty), (vector < vectors) & (value < dim))
+        begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)
+    tl.store(begin[:, None] + tl.arange(0, VALUES)[None, :], result.to(out.dtype.element_ty), is_value)
 
 
 @triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad"])

@@ -15,8 +15,10 @@ from quant import contract
 from quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table, Variant
 from quant.errors import BadIds, QuantError
 from quant.fused_kernel import FIELDS, Field
+from quant.row_format import RowFormat
 
-GATHER_PIECE = 32_768  # rows that are gathered before their copy to the device begins
+GATHER_PIECE = 32_768  # rows at most that are gathered before their copy to the device begins
+GATHER_LEAST = 2_048  # rows that are worth a thread
 GATHER_BYTES = 128 << 20  # of rows that a request has gathered; what is beyond is read in place, slower, in no memory
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
@@ -80,13 +82,14 @@ class Jobs:
 
     def add(self, number: int, row: list[int], lk: Lookup, relative: Iterable[Field]) -> None:
         """Appends a lookup. relative: fields that `shifted` adds to."""
-        words = -(-lk.table.dim * lk.table.row_format.bits // 32)
         row[Field.FIRST_PROGRAM] = sum(self._counts)
         self.numbers.append(number)
         self._rows.append(row)
         fields = {Field.FIRST_PROGRAM, *relative}
         self._relative.append([int(f in fields) for f in Field])
-        self._counts.append(-(-lk.outputs * words // self.shape.columns))
+        row_format = lk.table.row_format
+        piece = 8 if row_format is RowFormat.INT2 else 16  # bytes of a column
+        self._counts.append(-(-lk.outputs * -(-row_format.used_bytes(lk.table.dim) // piece) // self.shape.columns))
 
     def finish(self) -> None:
         """Makes arrays of what was added."""
@@ -216,9 +219,10 @@ class Layout:
     def _gather(self, lk: Lookup, table: Table) -> int:
         """Plans the gathering of a lookup's rows; returns where the first will lie."""
         first = self.rows_bytes
-        for start in range(0, lk.ids, GATHER_PIECE):
-            count = min(GATHER_PIECE, lk.ids - start)
-            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count, self._threads)
+        piece = min(GATHER_PIECE, max(GATHER_LEAST, -(-lk.ids // self._threads)))
+        for start in range(0, lk.ids, piece):
+            count = min(piece, lk.ids - start)
+            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count)
             self.gathers.append(Gather(plan, self.rows_bytes, count * table.row_bytes))
             self.rows_bytes += count * table.row_bytes
         return first
