@@ -207,11 +207,11 @@ def sweep(root: Path, device: torch.device) -> None:
     for row_format, pooled in product(("int8", "int4"), (True, False)):
         case = Case(row_format, 128, 4096, pooled=pooled)
         published = publish(root, row_format, 128)
-        for ids, columns, warps in product((2, 4, 8, 10, 20) if pooled else (1,), (32, 64, 128, 256, 512, 1024), (1, 2, 4, 8)):
-            if not 32 * warps <= columns <= 128 * warps:
+        for ids, columns, warps in product((2, 4, 5, 10) if pooled else (1,), (32, 64, 128, 256), (1, 2, 4, 8)):
+            if not 32 * warps <= columns <= 64 * warps:
                 continue
             shape = Shape(ids, columns, warps)
-            work = Work(case, *published, device, Shapes(shape, shape))
+            work = Work(case, *published, device, Shapes(shape, shape, shape))
             work.check()
             seconds = graph_seconds(work.ours, rounds=5, repeats=5)
             rows.append(row(case, rows_in_flight=ids, columns=columns, warps=warps, us=seconds * 1e6))

@@ -14,7 +14,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
-#include <pthread.h>
+#include "_pool.h"
 #include "_rows.h"
 
 #if defined(__x86_64__)
@@ -25,7 +25,7 @@ extern const kernel kernel_portable;
 static const kernel *available[3], *active;
 static int n_available;
 
-enum { MAX_THREADS = 64, JOB_FIELDS = 15 };
+enum { JOB_FIELDS = 15 };
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
@@ -119,8 +119,8 @@ static void copy_rows(const job *j, int64_t id, int64_t end) {
     }
 }
 
-static void *work(void *argument) {
-    const share *s = argument;
+static void work(const void *shares, int part) {
+    const share *s = (const share *)shares + part;
     range next = range_of(s, 0);
     for (int64_t k = 0; k < s->n; k++) {
         range r = next;
@@ -129,23 +129,15 @@ static void *work(void *argument) {
         if (s->jobs[k].format == PACKED) copy_rows(s->jobs + k, r.bag, r.end);
         else active->lookup(s->jobs + k, r.bag, r.end, r.id);
     }
-    return NULL;
 }
 
 static verdict execute(const job *jobs, int64_t n, int threads) {
     verdict v = check(jobs, n);
     if (v.problem || !n) return v;
     share shares[MAX_THREADS];
-    pthread_t handles[MAX_THREADS];
-    int started[MAX_THREADS] = {0};
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
-    for (int t = 1; t < threads; t++) started[t] = pthread_create(handles + t, NULL, work, shares + t) == 0;
-    work(shares);
-    for (int t = 1; t < threads; t++) {
-        if (started[t]) pthread_join(handles[t], NULL);
-        else work(shares + t);
-    }
+    run_parts(threads, work, shares);
     return v;
 }
 
@@ -321,5 +313,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
 PyMODINIT_FUNC PyInit__native(void) {
     n_available = 0;
     find_kernels();
+    open_pool();
     return PyModule_Create(&module);
 }

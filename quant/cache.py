@@ -39,6 +39,7 @@ _TURN = 256
 _SAMPLE = 2048
 _MARKS = 8
 _STRIDED = 2048  # programs of kernels that take turns
+_SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _SNAPSHOT_EVERY = 16  # tickets
 _REBALANCE_EVERY = 256
 _REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
@@ -60,13 +61,14 @@ class CacheSettings:
     """How a cache decides.
 
     half_life: tickets after which a use counts half (LFU). window: tickets within which a second miss admits a row to a cache
-    that is full; 0: the first does. pad_fraction: of the budget, for rows that get no slot; `pads` tickets may have some at once.
+    that is full; 0: the first does. page_bytes: None: by the budget. pad_fraction: of the budget, for rows that get no slot;
+    `pads` tickets may have some at once.
     """
 
     policy: Policy = Policy.LFU
     half_life: int = 1000
     window: int = 0
-    page_bytes: int = 256 << 10
+    page_bytes: int | None = None
     pad_fraction: float = 0.2
     pads: int = 1
 
@@ -74,7 +76,11 @@ class CacheSettings:
         for name, is_right, expected in (
             ("half_life", 1 <= self.half_life <= k.SCORE_UNIT, f"1 to {k.SCORE_UNIT}"),
             ("window", 0 <= self.window < 2**30, "0 or more"),
-            ("page_bytes", self.page_bytes >= 64 and self.page_bytes % 16 == 0, "a multiple of 16, 64 or more"),
+            (
+                "page_bytes",
+                self.page_bytes is None or (self.page_bytes >= 64 and self.page_bytes % 16 == 0),
+                "a multiple of 16, 64 or more",
+            ),
             ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
             ("pads", self.pads >= 1, "1 or more"),
         ):
@@ -236,7 +242,7 @@ class Cache:
         self._out = 0
         self._ids = 0
         self.tickets = 0
-        page = self.settings.page_bytes
+        page = self.page_bytes = self.settings.page_bytes or _page_bytes(budget_bytes)
         pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
         slots = _slots_of_page(page, smallest_row_bytes)
         # Buckets and marks of misses are 4 bytes each and at most twice as many as slots.
@@ -337,10 +343,10 @@ class Cache:
         for n, c in enumerate(self._classes):
             if c.row_bytes == row_bytes:
                 return n
-        slots = _slots_of_page(self.settings.page_bytes, row_bytes)
+        slots = _slots_of_page(self.page_bytes, row_bytes)
         if not 0 < slots < 1 << self._node_bits or len(self._classes) == k.CLASSES:
             raise QuantError(
-                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.settings.page_bytes:,} bytes, "
+                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
                 f"expected 1 to {(1 << self._node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
             )
         self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
@@ -367,7 +373,7 @@ class Cache:
         wanted = self._wanted_pages()
         if min((w for w, f in zip(wanted, self._classes, strict=True) if self._uses(f)), default=1) < 1:
             raise QuantError(
-                f"a cache of {self._pages} pages of {self.settings.page_bytes:,} bytes cannot hold {len(self._classes)} sizes of "
+                f"a cache of {self._pages} pages of {self.page_bytes:,} bytes cannot hold {len(self._classes)} sizes of "
                 "rows; raise the budget (--hbm-budget)"
             )
         coming = [sum(1 for _, _, c in self._limbo if c == n) for n in range(len(self._classes))]
@@ -408,7 +414,7 @@ class Cache:
         index = torch.tensor(pages, device=self.device)
         self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
         c.pages += pages
-        starts = np.array(pages, np.int64) * self.settings.page_bytes + _NODE_BYTES * c.slots
+        starts = np.array(pages, np.int64) * self.page_bytes + _NODE_BYTES * c.slots
         self._page_class[pages, 0] = taker
         self._page_class[pages, 1] = -(-starts // c.row_bytes)
 
@@ -471,7 +477,7 @@ class Cache:
         root = dict.fromkeys(Root, 0)
         root |= {
             Root.ARENA: self._arena.data_ptr(),
-            Root.PAGE_BYTES: self.settings.page_bytes,
+            Root.PAGE_BYTES: self.page_bytes,
             Root.PAGES: self._page_table.data_ptr(),
             Root.PAGE_COUNT: self._pages,
             Root.NODE_BITS: self._node_bits,
@@ -639,7 +645,9 @@ class Cache:
             padded=s[State.PADDED],
             locked_out=s[State.LOCKED_OUT],
             tables={
-                number: TableStatistics(*c[number][: len(Counter)], row_bytes=self._classes[t.row_class].row_bytes)
+                number: TableStatistics(
+                    c[number][0], c[number][1], c[number][2], c[number][3], self._classes[t.row_class].row_bytes
+                )
                 for number, t in self._tables.items()
                 if number < len(c)
             },
@@ -673,7 +681,7 @@ class Cache:
         for first in range(0, len(c.pages), pages_at_once):
             index = torch.tensor(c.pages[first : first + pages_at_once], device=self.device)
             nodes = self._page_view[index, : _NODE_BYTES * c.slots]
-            scores = self._page_view[index, self.settings.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
+            scores = self._page_view[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
             yield nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores
 
     def check_integrity(self, row_of: Any = None) -> None:
@@ -684,7 +692,7 @@ class Cache:
         with self._lock, self._on_stream():
             arena, heads = self._arena.cpu().numpy(), self._heads.cpu().numpy()
             state = self._state.cpu().numpy()
-            page_bytes, in_page = self.settings.page_bytes, (1 << self._node_bits) - 1
+            page_bytes, in_page = self.page_bytes, (1 << self._node_bits) - 1
             alive: dict[int, int] = {}
             occupied = [0] * len(self._classes)
             for n, c in enumerate(self._classes):
@@ -712,11 +720,11 @@ class Cache:
             if row_of is not None:
                 for node, key in alive.items():
                     page, place = node >> self._node_bits, node & in_page
-                    row_class, first = self._page_class[page].tolist()
+                    row_class, first_row = map(int, self._page_class[page])
                     size = self._classes[row_class].row_bytes
-                    found = arena[(int(first) + place) * size :][:size].tobytes()
+                    held = arena[(first_row + place) * size :][:size].tobytes()
                     number, id = key >> k.ID_BITS, key & ((1 << k.ID_BITS) - 1)
-                    assert found == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"
+                    assert held == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"
 
     # ---- memory ----
 
@@ -746,6 +754,11 @@ def _wait(event: Any) -> None:
     """
     if event is not None and not torch.cuda.is_current_stream_capturing():
         event.wait()
+
+
+def _page_bytes(budget_bytes: int) -> int:
+    """A power of 2, some hundredth of the budget."""
+    return max(_SMALLEST_PAGE, min(_LARGEST_PAGE, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
 
 
 def _slots_of_page(page_bytes: int, row_bytes: int) -> int:

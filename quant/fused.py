@@ -13,7 +13,6 @@ import dataclasses
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,8 @@ from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Ti
 from quant.fused_plan import Layout, Shape, Shapes
 
 GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers them
-_INTERPRETED = Shapes(Shape(2, 1024, 4), Shape(1, 1024, 4))  # a program costs milliseconds there, whatever its width
+# A program costs milliseconds there, whatever its width.
+_INTERPRETED = Shapes(Shape(4, 1024, 4), Shape(2, 1024, 4), Shape(1, 1024, 4))
 _STARTS_BLOCK = 1024
 _COPY_PIECE = 64 << 20
 
@@ -122,7 +122,6 @@ class Fused(Backend):
         self._lock = threading.Lock()
         self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
-        self._gatherers = ThreadPoolExecutor(threads, thread_name_prefix="tableside-gather") if threads > 1 else None
         self.cache: Cache | None = None
 
     @property
@@ -260,7 +259,7 @@ class Fused(Backend):
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = Clock(self._stream) if timed else None
         plans = [_fused(plan) for plan, _ in requests]
-        batch = Batch(self._buffers, [plan.layout for plan in plans], self._gatherers, self.is_interpreted)
+        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:

@@ -6,9 +6,7 @@ for here.
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, wait
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -114,9 +112,13 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_
     parts: list[bytes] = []
     groups: list[Group] = []
     at = flag = 0
-    variants = dict.fromkeys(layout.variant for layout in layouts)
-    for kind, variant in product(range(2), variants):
-        numbers = [n for n, layout in enumerate(layouts) if layout.variant == variant and len(layout.groups[kind].rows)]
+    kinds = dict.fromkeys((kind, layout.variant, layout.groups[kind].shape) for kind in range(2) for layout in layouts)
+    for kind, variant, shape in kinds:
+        numbers = [
+            n
+            for n, layout in enumerate(layouts)
+            if (layout.variant, layout.groups[kind].shape) == (variant, shape) and len(layout.groups[kind].rows)
+        ]
         members = [layouts[n].groups[kind] for n in numbers]
         rows, of_program, places, jobs, programs = [], [], [], 0, 0
         for n, member in zip(numbers, members, strict=True):
@@ -133,7 +135,7 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_
                 Group(
                     pooled=members[0].pooled,
                     variant=variant,
-                    shape=members[0].shape,
+                    shape=shape,
                     jobs=jobs,
                     programs=programs,
                     first_flag=flag,
@@ -165,9 +167,8 @@ def jobs_on_device(layout: Layout, device: torch.device, is_interpreted: bool) -
 class Batch:
     """Requests that run together: where each one's bytes lie in the shared buffers."""
 
-    def __init__(self, buffers: Buffers, layouts: list[Layout], pool: Executor | None, is_interpreted: bool) -> None:
-        """pool: threads that gather; None: the caller's does."""
-        self._buffers, self._layouts, self._pool, self._is_interpreted = buffers, layouts, pool, is_interpreted
+    def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool) -> None:
+        self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
         inputs = outputs = scratch = rows = header = jobs = located = 0
         places = []
         for layout in layouts:
@@ -200,30 +201,17 @@ class Batch:
         for m in layout.moves_in:
             at = base.inputs + m.target
             self._host[at : at + m.bytes] = source[m.source : m.source + m.bytes]
-        if layout.gathers:
-            self._gather(n, inputs)
-
-    def _gather(self, n: int, inputs: Any) -> None:
-        """Brings a request's rows together, and sends each piece while others are gathered."""
         host, device = self._buffers.host_rows, self._buffers.device_rows
-        pieces = []
-        for gather in self._layouts[n].gathers:
+        for gather in layout.gathers:
             start = self._rows_at[n] + gather.target
-            pieces.append((gather.plan, slice(start, start + gather.bytes)))
-        pool = self._pool if len(pieces) > 1 else None
-        running = [pool.submit(plan.run, inputs, host[place].numpy()) for plan, place in pieces] if pool else []
-        for number, (plan, place) in enumerate(pieces):
+            piece = host[start : start + gather.bytes]
             try:
-                if running:
-                    running[number].result()
-                else:
-                    plan.run(inputs, host[place].numpy())
+                gather.plan.run(inputs, piece.numpy())
             except BadIds:
                 self._failed[n] = True  # what lies there is looked up all the same, and thrown away
-                wait(running)
                 return
             if device is not host:
-                device[place].copy_(host[place], non_blocking=True)
+                device[start : start + gather.bytes].copy_(piece, non_blocking=True)
 
     def send(self, launches: Launches | None) -> Launches:
         """Sends inputs to the device, and jobs where no `launches` say that they are there; returns what is to be launched."""

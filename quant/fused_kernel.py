@@ -96,7 +96,10 @@ def _exact(part):
 
 @triton.jit
 def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias. fp8: by 2**-8 too small."""
+    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
+
+    int4, int2: each as many times too large as it stands to the left in its half of the word. fp8: 256 times too small.
+    """
     values = ()
     if FORMAT == 5:
         values = (word.to(tl.float32, bitcast=True),)
@@ -107,10 +110,14 @@ def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
         even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
         odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
         values = (_half(even), _half(odd), _half(even >> 16), _half(odd >> 16))
+    elif FORMAT == 2:
+        for i in tl.static_range(4):
+            values = values + (_exact((word >> (8 * i)) & 0xFF),)
     else:
-        bits: tl.constexpr = 32 // PER_WORD
+        ones: tl.constexpr = (1 << (32 // PER_WORD)) - 1
         for i in tl.static_range(PER_WORD):
-            values = values + (_exact((word >> (i * bits)) & ((1 << bits) - 1)),)
+            part = word if 2 * i < PER_WORD else word >> 16
+            values = values + (_exact(part & (ones << (i % (PER_WORD // 2) * (32 // PER_WORD)))),)
     return values
 
 
@@ -241,7 +248,8 @@ def _pool(
             values = _values(words[r], FORMAT, PER_WORD)
             now = ()
             for i in tl.static_range(PER_WORD):
-                now = now + (sums[i] + values[i] * scale[:, None],)
+                left: tl.constexpr = i % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= 1 else 0
+                now = now + (sums[i] + values[i] * (scale * (1.0 / (1 << left)))[:, None],)
             sums = now
 
     tl.store(flag + tl.zeros((COLUMNS,), tl.int32), 1, is_wrong)

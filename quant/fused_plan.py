@@ -17,8 +17,9 @@ from quant.errors import BadIds, QuantError
 from quant.fused_kernel import FIELDS, Field
 from quant.row_format import RowFormat
 
-GATHER_PIECE = 32_768  # rows at most that are gathered before their copy to the device begins
-GATHER_LEAST = 2_048  # rows that are worth a thread
+LONG = 8  # ids of a bag
+GATHER_PIECE = 65_536  # rows that are gathered before their copy to the device begins
+GATHER_LEAST = 1_024  # rows that are worth waking a thread for
 GATHER_BYTES = 128 << 20  # of rows that a request has gathered; what is beyond is read in place, slower, in no memory
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
@@ -35,10 +36,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of pooled and unpooled jobs."""
+    """The shapes of pooled jobs of long bags and of short ones, and of unpooled jobs, as benchmarks/gpu_lookup.py found."""
 
-    pooled: Shape = Shape(8, 128, 4)
-    unpooled: Shape = Shape(1, 512, 4)
+    long: Shape = Shape(10, 32, 1)
+    short: Shape = Shape(4, 32, 1)
+    unpooled: Shape = Shape(1, 64, 2)
+
+    def of_pooled(self, lookups: Sequence[Lookup]) -> Shape:
+        """The shape for a request's bags, by the mean of their lengths."""
+        pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
+        return self.long if sum(lk.ids for lk in pooled) >= LONG * sum(lk.bags for lk in pooled) else self.short
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Layout:
         self.gathers: list[Gather] = []
         self.cached: list[CacheJob] = []
         self.variant = Variant()
-        self.groups = (Jobs(True, shapes.pooled), Jobs(False, shapes.unpooled))
+        self.groups = (Jobs(True, shapes.of_pooled(lookups)), Jobs(False, shapes.unpooled))
         self._cpu, self._threads, self._gather_from = cpu, threads, gather_from
         self._in: list[Move] = []
         out: list[Move] = []
@@ -219,10 +226,10 @@ class Layout:
     def _gather(self, lk: Lookup, table: Table) -> int:
         """Plans the gathering of a lookup's rows; returns where the first will lie."""
         first = self.rows_bytes
-        piece = min(GATHER_PIECE, max(GATHER_LEAST, -(-lk.ids // self._threads)))
-        for start in range(0, lk.ids, piece):
-            count = min(piece, lk.ids - start)
-            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count)
+        for start in range(0, lk.ids, GATHER_PIECE):
+            count = min(GATHER_PIECE, lk.ids - start)
+            threads = min(self._threads, -(-count // GATHER_LEAST))
+            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count, threads)
             self.gathers.append(Gather(plan, self.rows_bytes, count * table.row_bytes))
             self.rows_bytes += count * table.row_bytes
         return first

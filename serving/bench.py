@@ -121,7 +121,8 @@ def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: 
     ranks = ((float(rows + 1) ** power - 1.0) * rng.random(shape) + 1.0) ** (1.0 / power)
     ranks = np.minimum(ranks, rows).astype(np.uint64) - np.uint64(1)
     # A bijection of the rows where they and the factor have no common divisor, which is a prime.
-    return (ranks * np.uint64(2654435761) % np.uint64(rows)).astype(np.int64)
+    scattered: np.ndarray = (ranks * np.uint64(2654435761) % np.uint64(rows)).astype(np.int64)
+    return scattered
 
 
 def _same(connection: _Connection) -> _Connection:

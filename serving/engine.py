@@ -26,6 +26,7 @@ from serving.scorer import Scorer, open_scorer
 
 logger = logging.getLogger("tableside")
 
+_WARM_UP_BAGS = (2, 32)  # ids of a bag
 _PLANS = 256  # layouts of requests that a version remembers
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
@@ -280,14 +281,17 @@ class Served:
     def warm_up(self) -> None:
         """Looks the first and last row of every feature up, so that a broken version fails here and not in a request.
 
-        With weights and without, with bags of one length and of their own: what a GPU compiles for them is compiled now.
+        With weights and without, with bags of one length and of their own, short and long: what a GPU compiles for them is
+        compiled now.
         """
         for name, bound in self.features.items():
-            ids = np.array([0, bound.table.rows - 1], np.int64)
-            self.batch([FeatureInput(name, 0, 2, bags=1, bag_length=2)]).run(ids.tobytes())
-            if bound.pooling is not Pooling.NONE:
-                inputs = ids.tobytes() + np.array([2], np.int32).tobytes() + np.ones(2, np.float32).tobytes()
-                self.batch([FeatureInput(name, 0, 2, bags=1, lengths_at=16, weights_at=20)]).run(inputs)
+            for count in _WARM_UP_BAGS:
+                ids = np.resize(np.array([0, bound.table.rows - 1], np.int64), count)
+                self.batch([FeatureInput(name, 0, count, bags=1, bag_length=count)]).run(ids.tobytes())
+                if bound.pooling is not Pooling.NONE:
+                    inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
+                    at = ids.nbytes
+                    self.batch([FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)]).run(inputs)
 
 
 class Engine:

@@ -19,19 +19,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
+_SMALL_SHARE = 4  # of a budget that does not hold all tables, the part for those held whole
+_SMALLEST_CACHE = 1 << 20
 _DEFAULT_SHARE = 0.4  # of a GPU's memory, for the workers on it together: while a version is replaced, two are held
 
 
 class Placement(StrEnum):
-    """hbm: copied once to the GPU. uvm: read in the segment, through CUDA. host: looked up by the CPU."""
+    """hbm: copied once to the GPU. cached: read in the segment through the GPU's cache. uvm: read in the segment, through CUDA.
+    host: looked up by the CPU."""
 
     HBM = "hbm"
+    CACHED = "cached"
     UVM = "uvm"
     HOST = "host"
 
 
 def plan_placements(tables: Iterable[StoredTable], wanted: str, budget_bytes: int) -> dict[str, Placement]:
-    """Table name -> placement. auto: the smallest tables in hbm, as many as the budget holds; the rest uvm.
+    """Table name -> placement. auto: all tables in hbm where the budget holds them; else the smallest, in a quarter of it, and
+    the rest cached. Where that leaves too little for a cache: as many in hbm as the budget holds, the rest uvm.
 
     ServingError: hbm was asked for and the budget does not hold every table.
     """
@@ -43,10 +48,14 @@ def plan_placements(tables: Iterable[StoredTable], wanted: str, budget_bytes: in
         )
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
-    placements, left = {}, budget_bytes
+    holds_all = sum(t.bytes for t in tables) <= budget_bytes
+    has_cache = not holds_all and budget_bytes - budget_bytes // _SMALL_SHARE >= _SMALLEST_CACHE
+    left = budget_bytes // _SMALL_SHARE if has_cache else budget_bytes
+    others = Placement.CACHED if has_cache else Placement.UVM
+    placements = {}
     for t in sorted(tables, key=lambda t: t.bytes):
         fits = t.bytes <= left
-        placements[t.name] = Placement.HBM if fits else Placement.UVM
+        placements[t.name] = Placement.HBM if fits else others
         left -= t.bytes if fits else 0
     return placements
 
@@ -100,17 +109,26 @@ class Placer:
             left = max(0, self._budget - self._held + replaced_bytes)
             placements = plan_placements(segment.header.tables, self._settings.placement, left)
             hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
+            self._open_cache(fused, segment, placements, left - hbm_bytes)
             placed = Placed(self._tables(fused, segment, placements), placements, hbm_bytes)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
         return placed
+
+    def _open_cache(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
+        """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
+        row_bytes = [segment.tables[name].row_bytes for name, p in placements.items() if p is Placement.CACHED]
+        if row_bytes and fused.cache is None:
+            cache = fused.open_cache(budget_bytes, min(row_bytes))
+            self._held += budget_bytes
+            logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, fused.description)
 
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes
 
     def _tables(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement]) -> dict[str, Table | DeviceTable]:
         registration = None
-        if Placement.UVM in placements.values() and not fused.is_interpreted:
+        if {Placement.UVM, Placement.CACHED} & set(placements.values()) and not fused.is_interpreted:
             registration = Registration(segment, fused.device)
             logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
         variant = Variant.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
@@ -121,6 +139,8 @@ class Placer:
             match placements[stored.name]:
                 case Placement.HBM:
                     tables[stored.name] = fused.hold(table, rows, variant)
+                case Placement.CACHED:
+                    tables[stored.name] = fused.cached(table, rows, variant)
                 case Placement.UVM:
                     tables[stored.name] = fused.view(table, rows, variant)
                 case Placement.HOST:

@@ -37,13 +37,14 @@ class ServerSettings(RootSettings):
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
     )
-    placement: Literal["auto", "hbm", "uvm", "host"] = Field(
+    placement: Literal["auto", "hbm", "cached", "uvm", "host"] = Field(
         "auto",
-        description="where tables lie with --devices: the GPU's memory, read in shared memory by the GPU, or by the CPU; "
-        "auto: what the budget holds in hbm, smallest first, the rest uvm",
+        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, in shared "
+        "memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the smallest, the rest cached",
     )
     hbm_budget: ByteSize | None = Field(
-        None, description="GPU memory for the tables of a worker, as 8GiB; not set: two fifths of the GPU, shared by its workers"
+        None,
+        description="GPU memory for a worker's tables and cache, as 8GiB; not set: two fifths of the GPU for all of its workers",
     )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     batch_delay_ms: float = Field(

@@ -62,7 +62,14 @@ REQUEST = {"user": [[1, 2, 3], [], [999]], "clicked": [[7] * 9, [0]], "liked": [
 
 @pytest.mark.parametrize(
     "options",
-    [("hbm",), ("uvm",), ("host",), ("auto", "--hbm-budget", "12KiB"), ("uvm", "--threads", "2")],
+    [
+        ("hbm",),
+        ("uvm",),
+        ("host",),
+        ("auto", "--hbm-budget", "12KiB"),
+        ("uvm", "--threads", "2"),
+        ("cached", "--hbm-budget", "1MiB"),
+    ],
     ids=lambda o: "-".join(o),
 )
 def test_every_placement_gives_what_the_cpu_gives(start: Start, root: Path, options: tuple[str, ...]) -> None:
