@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         **{p: version for p in packages if (version := version_of(p))},
-        "commit": commit.stdout.strip(),
+        "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
         "command": "python " + " ".join([str(Path(sys.argv[0])), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

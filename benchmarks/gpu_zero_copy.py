@@ -24,7 +24,7 @@ from loader.versions import Model
 from quant import Lookup, Pooling, Precision, RowFormat, choose
 from quant.fused import Fused
 
-DIM, CALLS = 128, (20_000, 500_000)
+DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
 TARGETS = {20_000: 2.0, 500_000: 3.0}
 NEVER = 1 << 60
 

@@ -257,22 +257,24 @@ class CpuBackend(Backend):
         QuantError names the first row that the format cannot represent; rows before it are written.
         """
 
-    def gather(self, table: Table, ids_at: int, ids: int, threads: int = 1) -> Plan:
-        """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to the start of its outputs."""
-        return _Gather(table, ids_at, ids)
+    def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
+        """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
+        return _Gather(tuple(lookups))
 
 
 class _Gather(Plan):
     """Rows copied by numpy."""
 
-    def __init__(self, table: Table, ids_at: int, ids: int) -> None:
-        self.table, self.ids_at, self.ids = table, ids_at, ids
+    def __init__(self, lookups: tuple[Lookup, ...]) -> None:
+        self.lookups = lookups
 
     def run(self, inputs: Any, outputs: Any) -> None:
-        ids = np.frombuffer(inputs, np.int64, self.ids, self.ids_at)
-        check_ids(ids, None, self.table.rows)
-        out = np.frombuffer(outputs, np.uint8, self.ids * self.table.row_bytes).reshape(-1, self.table.row_bytes)
-        out[:] = self.table.packed[ids]
+        ids = [np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at) for lk in self.lookups]
+        for job, (lk, wanted) in enumerate(zip(self.lookups, ids, strict=True)):
+            check_ids(wanted, None, lk.table.rows, job)
+        for lk, wanted in zip(self.lookups, ids, strict=True):
+            out = np.frombuffer(outputs, np.uint8, lk.ids * lk.table.row_bytes, lk.out_at).reshape(-1, lk.table.row_bytes)
+            out[:] = lk.host_table.packed[wanted]
 
 
 class _PlanByOne(Plan):

@@ -46,7 +46,7 @@ from quant.cache import Cache, CacheSettings, Ticket
 from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
 
-GATHER_FROM = 256  # ids of a lookup of host rows from which the CPU gathers them
+GATHER_FROM = 256  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds there, whatever its width.
 _INTERPRETED = Shapes(Shape(4, 1024, 4), Shape(2, 1024, 4), Shape(1, 1024, 4))
 _STARTS_BLOCK = 1024

@@ -122,6 +122,13 @@ def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
+    """What value number INDEX of `_values` is multiplied by."""
+    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= 1 else 0
+    return scale * (1.0 / (1 << left))
+
+
+@triton.jit
 def _interleaved(values, COUNT: tl.constexpr):
     """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then the second of each."""
     if COUNT == 1:
@@ -223,7 +230,7 @@ def _pool(
         is_read = ()
         row = ()
         for r in tl.static_range(ROWS):
-            is_known = (id[r] >= 0) & (id[r] < rows)
+            is_known = id[r].to(tl.uint64) < rows.to(tl.uint64)  # negative ids are large ones
             is_wrong = is_wrong | (in_bag[r] & (is_known == 0))
             is_read = is_read + (in_bag[r] & is_known,)
             at = table + id[r] * row_bytes
@@ -248,8 +255,7 @@ def _pool(
             values = _values(words[r], FORMAT, PER_WORD)
             now = ()
             for i in tl.static_range(PER_WORD):
-                left: tl.constexpr = i % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= 1 else 0
-                now = now + (sums[i] + values[i] * (scale * (1.0 / (1 << left)))[:, None],)
+                now = now + (sums[i] + values[i] * _scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
             sums = now
 
     tl.store(flag + tl.zeros((COLUMNS,), tl.int32), 1, is_wrong)

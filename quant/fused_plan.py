@@ -144,10 +144,12 @@ class Layout:
         self.lookups = tuple(lookups)
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
         self.gathers: list[Gather] = []
+        self._pieces: list[list[Lookup]] = [[]]
         self.cached: list[CacheJob] = []
         self.variant = Variant()
         self.groups = (Jobs(True, shapes.of_pooled(lookups)), Jobs(False, shapes.unpooled))
-        self._cpu, self._threads, self._gather_from = cpu, threads, gather_from
+        self._cpu, self._threads = cpu, threads
+        self._gathers = sum(lk.ids for lk in lookups if _is_uvm(lk)) >= gather_from
         self._in: list[Move] = []
         out: list[Move] = []
         for number, lk in enumerate(lookups):
@@ -156,6 +158,7 @@ class Layout:
                 self._add(number, lk)
                 out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
                 self.out_bytes += aligned(lk.out_bytes)
+        self._plan_gathers()
         for group in self.groups:
             group.finish()
         self.jobs = sum(len(group.numbers) for group in self.groups)
@@ -214,9 +217,7 @@ class Layout:
         self.groups[not pooled].add(number, row, lk, relative)
 
     def _is_gathered(self, lk: Lookup) -> bool:
-        if not isinstance(lk.table, DeviceTable) or lk.table.in_hbm or lk.table.in_cache or lk.ids < self._gather_from:
-            return False
-        return self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
+        return self._gathers and _is_uvm(lk) and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
 
     @property
     def staged_bytes(self) -> int:
@@ -224,15 +225,28 @@ class Layout:
         return self.in_bytes + self.rows_bytes + self.out_bytes
 
     def _gather(self, lk: Lookup, table: Table) -> int:
-        """Plans the gathering of a lookup's rows; returns where the first will lie."""
+        """Notes that a lookup's rows are to be gathered; returns where the first will lie."""
         first = self.rows_bytes
-        for start in range(0, lk.ids, GATHER_PIECE):
-            count = min(GATHER_PIECE, lk.ids - start)
-            threads = min(self._threads, -(-count // GATHER_LEAST))
-            plan = self._cpu.gather(table, lk.ids_at + 8 * start, count, threads)
-            self.gathers.append(Gather(plan, self.rows_bytes, count * table.row_bytes))
+        start = 0
+        while start < lk.ids:
+            piece = self._pieces[-1]
+            count = min(GATHER_PIECE - sum(part.ids for part in piece), lk.ids - start)
+            if count == 0:
+                self._pieces.append([])
+                continue
+            piece.append(Lookup(table, Pooling.NONE, lk.ids_at + 8 * start, count, self.rows_bytes))
             self.rows_bytes += count * table.row_bytes
+            start += count
         return first
+
+    def _plan_gathers(self) -> None:
+        """Plans the gathering of all rows, some lookups or a part of one at a time."""
+        for piece in filter(None, self._pieces):
+            first = piece[0].out_at
+            parts = [replace(part, out_at=part.out_at - first) for part in piece]
+            threads = min(self._threads, -(-sum(part.ids for part in piece) // GATHER_LEAST))
+            size = sum(part.ids * part.table.row_bytes for part in piece)
+            self.gathers.append(Gather(self._cpu.gather(parts, threads), first, size))
 
     def problem(self, inputs: Any) -> BadIds | None:
         """The first id or length that is wrong; None: all are right."""
@@ -245,6 +259,10 @@ class Layout:
             except BadIds as error:
                 return error
         return None
+
+
+def _is_uvm(lk: Lookup) -> bool:
+    return isinstance(lk.table, DeviceTable) and not lk.table.in_hbm and lk.table.in_cache is None
 
 
 def aligned(n: int, to: int = ALIGNMENT) -> int:

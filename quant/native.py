@@ -123,5 +123,5 @@ class Native(CpuBackend):
     def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
         return _NativePlan(tuple(lookups), threads)
 
-    def gather(self, table: Table, ids_at: int, ids: int, threads: int = 1) -> Plan:
-        return _NativePlan((Lookup(table, Pooling.NONE, ids_at, ids, 0),), threads, packed=True)
+    def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
+        return _NativePlan(tuple(lookups), threads, packed=True)
