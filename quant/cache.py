@@ -9,8 +9,8 @@ is in use, to the ticket's *pad*; or, where that is full, it is read in place by
 
 Policies: LRU evicts what was not used for longest. LFU what was used least, where a use counts half as much after `half_life`
 tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t that used it, so that rows which are not used
-need no upkeep (LRFU, Lee et al. 2001). With a `window`, a full cache takes in a row only if it was missed within so many tickets
-before, so that a scan passes through the pad.
+need no upkeep (LRFU, Lee et al. 2001). LFU also admits: misses have scores too, as far as *ghosts*, one for each slot, remember
+them, and a row is taken in only where a colder one goes (as TinyLFU, Einziger et al. 2017). So a scan passes through the pad.
 """
 
 import threading
@@ -37,7 +37,8 @@ _ROWS = 32  # rows that a program takes in at once
 _UNITS = 64
 _TURN = 256
 _SAMPLE = 2048
-_MARKS = 8
+_MARKS = 1
+_PARTS = 7  # of 4 bytes an id
 _STRIDED = 2048  # programs of kernels that take turns
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _SNAPSHOT_EVERY = 16  # tickets
@@ -60,14 +61,12 @@ class Policy(Enum):
 class CacheSettings:
     """How a cache decides.
 
-    half_life: tickets after which a use counts half (LFU). window: tickets within which a second miss admits a row to a cache
-    that is full; 0: the first does. page_bytes: None: by the budget. pad_fraction: of the budget, for rows that get no slot;
-    `pads` tickets may have some at once.
+    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. pad_fraction: of the budget, for rows
+    that get no slot; `pads` tickets may have some at once.
     """
 
     policy: Policy = Policy.LFU
     half_life: int = 1000
-    window: int = 0
     page_bytes: int | None = None
     pad_fraction: float = 0.2
     pads: int = 1
@@ -75,7 +74,6 @@ class CacheSettings:
     def __post_init__(self) -> None:
         for name, is_right, expected in (
             ("half_life", 1 <= self.half_life <= k.SCORE_UNIT, f"1 to {k.SCORE_UNIT}"),
-            ("window", 0 <= self.window < 2**30, "0 or more"),
             (
                 "page_bytes",
                 self.page_bytes is None or (self.page_bytes >= 64 and self.page_bytes % 16 == 0),
@@ -245,8 +243,10 @@ class Cache:
         page = self.page_bytes = self.settings.page_bytes or _page_bytes(budget_bytes)
         pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
         slots = _slots_of_page(page, smallest_row_bytes)
-        # Buckets and marks of misses are 4 bytes each and at most twice as many as slots.
-        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (page + 16 * slots)
+        # Buckets are 4 bytes, ghosts 8, each at most twice as many as slots.
+        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (
+            page + (24 if self.settings.policy.is_lfu else 8) * slots
+        )
         if self._pages < 1 or slots < 1:
             raise QuantError(
                 f"a cache of {budget_bytes:,} bytes holds no page of {page:,} bytes beside {self.settings.pads} pads of "
@@ -270,7 +270,7 @@ class Cache:
         first_pad = self._arena.data_ptr() + self._pages * page
         self._berths = [_Berth(device, first_pad + n * pad_bytes, pad_bytes // k.PAD_UNIT) for n in range(self.settings.pads)]
         self._free_berths = deque(self._berths)
-        self._heads = self._seen = self._scratch = self._page_table[:0]
+        self._heads = self._ghosts = self._scratch = self._page_table[:0]
         self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
         self._marks = self._page_table[:0]
         self._snapshot_event: Any = None
@@ -292,7 +292,7 @@ class Cache:
     @property
     def bytes(self) -> int:
         """Of the device's memory, with index and maps."""
-        parts = [self._arena, self._heads, self._seen, self._scratch, self._state, self._page_table, self._counters]
+        parts = [self._arena, self._heads, self._ghosts, self._scratch, self._state, self._page_table, self._counters]
         for t in self._tables.values():
             parts += [t.bits, t.first_ranks, t.marks]
         return sum(p.numel() * p.element_size() for p in parts)
@@ -444,7 +444,7 @@ class Cache:
         buckets = 1 << max(1, (self.slots - 1).bit_length())
         if self._heads.numel() < buckets:
             self._heads = self._filled(-1, buckets)
-            self._seen = self._filled(-(2**30), buckets)
+            self._ghosts = self._filled(-(2**30), 2 * buckets if self.settings.policy.is_lfu else 2)
             self._describe()
         self._heads.fill_(-1)
         k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=_TURN * 4)
@@ -472,8 +472,8 @@ class Cache:
         self._write_root()
 
     def _write_root(self) -> None:
-        ids = self._scratch.numel() // 6
-        part = [self._scratch.data_ptr() + 4 * ids * n for n in range(6)]
+        ids = self._scratch.numel() // _PARTS
+        part = [self._scratch.data_ptr() + 4 * ids * n for n in range(_PARTS)]
         root = dict.fromkeys(Root, 0)
         root |= {
             Root.ARENA: self._arena.data_ptr(),
@@ -488,16 +488,16 @@ class Cache:
             Root.STATE: self._state.data_ptr(),
             Root.COUNTERS: self._counters.data_ptr(),
             Root.RING_AT: self._ring.data_ptr(),
-            Root.SEEN: self._seen.data_ptr(),
-            Root.SEEN_MASK: self._seen.numel() - 1,
-            Root.WINDOW: self.settings.window,
+            Root.GHOSTS: self._ghosts.data_ptr(),
+            Root.GHOST_MASK: self._ghosts.numel() // 2 - 1,
             Root.RATE: max(1, k.SCORE_UNIT // self.settings.half_life),
             Root.MARKS: self._marks.data_ptr(),
             Root.MISSING: part[0],  # int64: two parts
-            Root.RANKS: part[2],
-            Root.PLACES: part[3],
-            Root.VICTIMS: part[4],
-            Root.VICTIM_BUCKETS: part[5],
+            Root.SCORES: part[2],
+            Root.RANKS: part[3],
+            Root.PLACES: part[4],
+            Root.VICTIMS: part[5],
+            Root.VICTIM_BUCKETS: part[6],
         }
         self._root.copy_(torch.tensor([root[f] for f in Root], dtype=torch.int64))
 
@@ -508,7 +508,7 @@ class Cache:
         with self._lock, self._on_stream():
             if ids > self._ids:
                 self._ids = 1 << max(6, (ids - 1).bit_length())
-                self._scratch = self._filled(-1, 6 * self._ids)
+                self._scratch = self._filled(-1, _PARTS * self._ids)
                 self._write_root()
             for berth in self._berths:
                 self._fit(berth, ids)
@@ -517,8 +517,8 @@ class Cache:
         if berth.locations.numel() < ids:
             berth.locations = torch.empty(1 << max(6, (ids - 1).bit_length()), dtype=torch.int32, device=self.device)
 
-    def prefetch(self, jobs: CacheJobs, inputs: torch.Tensor) -> Ticket:
-        """Brings the rows of a batch to the device; nothing is waited for.
+    def prefetch(self, jobs: CacheJobs, inputs: torch.Tensor, takes_all: bool = False) -> Ticket:
+        """Brings the rows of a batch to the device; nothing is waited for. takes_all: admits every row (LRU always does).
 
         inputs: uint8, on the device, 8-aligned; like the jobs written on the cache's stream, or before. QuantError: too many
         tickets are out.
@@ -531,7 +531,7 @@ class Cache:
             berth = self._berth(jobs.ids)
             self.tickets += 1
             self._out += 1
-            self._launch(jobs, inputs.data_ptr(), berth)
+            self._launch(jobs, inputs.data_ptr(), berth, takes_all)
             if berth.ready is not None:
                 berth.ready.record()
             if self.tickets % _SNAPSHOT_EVERY == 0:
@@ -564,7 +564,7 @@ class Cache:
         self._fit(berth, ids)
         return berth
 
-    def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth) -> None:
+    def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth, takes_all: bool) -> None:
         root, ticket, locations = self._root.data_ptr(), berth.record.data_ptr(), berth.locations.data_ptr()
         lfu = self.settings.policy.is_lfu
         strided = 1 if self._is_interpreted else _STRIDED
@@ -576,10 +576,11 @@ class Cache:
             return
         probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
         k.probe[(jobs.programs,)](*probe, LFU=lfu, BLOCK=jobs.block, num_warps=1)
-        k.enumerate_missing[(self._marks.numel() // 2,)](root, MARKS=_MARKS, num_warps=4)
-        k.choose_coldness[(len(self._classes),)](root, LFU=lfu, SAMPLE=_SAMPLE, CLASS_LANES=k.CLASSES, num_warps=8)
-        for takes_any in (False, True):
-            k.evict[(self._pages,)](root, ANY=takes_any, LFU=lfu, BLOCK=1024, num_warps=4)
+        k.enumerate_missing[(self._marks.numel() // 2,)](root, LFU=lfu, MARKS=_MARKS, num_warps=4)
+        k.choose[(len(self._classes),)](root, int(takes_all), LFU=lfu, SAMPLE=_SAMPLE, CLASS_LANES=k.CLASSES, num_warps=8)
+        k.admit[(turns,)](root, LFU=lfu, BLOCK=_TURN, num_warps=4)
+        for is_any in (False, True):
+            k.evict[(self._pages,)](root, ANY=is_any, LFU=lfu, BLOCK=1024, num_warps=4)
         k.unlink[(turns,)](root, BLOCK=_TURN, num_warps=1)
         k.take_in[(rows,)](root, ticket, LFU=lfu, ROWS=row_lanes, UNITS=_UNITS, num_warps=4)
         k.resolve[(jobs.programs,)](*probe, BLOCK=jobs.block, num_warps=1)

@@ -44,15 +44,15 @@ class Root(IntEnum):
     STATE = 9  # int64 [len(State) + CLASSES * len(ClassState)]
     COUNTERS = 10  # int64 [tables, len(Counter)]
     RING_AT = 11  # int64 [RING]: tickets that were released
-    SEEN = 12  # int32 [.]: when a key was last missed
-    SEEN_MASK = 13
-    WINDOW = 14  # tickets within which a second miss admits a row; 0: the first does
-    RATE = 15  # by how much scores age a ticket; SCORE_UNIT is a half
-    MARKS = 16  # int32 [programs of `enumerate`, 2]: table, its first mark
-    MISSING = 17  # int64 [ids]: keys that the batch lacks
+    GHOSTS = 12  # int32 [ghosts, 2]: marks and scores of keys that were missed (LFU)
+    GHOST_MASK = 13
+    RATE = 14  # by how much scores age a ticket; SCORE_UNIT is a half
+    MARKS = 15  # int32 [programs of `enumerate_missing`, 2]: table, its first mark
+    MISSING = 16  # int64 [ids]: keys that the batch lacks
+    SCORES = 17  # int32 [ids]: what each one's score is
     RANKS = 18  # int32 [ids]: each one's place among those of its class that are taken in; -1: it is not
     PLACES = 19  # int32 [ids]: each one's location
-    VICTIMS = 20  # int32 [ids]: nodes to be used; -1
+    VICTIMS = 20  # int32 [ids]: nodes to be used
     VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
 
 
@@ -93,11 +93,13 @@ class State(IntEnum):
 class ClassState(IntEnum):
     """A class in a batch. OCCUPIED lasts."""
 
-    ADMITTED = 0  # rows to be taken in
-    VICTIMS = 1  # nodes found for them, or more
-    COLDEST = 2  # nodes at least as cold as this are victims
-    FIRST = 3  # the first victim in VICTIMS
-    OCCUPIED = 4
+    MISSING = 0  # keys that the batch lacks
+    ADMITTED = 1  # of them, those to be taken in
+    VICTIMS = 2  # nodes found for them, or more
+    WARMEST = 3  # keys warmer than this coldness are taken in
+    COLDEST = 4  # nodes at least as cold as this are victims
+    FIRST = 5  # the first victim in VICTIMS
+    OCCUPIED = 6
 
 
 class Counter(IntEnum):
@@ -133,7 +135,7 @@ PAD_UNIT = 16
 (_ARENA, _PAGE_BYTES, _PAGES, _PAGE_COUNT, _NODE_BITS, _HEADS, _BUCKET_MASK, _TABLES, _CLASSES_AT, _STATE, _COUNTERS) = (
     tl.constexpr(int(f)) for f in list(Root)[: Root.RING_AT]
 )
-(_RING_AT, _SEEN, _SEEN_MASK, _WINDOW, _RATE, _MARKS, _MISSING, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
+(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
     tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT :]
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
@@ -141,7 +143,7 @@ _C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in 
 _S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_EVICTED, _S_PADDED, _S_LOCKED_OUT = (
     tl.constexpr(int(f)) for f in State
 )
-_ADMITTED, _FOUND, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
+_LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
 _J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
 _K_NUMBER, _K_PAD, _K_PAD_UNITS = (tl.constexpr(int(f)) for f in TicketField)
@@ -233,6 +235,13 @@ def _tick(root, now):
 
 
 @triton.jit
+def _used_once_more(ahead):
+    """By how much a score of `ahead` over the tick exceeds the tick once it is used now: log2(2 ** ahead + 1), in SCORE_UNITs."""
+    apart = tl.abs(ahead).to(tl.float32) / _UNIT
+    return tl.maximum(ahead, 0) + (tl.log2(1.0 + tl.exp2(-apart)) * _UNIT).to(tl.int32)
+
+
+@triton.jit
 def _touch(root, number, used, hit, now, LFU: tl.constexpr):
     """Notes that nodes were used by ticket `now`; once a ticket, however often they are hit."""
     address = _i32(_node(root, number) + 12)
@@ -244,10 +253,7 @@ def _touch(root, number, used, hit, now, LFU: tl.constexpr):
         at = _i32(_score(root, number))
         tick = _tick(root, now)
         ahead = tl.load(at, is_first, 0) - tick
-        # log2(2^score + 2^tick)
-        apart = tl.abs(ahead).to(tl.float32) / _UNIT
-        more = (tl.log2(1.0 + tl.exp2(-apart)) * _UNIT).to(tl.int32)
-        tl.store(at, tick + tl.maximum(ahead, 0) + more, is_first)
+        tl.store(at, tick + _used_once_more(ahead), is_first)
     else:
         tl.store(address, tl.zeros_like(number) + now32, is_first)
 
@@ -292,6 +298,7 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
     tl.store(state + _S_PAD_UNITS, 0)
     of_class = _class_state(root, tl.arange(0, CLASS_LANES))
     zeros = tl.zeros((CLASS_LANES,), tl.int64)
+    tl.store(of_class + _LACKED, zeros)
     tl.store(of_class + _ADMITTED, zeros)
     tl.store(of_class + _FOUND, zeros)
 
@@ -345,29 +352,36 @@ def probe(
     tl.atomic_add(counters + _N_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["root"])
-def enumerate_missing(root: tl.int64, MARKS: tl.constexpr):
-    """MARKS marks of one table a program: the keys that its maps name, in the order of their rows; which are to be taken in.
+@triton.jit
+def _ghost_score(root, key, mask, tick):
+    """The scores of missed keys, int32: of all their misses that are remembered, this one included.
 
-    Where a class has free slots every row is; otherwise one that was missed before, not long ago.
+    A ghost remembers one of the keys that share it: the one whose score is the highest, which falls when another is missed.
     """
+    mixed = _hash(key)
+    ghost = _i32(tl.load(root + _GHOSTS)) + (mixed & tl.load(root + _GHOST_MASK)) * 2
+    mark = (key ^ (mixed >> 7)).to(tl.int32)
+    ahead = tl.load(ghost + 1, mask, 0) - tick
+    is_it = tl.load(ghost, mask, 0) == mark
+    more = tl.where(is_it, _used_once_more(ahead), 0)
+    is_kept = (is_it == 0) & (ahead > 0)
+    tl.store(ghost, mark, mask & (is_kept == 0))
+    tl.store(ghost + 1, tick + tl.where(is_kept, ahead - _UNIT, more), mask)
+    return tick + more
+
+
+@triton.jit(do_not_specialize=["root"])
+def enumerate_missing(root: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
+    """MARKS marks of one table a program: the keys that its maps name, in the order of their rows, and their scores."""
     root = _i64(root)
     mine = _i32(tl.load(root + _MARKS)) + tl.program_id(0) * 2
     number = tl.load(mine).to(tl.int64)
     first_mark = tl.load(mine + 1).to(tl.int64)
     table = _table(root, number)
     state = _i64(tl.load(root + _STATE))
-    now = tl.load(state + _S_NOW).to(tl.int32)
-    row_class = tl.load(table + _T_CLASS)
-    of_class = _class_state(root, row_class)
-    the_class = _i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS
-    slots = tl.load(the_class + _C_SLOTS) * tl.load(the_class + _C_PAGES)
-    window = tl.load(root + _WINDOW).to(tl.int32)
-    takes_all = (window == 0) | (tl.load(of_class + _OCCUPIED) < slots)
-    seen = _i32(tl.load(root + _SEEN))
-    seen_mask = tl.load(root + _SEEN_MASK)
+    tick = _tick(root, tl.load(state + _S_NOW))
     missing = _i64(tl.load(root + _MISSING))
-    ranks = _i32(tl.load(root + _RANKS))
+    scores = _i32(tl.load(root + _SCORES))
     marks = _i32(tl.load(table + _T_MARK_AT))
     mark_count = (tl.load(table + _T_ROWS) + 32 * _WORDS - 1) // (32 * _WORDS)
     for n in range(first_mark, tl.minimum(first_mark + MARKS, mark_count)):
@@ -383,17 +397,12 @@ def enumerate_missing(root: tl.int64, MARKS: tl.constexpr):
                 is_one = word != 0
                 bit = word & -word
                 key = (number << _ID_BITS) | (word_at * 32 + _bits(bit - 1))
-                stamp_at = seen + (_hash(key) & seen_mask)
-                stamp = tl.load(stamp_at, is_one, 0)
-                tl.store(stamp_at, tl.zeros_like(stamp) + now, is_one)
-                is_admitted = is_one & (takes_all | (now - stamp <= window))
-                admitted = is_admitted.to(tl.int32)
-                first = tl.atomic_add(of_class + _ADMITTED, tl.sum(admitted, 0).to(tl.int64), sem="relaxed")
-                place = first.to(tl.int32) + tl.cumsum(admitted, 0) - admitted
                 tl.store(missing + rank, key, is_one)
-                tl.store(ranks + rank, tl.where(is_admitted, place, -1), is_one)
+                if LFU:
+                    tl.store(scores + rank, _ghost_score(root, key, is_one, tick), is_one)
                 word = word ^ bit
                 rank += is_one.to(tl.int32)
+            tl.atomic_add(_class_state(root, tl.load(table + _T_CLASS)) + _LACKED, total.to(tl.int64), sem="relaxed")
             counters = _i64(tl.load(root + _COUNTERS)) + number * _COUNTS
             tl.atomic_add(counters + _N_FETCHED, total.to(tl.int64), sem="relaxed")
             tl.store(marks + n, 0)  # last: by now every warp has read it
@@ -415,43 +424,96 @@ def _coldness(root, number, mask, now, done, LFU: tl.constexpr):
     return tl.where(is_locked | (mask == 0), _LOCKED_COLDNESS, cold), key
 
 
-@triton.jit(do_not_specialize=["root"])
-def choose_coldness(root: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr):
-    """One program a class: from a sample of its slots, how cold a victim is, so that a part of the slots yields enough."""
+@triton.jit(do_not_specialize=["root", "takes_all"])
+def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr):
+    """One program a class: from samples, how warm a missing key must be to be taken in, and how cold a node to be its victim.
+
+    As many keys are to be warmer than the one coldness as nodes are colder, or free. takes_all: whatever their scores; so with LRU.
+    """
     root = _i64(root)
     number = tl.program_id(0).to(tl.int64)
     of_class = _class_state(root, number)
     lanes = tl.arange(0, CLASS_LANES)
-    before = tl.load(_class_state(root, lanes) + _ADMITTED, lanes < number, 0)
+    before = tl.load(_class_state(root, lanes) + _LACKED, lanes < number, 0)
     tl.store(of_class + _FIRST, tl.sum(before, 0))
-    need = tl.load(of_class + _ADMITTED)
-    if need > 0:
+    lacked = tl.load(of_class + _LACKED)
+    if lacked > 0:
         the_class = _i64(tl.load(root + _CLASSES_AT)) + number * _CLASS_FIELDS
         state = _i64(tl.load(root + _STATE))
         now = tl.load(state + _S_NOW)
         slots = tl.load(the_class + _C_SLOTS)
         total = slots * tl.load(the_class + _C_PAGES)
         n = tl.arange(0, SAMPLE).to(tl.int64)
+        spread = _hash(n + now * SAMPLE)
+        at = tl.where(total > SAMPLE, (n * total) // SAMPLE + spread % tl.maximum(total // SAMPLE, 1), n)
         is_in = n < total
-        spread = (n * total) // SAMPLE + (_hash(n + now * SAMPLE) % tl.maximum(total // SAMPLE, 1))
-        at = tl.where(total > SAMPLE, spread, n)
         page = tl.load(_i32(tl.load(the_class + _C_PAGE_LIST)) + at // slots, is_in, 0)
         node = (page << tl.load(root + _NODE_BITS).to(tl.int32)) + (at % slots).to(tl.int32)
         cold, _ = _coldness(root, node, is_in, now, tl.load(state + _S_DONE), LFU)
-        # A sixteenth of the slots looked at, or all of them, and a quarter more than needed against the sample's error.
-        window = tl.minimum(need * 16, total)
         sampled = tl.minimum(total, SAMPLE)
+        need = lacked
+        warmest = tl.full((), 2**31 - 1, tl.int64)
+        if LFU:
+            missing = tl.load(state + _S_MISSING)
+            which = tl.where(missing > SAMPLE, (n * missing) // SAMPLE + spread % tl.maximum(missing // SAMPLE, 1), n)
+            is_key = n < missing
+            key = tl.load(_i64(tl.load(root + _MISSING)) + which, is_key, 0)
+            is_key = is_key & (tl.load(_table(root, key >> _ID_BITS) + _T_CLASS, is_key, -1) == number)
+            key_cold = _tick(root, now) - tl.load(_i32(tl.load(root + _SCORES)) + which, is_key, 0)
+            key_cold = tl.minimum(tl.maximum(key_cold, -(2**30)), 2**30)
+            keys = tl.maximum(tl.sum(is_key.to(tl.int64), 0), 1)
+            if takes_all == 0:
+                low = tl.full((), -(2**31) + 1, tl.int64)
+                while low < warmest:
+                    middle = low + (warmest - low + 1) // 2
+                    warmer = tl.sum((is_key & (key_cold < middle)).to(tl.int64), 0)
+                    colder = tl.sum((cold.to(tl.int64) >= middle).to(tl.int64), 0)
+                    if warmer * lacked * sampled <= colder * total * keys:
+                        low = middle
+                    else:
+                        warmest = middle - 1
+                need = (tl.sum((is_key & (key_cold < warmest)).to(tl.int64), 0) * lacked + keys - 1) // keys
+        # All slots of a cache that is not large, sixteen a victim of one that is; and a quarter more against the samples' error.
+        window = tl.minimum(tl.maximum(need * 16, 1 << 22), total)
         wanted = tl.where(total > SAMPLE, (need * sampled * 5) // (window * 4) + 1, need)
         wanted = tl.minimum(wanted, sampled)
-        low = tl.full((), -(2**31) + 1, tl.int64)
-        high = tl.full((), 2**31 - 1, tl.int64)
-        while low < high:
-            middle = low + (high - low + 1) // 2
+        least = tl.full((), -(2**31) + 1, tl.int64)
+        most = tl.full((), 2**31 - 1, tl.int64)
+        while least < most:
+            middle = least + (most - least + 1) // 2
             if tl.sum((cold.to(tl.int64) >= middle).to(tl.int64), 0) >= wanted:
-                low = middle
+                least = middle
             else:
-                high = middle - 1
-        tl.store(of_class + _COLDEST, low)
+                most = middle - 1
+        tl.store(of_class + _WARMEST, warmest)
+        tl.store(of_class + _COLDEST, least)
+
+
+@triton.jit(do_not_specialize=["root"])
+def admit(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK missing keys a turn: which are taken in, and the place of each among those of its class."""
+    root = _i64(root)
+    state = _i64(tl.load(root + _STATE))
+    count = tl.load(state + _S_MISSING)
+    tick = _tick(root, tl.load(state + _S_NOW))
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        is_key = at < count
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_key, 0)
+        row_class = tl.load(_table(root, key >> _ID_BITS) + _T_CLASS, is_key, -1).to(tl.int32)
+        is_warm = is_key
+        if LFU:
+            cold = tick - tl.load(_i32(tl.load(root + _SCORES)) + at, is_key, 0)
+            warmest = tl.load(_class_state(root, row_class.to(tl.int64)) + _WARMEST, is_key, 0)
+            is_warm = is_key & (tl.minimum(tl.maximum(cold, -(2**30)), 2**30) < warmest)
+        rank = tl.full((BLOCK,), -1, tl.int32)
+        for number in range(tl.min(tl.where(is_key, row_class, 2**30), 0), tl.max(row_class, 0) + 1):
+            mine = is_warm & (row_class == number)
+            ones = mine.to(tl.int32)
+            of_class = _class_state(root, tl.zeros((), tl.int64) + number)
+            first = tl.atomic_add(of_class + _ADMITTED, tl.sum(ones, 0).to(tl.int64), sem="relaxed")
+            rank = tl.where(mine, first.to(tl.int32) + tl.cumsum(ones, 0) - ones, rank)
+        tl.store(_i32(tl.load(root + _RANKS)) + at, rank, is_key)
 
 
 @triton.jit(do_not_specialize=["root"])
@@ -552,7 +614,6 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.conste
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
-        now = tl.load(state + _S_NOW)
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
         table = _table(root, key >> _ID_BITS)
         row_bytes = tl.load(table + _T_ROW_BYTES, is_row, 0)
@@ -566,7 +627,8 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.conste
         tl.store(_i64(node_at), key, is_taken)
         _link(root, node, key, is_taken)
         if LFU:
-            tl.store(_i32(_score(root, node)), tl.zeros_like(node) + _tick(root, now), is_taken)
+            score = tl.load(_i32(tl.load(root + _SCORES)) + at, is_taken, 0)
+            tl.store(_i32(_score(root, node)), score, is_taken)
         location = _location(root, node, is_taken)
 
         units = tl.where(is_row & (is_taken == 0), row_bytes // _PAD_UNIT, 0)
