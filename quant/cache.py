@@ -244,9 +244,8 @@ class Cache:
         pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
         slots = _slots_of_page(page, smallest_row_bytes)
         # Buckets are 4 bytes, ghosts 8, each at most twice as many as slots.
-        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (
-            page + (24 if self.settings.policy.is_lfu else 8) * slots
-        )
+        index_bytes = slots * (24 if self.settings.policy.is_lfu else 8)
+        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (page + index_bytes)
         if self._pages < 1 or slots < 1:
             raise QuantError(
                 f"a cache of {budget_bytes:,} bytes holds no page of {page:,} bytes beside {self.settings.pads} pads of "
@@ -721,7 +720,7 @@ class Cache:
             if row_of is not None:
                 for node, key in alive.items():
                     page, place = node >> self._node_bits, node & in_page
-                    row_class, first_row = map(int, self._page_class[page])
+                    row_class, first_row = self._page_class.tolist()[page]
                     size = self._classes[row_class].row_bytes
                     held = arena[(first_row + place) * size :][:size].tobytes()
                     number, id = key >> k.ID_BITS, key & ((1 << k.ID_BITS) - 1)

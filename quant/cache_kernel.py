@@ -428,7 +428,7 @@ def _coldness(root, number, mask, now, done, LFU: tl.constexpr):
 def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr):
     """One program a class: from samples, how warm a missing key must be to be taken in, and how cold a node to be its victim.
 
-    As many keys are to be warmer than the one coldness as nodes are colder, or free. takes_all: whatever their scores; so with LRU.
+    As many keys are to be warmer than the one coldness as nodes are colder, or free. takes_all: every key, as always with LRU.
     """
     root = _i64(root)
     number = tl.program_id(0).to(tl.int64)
