@@ -41,6 +41,7 @@ _MARKS = 1
 _PARTS = 7  # of 4 bytes an id
 _STRIDED = 2048  # programs of kernels that take turns
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
+_WARM_IDS = 1 << 16
 _SNAPSHOT_EVERY = 16  # tickets
 _REBALANCE_EVERY = 256
 _REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
@@ -90,6 +91,7 @@ class CacheSettings:
 class TableStatistics:
     """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place: ids read over it."""
 
+    name: str
     ids: int
     hits: int
     fetched: int
@@ -129,6 +131,7 @@ class _Class:
 class _Cached:
     """A table: its size, its class, and maps of what a batch lacks."""
 
+    name: str
     address: int
     rows: int
     row_class: int
@@ -296,11 +299,11 @@ class Cache:
             parts += [t.bits, t.first_ranks, t.marks]
         return sum(p.numel() * p.element_size() for p in parts)
 
-    def registered(self, address: int, rows: int, row_bytes: int) -> Registered:
+    def registered(self, address: int, rows: int, row_bytes: int, name: str = "") -> Registered:
         """As `register`; the table is forgotten when the result is let go."""
-        return Registered(self, self.register(address, rows, row_bytes))
+        return Registered(self, self.register(address, rows, row_bytes, name))
 
-    def register(self, address: int, rows: int, row_bytes: int) -> int:
+    def register(self, address: int, rows: int, row_bytes: int, name: str = "") -> int:
         """Takes a table whose rows the device reads at `address`; returns its number. It takes a quarter of a byte a row.
 
         QuantError: a row does not fit into a page, or there are too many sizes of rows.
@@ -317,14 +320,19 @@ class Cache:
             marks = -(-rows // k.ROWS_PER_MARK)
             words = marks * k.WORDS
             self._tables[number] = _Cached(
-                address, rows, row_class, self._filled(0, words), self._filled(0, words), self._filled(0, marks)
+                name, address, rows, row_class, self._filled(0, words), self._filled(0, words), self._filled(0, marks)
             )
             if (row := number + 1) * len(Counter) > self._counters.numel():
                 grown = self._zeros(max(64, 2 * row) * len(Counter))
                 grown[: self._counters.numel()] = self._counters
                 self._counters = grown
             self._counters[number * len(Counter) : row * len(Counter)] = 0
-            self._assign()
+            try:
+                self._assign()
+            except QuantError:
+                del self._tables[number]
+                self._free_numbers.append(number)
+                raise
             self._describe()
             return number
 
@@ -551,6 +559,18 @@ class Cache:
         while self._forgotten:
             self.forget(self._forgotten.popleft())
 
+    def probe(self, jobs: CacheJobs, inputs: torch.Tensor) -> None:
+        """What `prefetch` begins with, alone, for measurements: finds the ids that are there. All must be."""
+        with self._lock, self._on_stream():
+            arguments = (
+                self._root.data_ptr(),
+                jobs.at,
+                jobs.programs_at,
+                inputs.data_ptr(),
+                self._berths[0].locations.data_ptr(),
+            )
+            k.probe[(jobs.programs,)](*arguments, LFU=self.settings.policy.is_lfu, BLOCK=jobs.block, num_warps=1)
+
     def _berth(self, ids: int) -> _Berth:
         if not self._free_berths:
             if len(self._berths) >= k.RING - 1:
@@ -645,9 +665,7 @@ class Cache:
             padded=s[State.PADDED],
             locked_out=s[State.LOCKED_OUT],
             tables={
-                number: TableStatistics(
-                    c[number][0], c[number][1], c[number][2], c[number][3], self._classes[t.row_class].row_bytes
-                )
+                number: TableStatistics(t.name, *c[number], self._classes[t.row_class].row_bytes)  # type: ignore[call-arg]
                 for number, t in self._tables.items()
                 if number < len(c)
             },
@@ -661,8 +679,8 @@ class Cache:
             self._keep_snapshot()
             return self._statistics or self._statistics_of(torch.zeros_like(self._state).cpu(), self._counters[:0].cpu())
 
-    def hot(self, number: int, count: int) -> NDArray[np.int64]:
-        """Ids of a table that the cache holds, at most `count`, the hottest first. Waits for the device."""
+    def hot(self, number: int, count: int | None = None) -> NDArray[np.int64]:
+        """Ids of a table that the cache holds, the hottest first, `count` at most. Waits for the device."""
         with self._lock, self._on_stream():
             keys, ranks = [], []
             for node_keys, used, scores in self._nodes(self._tables[number].row_class):
@@ -674,6 +692,25 @@ class Cache:
             order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]
             found: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
             return found
+
+    def warm(self, number: int, ids: NDArray[np.int64]) -> None:
+        """Takes rows of a table in, whatever their scores, for lookups to come; nothing is waited for."""
+        for first in range(0, ids.size, _WARM_IDS):
+            part = ids[first : first + _WARM_IDS]
+            jobs = [CacheJob(number, 0, part.size, 0)]
+            with self._lock, self._on_stream():
+                memory = torch.empty(8 * part.size + cached_bytes(jobs), dtype=torch.uint8, device=self.device)
+                written, launched = cache_jobs(jobs, memory.data_ptr() + 8 * part.size, self._is_interpreted)
+                memory[: 8 * part.size + len(written)].copy_(
+                    torch.frombuffer(bytearray(part.tobytes() + written), dtype=torch.uint8)
+                )
+                self.prefetch(launched, memory, takes_all=True).release()
+
+    def mean_chain(self) -> float:
+        """Mean length of the index's chains that are not empty. Waits for the device."""
+        with self._lock, self._on_stream():
+            heads = int((self._heads != -1).sum())
+            return self._statistics_of(self._state.cpu(), self._counters.cpu()).occupied / max(1, heads)
 
     def _nodes(self, row_class: int, pages_at_once: int = 256) -> Iterator[tuple[torch.Tensor, ...]]:
         """Keys, uses and scores of a class's slots, int64, int32, int32 [pages, slots], some pages at a time."""
@@ -719,10 +756,9 @@ class Cache:
                 assert not t.bits.any() and not t.marks.any(), "a map still names rows of a batch that is over"
             if row_of is not None:
                 for node, key in alive.items():
-                    page, place = node >> self._node_bits, node & in_page
-                    row_class, first_row = self._page_class.tolist()[page]
+                    row_class, first_row = self._page_class[node >> self._node_bits]
                     size = self._classes[row_class].row_bytes
-                    held = arena[(first_row + place) * size :][:size].tobytes()
+                    held = arena[int(first_row + (node & in_page)) * size :][:size].tobytes()
                     number, id = key >> k.ID_BITS, key & ((1 << k.ID_BITS) - 1)
                     assert held == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"
 

@@ -46,7 +46,7 @@ from quant.cache import Cache, CacheSettings, Ticket
 from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
 
-GATHER_FROM = 256  # ids of host rows in a request from which the CPU gathers them
+GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds there, whatever its width.
 _INTERPRETED = Shapes(Shape(4, 1024, 4), Shape(2, 1024, 4), Shape(1, 1024, 4))
 _STARTS_BLOCK = 1024
@@ -198,12 +198,15 @@ class Fused(Backend):
             raise QuantError(message) from error
         return self.cache
 
-    def cached(self, table: Table, rows: torch.Tensor | None, variant: Variant | None = None) -> DeviceTable:
-        """A table that the device reads through its cache. rows: as for `view`. It leaves the cache with the last reference."""
+    def cached(self, table: Table, rows: torch.Tensor | None, variant: Variant | None = None, name: str = "") -> DeviceTable:
+        """A table that the device reads through its cache; rows: as for `view`, name: for statistics.
+
+        It leaves the cache with the last reference.
+        """
         if self.cache is None:
             raise QuantError("this device has no cache; open_cache makes one")
         seen = self.view(table, rows, variant)
-        registered = self.cache.registered(seen.address, table.rows, table.row_bytes)
+        registered = self.cache.registered(seen.address, table.rows, table.row_bytes, name)
         place = InCache(registered.number, self.cache.slots_at)
         return dataclasses.replace(seen, memory=(seen.memory, registered), in_cache=place)
 

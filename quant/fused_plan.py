@@ -257,7 +257,7 @@ class Layout:
             try:
                 contract.check_ids(ids, lengths, lk.table.rows, number)
             except BadIds as error:
-                return error
+                return error.with_traceback(None)  # which would keep this, and its tables, alive with the answer
         return None
 
 

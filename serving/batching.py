@@ -53,6 +53,7 @@ class Batcher:
         self._lost: ApiError | None = None
         self._batches = 0
         self._metrics = metrics.GpuMetrics(str(fused.device))
+        self._cache_metrics = metrics.CacheMetrics(str(fused.device))
 
     async def run(self, batch: Batch, inputs: Any) -> Result:
         """A request's vectors, uint8 [out_bytes]. ApiError: its ids or lengths are wrong, or the device is lost."""
@@ -140,6 +141,8 @@ class Batcher:
                 elif not w.future.done():
                     w.future.set_result(result)
             self._metrics.answered(len(taken), times)
+            if self._fused.cache is not None and self._batches % _TIMED_EVERY == 0:
+                self._cache_metrics.update(self._fused.cache.statistics())
         finally:
             self._start_if_due()
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from quant.errors import Problem
 from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
 from serving.placement import Placed, Placer
 from serving.scorer import Scorer, open_scorer
+
+if TYPE_CHECKING:
+    from quant.cache import Cache
 
 logger = logging.getLogger("tableside")
 
@@ -312,6 +315,11 @@ class Engine:
         self._explicit: OrderedDict[int, Served] = OrderedDict()
         self._refused = 0
 
+    @property
+    def cache(self) -> "Cache | None":
+        """The cache that this worker's models share on its GPU."""
+        return self._placer.cache
+
     def served(self) -> Served:
         """The live version; ApiError before the first one is attached."""
         if self._served is None:
@@ -325,7 +333,7 @@ class Engine:
         """
         segment = self.model.attach(version, self._verify)
         # The live version may take the room of the one that it replaces, which goes when its last request is done.
-        replaced = 0 if version is not None or self._served is None else self._served.placed.hbm_bytes
+        replaced = None if version is not None or self._served is None else self._served.placed
         try:
             served = Served(
                 segment,

@@ -21,6 +21,7 @@ from serving.engine import Batch, Engine
 from serving.errors import Kind, ServingError
 
 if TYPE_CHECKING:
+    from quant.cache import Statistics
     from quant.fused_batch import Times
 
 logger = logging.getLogger("tableside")
@@ -56,6 +57,19 @@ GPU_BATCH = Histogram(
     ["device"],  # without a label its file would be opened on import, in the process that workers are forked from
     buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
+CACHE_TABLES = {
+    "ids": Counter("tableside_cache_ids_total", "Ids looked up through a GPU's cache.", ["table"]),
+    "hits": Counter("tableside_cache_hits_total", "Of them, those whose row was in a slot.", ["table"]),
+    "fetched": Counter("tableside_cache_fetched_rows_total", "Rows that were missing, each once a batch.", ["table"]),
+    "in_place": Counter("tableside_cache_in_place_ids_total", "Ids whose row found no room and was read in place.", ["table"]),
+    "bus_bytes": Counter("tableside_cache_bus_bytes_total", "Bytes of rows that came over the bus.", ["table"]),
+}
+CACHE_EVENTS = {
+    "inserted": Counter("tableside_cache_inserted_rows_total", "Rows taken into slots.", ["device"]),
+    "evicted": Counter("tableside_cache_evicted_rows_total", "Rows that went from slots for others.", ["device"]),
+    "padded": Counter("tableside_cache_padded_rows_total", "Rows used from the pad of one batch, and not taken in.", ["device"]),
+    "locked_out": Counter("tableside_cache_locked_out_rows_total", "Rows that found every slot in use by a batch.", ["device"]),
+}
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
 
 
@@ -108,6 +122,28 @@ class GpuMetrics:
                 self._stages[stage].observe(seconds)
 
 
+class CacheMetrics:
+    """The counters of one device's cache, kept up with its statistics."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._seen: Statistics | None = None
+
+    def update(self, now: "Statistics") -> None:
+        """Counts what came since the last call."""
+        if now is self._seen:
+            return
+        before, self._seen = self._seen, now
+        for name, counter in CACHE_EVENTS.items():
+            counter.labels(self._device).inc(getattr(now, name) - (getattr(before, name) if before else 0))
+        for number, table in now.tables.items():
+            old = before.tables.get(number) if before else None
+            if old is not None and (old.name != table.name or old.ids > table.ids):
+                old = None  # another table has its number now
+            for name, counter in CACHE_TABLES.items():
+                counter.labels(table.name).inc(max(0, getattr(table, name) - (getattr(old, name) if old else 0)))
+
+
 def refused(model: str, protocol: str, kind: Kind) -> None:
     """Counts a request that was refused; `model` is one that is served, or UNKNOWN."""
     REQUESTS.labels(model, protocol, "refused").inc()
@@ -143,6 +179,14 @@ class _Now:
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
+        caches = {id(engine.cache): engine.cache for engine in self._engines if engine.cache is not None}
+        for cache in caches.values():
+            held = cache.statistics()
+            values_of = {"slots": held.slots, "occupied_slots": held.occupied, "bytes": cache.bytes}
+            for name, value in values_of.items():
+                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the GPU's cache of this worker.", labels=["device"])
+                family.add_metric([str(cache.device)], float(value))
+                yield family
 
 
 def _folder() -> Path:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
-from quant.contract import INTERPRETER, Variant
+from quant.contract import INTERPRETER, InCache, Variant
 from serving.errors import ServingError
 from serving.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from quant.cache import Cache
     from quant.fused import Fused
 
 logger = logging.getLogger("tableside")
@@ -69,6 +70,10 @@ class Placed:
         self.tables, self.placements, self.hbm_bytes = tables, placements, hbm_bytes
 
 
+def _in_cache(table: Table | DeviceTable | None) -> InCache | None:
+    return table.in_cache if isinstance(table, DeviceTable) else None
+
+
 class Placer:
     """Places the tables of versions for one worker. fused None: the worker has no GPU, every table stays with the CPU."""
 
@@ -95,25 +100,42 @@ class Placer:
         """Where scorers run."""
         return "cpu" if self.fused is None else str(self.fused.device)
 
-    def place(self, segment: Segment, replaced_bytes: int = 0) -> Placed:
+    @property
+    def cache(self) -> "Cache | None":
+        """The worker's cache, once a table needed one."""
+        return None if self.fused is None else self.fused.cache
+
+    def place(self, segment: Segment, replaced: Placed | None = None) -> Placed:
         """A segment's tables where this worker looks them up, within what other models and versions leave of the budget.
 
-        replaced_bytes: of a version in hbm that goes when this one is taken. RegistrationError, QuantError, ServingError: CUDA,
-        the GPU's memory or the budget does not allow it.
+        replaced: of the version that goes when this one is taken; what is hot in its cached tables is cached of this one too.
+        RegistrationError, QuantError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
         """
         fused = self.fused
         if fused is None:
             return Placed(segment.tables, dict.fromkeys(segment.tables, Placement.HOST))
         fused.trim()
         with self._lock:  # one version after another: each sees what those before it took
-            left = max(0, self._budget - self._held + replaced_bytes)
+            left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left)
             hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
             self._open_cache(fused, segment, placements, left - hbm_bytes)
             placed = Placed(self._tables(fused, segment, placements), placements, hbm_bytes)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
+        if replaced is not None:
+            self._warm(placed, replaced)
         return placed
+
+    def _warm(self, placed: Placed, replaced: Placed) -> None:
+        """Brings the hotter half of what the cache holds of a version's tables for those of the next one, by their names."""
+        for name, table in placed.tables.items():
+            new, old = _in_cache(table), _in_cache(replaced.tables.get(name))
+            if self.cache is not None and new is not None and old is not None:
+                hot = self.cache.hot(old.number)
+                hot = hot[: (hot.size + 1) // 2]
+                self.cache.warm(new.number, hot[hot < table.rows])
+                logger.info("%d rows of table %s were brought to the cache", hot.size, name)
 
     def _open_cache(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
@@ -140,7 +162,8 @@ class Placer:
                 case Placement.HBM:
                     tables[stored.name] = fused.hold(table, rows, variant)
                 case Placement.CACHED:
-                    tables[stored.name] = fused.cached(table, rows, variant)
+                    name = f"{segment.header.model}/{stored.name}"
+                    tables[stored.name] = fused.cached(table, rows, variant, name)
                 case Placement.UVM:
                     tables[stored.name] = fused.view(table, rows, variant)
                 case Placement.HOST:
