@@ -14,6 +14,7 @@ without cache, bit by bit, before and after. The floor is the lookup with all ro
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def steady_ms(call: Callable[[torch.Tensor], Any], batches: Sequence[torch.Tenso
         call(batch)
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
 
 
 def per_batch(before: Statistics, after: Statistics, batches: int) -> dict[str, float]:
@@ -262,7 +263,7 @@ def pipeline(work: Workload) -> list[dict[str, Any]]:
         torch.cuda.synchronize()
         assert before is not None
         counts = per_batch(before, ours.cache.statistics(wait=True), len(timed))
-        ms = statistics.median(a.elapsed_time(b) for a, b in zip(marks[WARM:], marks[WARM + 1 :], strict=False))
+        ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[WARM:]))
         reference(inputs[-1], outputs)
         torch.cuda.synchronize()
         assert torch.equal(outputs, ours.outputs)
@@ -351,9 +352,8 @@ def index() -> list[dict[str, Any]]:
             nonlocal done
             parts = []
             while done < until:
-                parts.append(
-                    order[done : done + keys] if done + keys <= rows else torch.cat([order[done:], order[: done + keys - rows]])
-                )
+                at = done % rows
+                parts.append(order[at : at + keys])
                 done += keys
             return steady_ms(call, parts) if parts else float("nan")
 
@@ -385,7 +385,7 @@ def index() -> list[dict[str, Any]]:
         add("full: each insert evicts", ms, order[done - total // 2 : done])
         insert(done + 84 * keys)
         ms = insert(done + 16 * keys)
-        held = torch.cat([order, order])[done - total // 2 : done] if done > rows else order[done - total // 2 : done]
+        held = torch.cat([order, order])[done - total // 2 : done]
         add("after 100 M inserts and evictions", ms, held)
     return found
 

@@ -32,7 +32,7 @@ from quant.errors import QuantError
 from quant.fused_plan import CacheJob
 
 _NODE_BYTES, _SCORE_BYTES = 16, 4
-_PROBE = 128  # ids of a program, one warp
+_PROBE, _PROBE_WARPS = 128, 1  # ids of a program
 _ROWS = 32  # rows that a program takes in at once
 _UNITS = 64
 _TURN = 256
@@ -562,14 +562,9 @@ class Cache:
     def probe(self, jobs: CacheJobs, inputs: torch.Tensor) -> None:
         """What `prefetch` begins with, alone, for measurements: finds the ids that are there. All must be."""
         with self._lock, self._on_stream():
-            arguments = (
-                self._root.data_ptr(),
-                jobs.at,
-                jobs.programs_at,
-                inputs.data_ptr(),
-                self._berths[0].locations.data_ptr(),
-            )
-            k.probe[(jobs.programs,)](*arguments, LFU=self.settings.policy.is_lfu, BLOCK=jobs.block, num_warps=1)
+            locations = self._berths[0].locations.data_ptr()
+            arguments = (self._root.data_ptr(), jobs.at, jobs.programs_at, inputs.data_ptr(), locations)
+            k.probe[(jobs.programs,)](*arguments, LFU=self.settings.policy.is_lfu, BLOCK=jobs.block, num_warps=_PROBE_WARPS)
 
     def _berth(self, ids: int) -> _Berth:
         if not self._free_berths:
@@ -594,7 +589,7 @@ class Cache:
         if not jobs.programs:
             return
         probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
-        k.probe[(jobs.programs,)](*probe, LFU=lfu, BLOCK=jobs.block, num_warps=1)
+        k.probe[(jobs.programs,)](*probe, LFU=lfu, BLOCK=jobs.block, num_warps=_PROBE_WARPS)
         k.enumerate_missing[(self._marks.numel() // 2,)](root, LFU=lfu, MARKS=_MARKS, num_warps=4)
         k.choose[(len(self._classes),)](root, int(takes_all), LFU=lfu, SAMPLE=_SAMPLE, CLASS_LANES=k.CLASSES, num_warps=8)
         k.admit[(turns,)](root, LFU=lfu, BLOCK=_TURN, num_warps=4)
