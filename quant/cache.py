@@ -30,11 +30,11 @@ from quant import cache_kernel as k
 from quant.cache_kernel import ClassField, ClassState, Counter, JobField, Root, State, TableField, TicketField
 from quant.errors import QuantError
 from quant.fused_plan import CacheJob
+from quant.launch import Kernel
 
 _NODE_BYTES, _SCORE_BYTES = 16, 4
 _PROBE, _PROBE_WARPS = 128, 1  # ids of a program
-_ROWS = 32  # rows that a program takes in at once
-_UNITS = 64
+_TILE, _MOST_WORDS = 2048, 64  # words that a program copies at once, and of one row
 _TURN = 256
 _SAMPLE = 2048
 _MARKS = 1
@@ -71,6 +71,7 @@ class CacheSettings:
     page_bytes: int | None = None
     pad_fraction: float = 0.2
     pads: int = 1
+    row_programs: int = 264
 
     def __post_init__(self) -> None:
         for name, is_right, expected in (
@@ -82,6 +83,7 @@ class CacheSettings:
             ),
             ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
             ("pads", self.pads >= 1, "1 or more"),
+            ("row_programs", self.row_programs >= 1, "1 or more"),
         ):
             if not is_right:
                 raise QuantError(f"{name} of a cache is {getattr(self, name)}; expected {expected}")
@@ -216,6 +218,25 @@ class _Berth:
         assert len(TicketField) == 3
 
 
+class _Kernels:
+    """The kernels of one cache, with their constants. Wide rows are taken in fewer at a time."""
+
+    def __init__(self, is_lfu: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
+        words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
+        self.rows = _TURN if is_interpreted else _TILE // words
+        self.part = _TURN * 4 if is_interpreted else _TURN
+        block = _TURN * 4 if is_interpreted else _PROBE
+        lfu, lanes = {"LFU": is_lfu}, {"CLASS_LANES": k.CLASSES}
+        self.begin, self.release = Kernel(k.begin, 1, **lanes), Kernel(k.release, 1)
+        self.probe, self.resolve = Kernel(k.probe, _PROBE_WARPS, **lfu, BLOCK=block), Kernel(k.resolve, 1, BLOCK=block)
+        self.enumerate = Kernel(k.enumerate_missing, 4, **lfu, MARKS=_MARKS)
+        self.choose = Kernel(k.choose, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
+        self.admit = Kernel(k.admit, 4, **lfu, BLOCK=_TURN)
+        self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part) for is_any in (False, True)]
+        self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=_TURN), Kernel(k.end, 1, BLOCK=_TURN)
+        self.take_in = Kernel(k.take_in, 4, **lfu, ROWS=self.rows, WORDS=words)
+
+
 class Cache:
     """A cache of `budget_bytes` on a device; what runs on it runs on one stream at a time, `stream`.
 
@@ -272,6 +293,7 @@ class Cache:
         first_pad = self._arena.data_ptr() + self._pages * page
         self._berths = [_Berth(device, first_pad + n * pad_bytes, pad_bytes // k.PAD_UNIT) for n in range(self.settings.pads)]
         self._free_berths = deque(self._berths)
+        self._kernels = _Kernels(self.settings.policy.is_lfu, smallest_row_bytes, is_interpreted)
         self._heads = self._ghosts = self._scratch = self._page_table[:0]
         self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
         self._marks = self._page_table[:0]
@@ -357,6 +379,8 @@ class Cache:
                 f"expected 1 to {(1 << self._node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
             )
         self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
+        widest = max(c.row_bytes for c in self._classes)
+        self._kernels = _Kernels(self.settings.policy.is_lfu, widest, self._is_interpreted)
         return len(self._classes) - 1
 
     def _wanted_pages(self) -> list[int]:
@@ -505,6 +529,7 @@ class Cache:
             Root.PLACES: part[4],
             Root.VICTIMS: part[5],
             Root.VICTIM_BUCKETS: part[6],
+            Root.MOST_SLOTS: max((c.slots for c in self._classes), default=0),
         }
         self._root.copy_(torch.tensor([root[f] for f in Root], dtype=torch.int64))
 
@@ -564,7 +589,7 @@ class Cache:
         with self._lock, self._on_stream():
             locations = self._berths[0].locations.data_ptr()
             arguments = (self._root.data_ptr(), jobs.at, jobs.programs_at, inputs.data_ptr(), locations)
-            k.probe[(jobs.programs,)](*arguments, LFU=self.settings.policy.is_lfu, BLOCK=jobs.block, num_warps=_PROBE_WARPS)
+            self._kernels.probe(jobs.programs, self._stream_handle(), *arguments)
 
     def _berth(self, ids: int) -> _Berth:
         if not self._free_berths:
@@ -580,28 +605,31 @@ class Cache:
 
     def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth, takes_all: bool) -> None:
         root, ticket, locations = self._root.data_ptr(), berth.record.data_ptr(), berth.locations.data_ptr()
-        lfu = self.settings.policy.is_lfu
-        strided = 1 if self._is_interpreted else _STRIDED
-        rows = min(strided, -(-jobs.ids // _ROWS))
-        turns = min(strided, -(-jobs.ids // _TURN))
-        row_lanes = _TURN if self._is_interpreted else _ROWS
-        k.begin[(1,)](root, ticket, CLASS_LANES=k.CLASSES, num_warps=1)
+        stream, run = self._stream_handle(), self._kernels
+        run.begin(1, stream, root, ticket)
         if not jobs.programs:
             return
+        strided = 1 if self._is_interpreted else _STRIDED
+        turns = min(strided, -(-jobs.ids // _TURN))
         probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
-        k.probe[(jobs.programs,)](*probe, LFU=lfu, BLOCK=jobs.block, num_warps=_PROBE_WARPS)
-        k.enumerate_missing[(self._marks.numel() // 2,)](root, LFU=lfu, MARKS=_MARKS, num_warps=4)
-        k.choose[(len(self._classes),)](root, int(takes_all), LFU=lfu, SAMPLE=_SAMPLE, CLASS_LANES=k.CLASSES, num_warps=8)
-        k.admit[(turns,)](root, LFU=lfu, BLOCK=_TURN, num_warps=4)
-        for is_any in (False, True):
-            k.evict[(self._pages,)](root, ANY=is_any, LFU=lfu, BLOCK=1024, num_warps=4)
-        k.unlink[(turns,)](root, BLOCK=_TURN, num_warps=1)
-        k.take_in[(rows,)](root, ticket, LFU=lfu, ROWS=row_lanes, UNITS=_UNITS, num_warps=4)
-        k.resolve[(jobs.programs,)](*probe, BLOCK=jobs.block, num_warps=1)
-        k.end[(turns,)](root, BLOCK=_TURN, num_warps=1)
+        run.probe(jobs.programs, stream, *probe)
+        run.enumerate(self._marks.numel() // 2, stream, root)
+        run.choose(len(self._classes), stream, root, int(takes_all))
+        run.admit(turns, stream, root)
+        parts = self._pages * -(-max(c.slots for c in self._classes) // run.part)
+        for evict in run.evict:
+            evict(min(strided, parts), stream, root)
+        run.unlink(turns, stream, root)
+        run.take_in(min(self.settings.row_programs, -(-jobs.ids // run.rows)), stream, root, ticket)
+        run.resolve(jobs.programs, stream, *probe)
+        run.end(turns, stream, root)
+
+    def _stream_handle(self) -> int | None:
+        return None if self._stream is None else int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _release(self, berth: _Berth) -> None:
-        k.release[(1,)](self._root.data_ptr(), berth.record.data_ptr(), num_warps=1)
+        stream = None if self._is_interpreted else torch.cuda.current_stream(self.device).cuda_stream
+        self._kernels.release(1, stream, self._root.data_ptr(), berth.record.data_ptr())
         if berth.released is not None:
             berth.released.record()
         with self._lock:

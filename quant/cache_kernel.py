@@ -54,6 +54,7 @@ class Root(IntEnum):
     PLACES = 19  # int32 [ids]: each one's location
     VICTIMS = 20  # int32 [ids]: nodes to be used
     VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
+    MOST_SLOTS = 22  # of a page, of any class
 
 
 class TableField(IntEnum):
@@ -135,7 +136,7 @@ PAD_UNIT = 16
 (_ARENA, _PAGE_BYTES, _PAGES, _PAGE_COUNT, _NODE_BITS, _HEADS, _BUCKET_MASK, _TABLES, _CLASSES_AT, _STATE, _COUNTERS) = (
     tl.constexpr(int(f)) for f in list(Root)[: Root.RING_AT]
 )
-(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
+(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS, _MOST_SLOTS) = (
     tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT :]
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
@@ -164,12 +165,6 @@ def _i64(address):
 @triton.jit
 def _i32(address):
     return address.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def _uniform(address):
-    """A number that other programs may be changing, as one thread reads it: the same for all of a program's warps."""
-    return tl.atomic_add(address, 0, sem="relaxed")
 
 
 @triton.jit
@@ -518,49 +513,58 @@ def admit(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root"])
 def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr):
-    """One page a program, as long as its class needs slots: takes those that are cold enough. ANY: whatever is not locked."""
+    """BLOCK slots of a page a turn, as long as their class needs some: takes those that are cold enough. ANY: all not locked.
+
+    A program is one warp, so that what others change while it reads is the same for all its threads.
+    """
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
     now = tl.load(state + _S_NOW)
+    done = tl.load(state + _S_DONE)
     pages = tl.load(root + _PAGE_COUNT)
-    page = (tl.program_id(0) + now * 7919) % pages
-    row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
-    if row_class >= 0:
-        of_class = _class_state(root, row_class)
+    bits = tl.load(root + _NODE_BITS).to(tl.int32)
+    parts = tl.cdiv(tl.load(root + _MOST_SLOTS), BLOCK)
+    victims = _i32(tl.load(root + _VICTIMS))
+    buckets = _i32(tl.load(root + _VICTIM_BUCKETS))
+    mask = tl.load(root + _BUCKET_MASK)
+    # As many turns as there are parts of pages, from another page on each time.
+    for turn in range(tl.program_id(0), pages * parts, tl.num_programs(0)):
+        page = (turn // parts + now * 7919) % pages
+        row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
+        of_class = _class_state(root, tl.maximum(row_class, 0))
         need = tl.load(of_class + _ADMITTED)
-        if _uniform(of_class + _FOUND) < need:
-            the_class = _i64(tl.load(root + _CLASSES_AT)) + row_class * _CLASS_FIELDS
-            slots = tl.load(the_class + _C_SLOTS).to(tl.int32)
+        the_class = _i64(tl.load(root + _CLASSES_AT)) + tl.maximum(row_class, 0) * _CLASS_FIELDS
+        slots = tl.load(the_class + _C_SLOTS).to(tl.int32)
+        first = (turn % parts).to(tl.int32) * BLOCK
+        found = tl.load(of_class + _FOUND, volatile=True)
+        if (row_class >= 0) & (first < slots) & (found < need):
             coldest = tl.load(of_class + _COLDEST).to(tl.int32)
-            done = tl.load(state + _S_DONE)
-            first_victim = tl.load(of_class + _FIRST)
-            victims = _i32(tl.load(root + _VICTIMS))
-            buckets = _i32(tl.load(root + _VICTIM_BUCKETS))
-            mask = tl.load(root + _BUCKET_MASK)
-            for first in range(0, slots, BLOCK):
-                if _uniform(of_class + _FOUND) < need:
-                    place = first + tl.arange(0, BLOCK)
-                    is_slot = place < slots
-                    node = (page.to(tl.int32) << tl.load(root + _NODE_BITS).to(tl.int32)) + place
-                    cold, key = _coldness(root, node, is_slot, now, done, LFU)
-                    if ANY:
-                        is_cold = cold > _LOCKED_COLDNESS
-                    else:
-                        is_cold = (cold >= coldest) & (cold > _LOCKED_COLDNESS)
-                    ones = is_cold.to(tl.int32)
-                    base = tl.atomic_add(of_class + _FOUND, tl.sum(ones, 0).to(tl.int64), sem="relaxed")
-                    rank = base + tl.cumsum(ones, 0) - ones
-                    is_victim = is_cold & (rank < need)
-                    had_key = is_victim & (key >= 0)
-                    bucket = (_hash(key) & mask).to(tl.int32)
-                    at = _node(root, node)
-                    tl.store(victims + first_victim + rank, node, is_victim)
-                    tl.store(buckets + first_victim + rank, tl.where(had_key, bucket, -1), is_victim)
-                    tl.store(_i64(at), tl.full((BLOCK,), -1, tl.int64), is_victim)
-                    tl.store(_i32(at + 12), tl.zeros_like(node) + now.to(tl.int32), is_victim)
-                    evicted = tl.sum(had_key.to(tl.int64), 0)
-                    tl.atomic_add(state + _S_EVICTED, evicted, sem="relaxed")
-                    tl.atomic_add(of_class + _OCCUPIED, tl.sum(is_victim.to(tl.int64), 0) - evicted, sem="relaxed")
+            place = first + tl.arange(0, BLOCK)
+            is_slot = place < slots
+            node = (page.to(tl.int32) << bits) + place
+            cold, key = _coldness(root, node, is_slot, now, done, LFU)
+            is_cold = cold > _LOCKED_COLDNESS
+            if not ANY:
+                is_cold = is_cold & (cold >= coldest)
+            ones = is_cold.to(tl.int32)
+            total = tl.sum(ones, 0)
+            if total > 0:
+                base = tl.atomic_add(of_class + _FOUND, total.to(tl.int64), sem="relaxed")
+                rank = base + tl.cumsum(ones, 0) - ones
+                is_victim = is_cold & (rank < need)
+                had_key = is_victim & (key >= 0)
+                first_victim = tl.load(of_class + _FIRST)
+                at = _node(root, node)
+                tl.store(victims + first_victim + rank, node, is_victim)
+                bucket = (_hash(key) & mask).to(tl.int32)
+                tl.store(buckets + first_victim + rank, tl.where(had_key, bucket, -1), is_victim)
+                tl.store(_i64(at), tl.full((BLOCK,), -1, tl.int64), is_victim)
+                tl.store(_i32(at + 12), tl.zeros_like(node) + now.to(tl.int32), is_victim)
+                evicted = tl.sum(had_key.to(tl.int64), 0)
+                tl.atomic_add(state + _S_EVICTED, evicted, sem="relaxed")
+                taken = tl.sum(is_victim.to(tl.int64), 0)
+                if taken > evicted:
+                    tl.atomic_add(of_class + _OCCUPIED, taken - evicted, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["root"])
@@ -602,10 +606,10 @@ def _link(root, node, key, mask):
 
 
 @triton.jit(do_not_specialize=["root", "ticket"])
-def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """ROWS missing keys a turn: gives each a slot, room in the ticket's pad, or neither, and fetches its row.
 
-    UNITS: lanes across a row, of 4 bytes.
+    WORDS: of a row that are copied at once.
     """
     root = _i64(root)
     ticket = _i64(ticket)
@@ -643,12 +647,12 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.conste
         source = tl.load(table + _T_ADDRESS, is_row, 0) + (key & _ID_MASK) * row_bytes
         into = tl.multiple_of(_i32(target), 16)[:, None]
         out_of = tl.multiple_of(_i32(source), 16)[:, None]
-        words = tl.where(is_taken | is_padded, row_bytes // 16, 0)[:, None]
+        pieces = tl.where(is_taken | is_padded, row_bytes // 16, 0)[:, None]
         widest = tl.max(row_bytes, 0) // 4
-        for first in range(0, widest, UNITS):
-            unit = (first + tl.arange(0, UNITS))[None, :]
-            is_unit = unit // 4 < words
-            tl.store(into + unit, tl.load(out_of + unit, is_unit, 0), is_unit)
+        for first in range(0, widest, WORDS):
+            word = (first + tl.arange(0, WORDS))[None, :]
+            is_word = word // 4 < pieces
+            tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
 
         taken = tl.sum(is_taken.to(tl.int64), 0)
         padded = tl.sum(is_padded.to(tl.int64), 0)

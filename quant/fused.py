@@ -45,6 +45,7 @@ except ImportError as error:
 from quant.cache import Cache, CacheSettings, Ticket
 from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
+from quant.launch import Kernel
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds there, whatever its width.
@@ -120,8 +121,10 @@ class Fused(Backend):
         self.shapes = shapes or (_INTERPRETED if self.is_interpreted else Shapes())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self._lock = threading.Lock()
-        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
+        self._bag_starts = Kernel(fused_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
+        self._lookups: dict[Any, Kernel] = {}
         self.cache: Cache | None = None
 
     @property
@@ -306,31 +309,34 @@ class Fused(Backend):
         flags int32 [jobs], zeros, on the device or page-locked: 1 where an id or a length of the job is wrong.
         """
         locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.pad)
+        stream = None if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
+        inputs_at, outputs_at, scratch_at = inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
         for g in groups:
             flags_at = flags.data_ptr() + 4 * g.first_flag
             if g.has_lengths:
-                fused_kernel.bag_starts[(g.jobs,)](g.at, inputs.data_ptr(), scratch.data_ptr(), flags_at, BLOCK=_STARTS_BLOCK)
-            if g.programs:
-                fused_kernel.lookup[(g.programs,)](
-                    g.at,
-                    g.programs_at,
-                    inputs.data_ptr(),
-                    scratch.data_ptr(),
-                    outputs.data_ptr(),
-                    flags_at,
-                    locations,
-                    pad,
-                    FORMATS=g.variant.formats,
-                    POOLED=g.pooled,
-                    WEIGHTED=g.is_weighted,
-                    CACHED=g.is_cached,
-                    WHOLE_WORDS=g.variant.whole_words,
-                    ROWS=g.shape.rows,
-                    COLUMNS=g.shape.columns,
-                    num_warps=g.shape.warps,
-                )
+                self._bag_starts(g.jobs, stream, g.at, inputs_at, scratch_at, flags_at)
+            self._lookup_of(g)(
+                g.programs, stream, g.at, g.programs_at, inputs_at, scratch_at, outputs_at, flags_at, locations, pad
+            )
         if ticket is not None:
             ticket.release()
+
+    def _lookup_of(self, g: "Group") -> Kernel:
+        """The kernel for a group, compiled when it is first launched."""
+        key = (g.variant, g.pooled, g.is_weighted, g.is_cached, g.shape)
+        if key not in self._lookups:
+            self._lookups[key] = Kernel(
+                fused_kernel.lookup,
+                g.shape.warps,
+                FORMATS=g.variant.formats,
+                POOLED=g.pooled,
+                WEIGHTED=g.is_weighted,
+                CACHED=g.is_cached,
+                WHOLE_WORDS=g.variant.whole_words,
+                ROWS=g.shape.rows,
+                COLUMNS=g.shape.columns,
+            )
+        return self._lookups[key]
 
     def prepare(self, plan: FusedPlan) -> "PreparedLookup":
         """A plan for inputs and outputs that are on the device already; its jobs are copied there once.

@@ -331,8 +331,8 @@ from quant import cache_kernel as k
 KERNELS = {
     "begin": (dict(CLASS_LANES=64), 1), "release": ({}, 1), "probe": (dict(LFU=True, BLOCK=128), 1),
     "enumerate_missing": (dict(LFU=True, MARKS=1), 4), "choose": (dict(LFU=True, SAMPLE=2048, CLASS_LANES=64), 8),
-    "admit": (dict(LFU=True, BLOCK=256), 4), "evict": (dict(ANY=False, LFU=True, BLOCK=1024), 4), "unlink": (dict(BLOCK=256), 1),
-    "take_in": (dict(LFU=True, ROWS=32, UNITS=64), 4), "resolve": (dict(BLOCK=128), 1), "end": (dict(BLOCK=256), 1),
+    "admit": (dict(LFU=True, BLOCK=256), 4), "evict": (dict(ANY=False, LFU=True, BLOCK=256), 1), "unlink": (dict(BLOCK=256), 1),
+    "take_in": (dict(LFU=True, ROWS=32, WORDS=64), 4), "resolve": (dict(BLOCK=128), 1), "end": (dict(BLOCK=256), 1),
     "link_all": (dict(BLOCK=1024), 4), "forget": (dict(BLOCK=1024), 4),
 }
 for name, (constants, warps) in KERNELS.items():

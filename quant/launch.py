@@ -1,0 +1,25 @@
+"""Launches of one Triton kernel with fixed constants, without Triton's binding of arguments, which takes longer than they do."""
+
+from typing import Any
+
+
+class Kernel:
+    """A kernel for one device. All its arguments but the constants are int64 addresses and numbers that are not specialised.
+
+    constants: by name, the last of the kernel's parameters.
+    """
+
+    def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
+        self._kernel, self._warps, self._constants = kernel, warps, constants
+        self._compiled: Any = None
+        self._values = tuple(constants.values())
+        assert [*constants] == [*kernel.arg_names][len(kernel.arg_names) - len(constants) :], "constants come last, in order"
+
+    def __call__(self, programs: int, stream: int | None, *arguments: int) -> None:
+        """Launches on `stream` (its handle; None: the interpreter), where at least one program is wanted."""
+        if programs < 1:
+            return
+        if self._compiled is None:
+            self._compiled = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._warps)
+        else:
+            self._compiled[(programs, 1, 1)](*arguments, *self._values, stream=stream)
