@@ -179,6 +179,7 @@ class Ticket:
 
     def __init__(self, cache: "Cache", berth: "_Berth") -> None:
         self._cache, self._berth = cache, berth
+        self.captured: _Berth | None = berth if _is_capturing() else None
         self.locations = berth.locations
         self.pad = berth.pad
 
@@ -190,7 +191,7 @@ class Ticket:
         """Lets its rows be evicted once what is on the current stream so far is done. Again: nothing."""
         berth, self._berth = self._berth, None  # type: ignore[assignment]
         if berth is not None:
-            self._cache._release(berth)
+            self._cache._release(berth, self.captured is None)
 
     def __del__(self) -> None:
         if getattr(self, "_berth", None) is not None:
@@ -263,6 +264,7 @@ class Cache:
         self._free_numbers: list[int] = []
         self._out = 0
         self._ids = 0
+        self.generation = 0
         self.tickets = 0
         page = self.page_bytes = self.settings.page_bytes or _page_bytes(budget_bytes)
         pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
@@ -481,7 +483,8 @@ class Cache:
         k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=_TURN * 4)
 
     def _describe(self) -> None:
-        """Writes what the kernels read of tables and classes."""
+        """Writes what the kernels read of tables and classes. Launches that were captured before no longer fit."""
+        self.generation += 1
         count = max(self._tables, default=-1) + 1
         tables = np.zeros((max(1, count), len(TableField)), np.int64)
         marks = []
@@ -556,6 +559,8 @@ class Cache:
         tickets are out.
         """
         with self._lock, self._on_stream():
+            if _is_capturing():
+                return self._capture(jobs, inputs, takes_all)
             self._clear_up()
             self._settle()
             if jobs.ids > self._ids:
@@ -583,6 +588,21 @@ class Cache:
             self._release(self._abandoned.popleft())
         while self._forgotten:
             self.forget(self._forgotten.popleft())
+
+    def _capture(self, jobs: CacheJobs, inputs: torch.Tensor, takes_all: bool) -> Ticket:
+        """A prefetch that a graph will replay, with a berth of its own. Room for its ids must have been reserved."""
+        assert jobs.ids <= self._ids and self._free_berths, "reserve, and leave a berth, before a graph is captured"
+        berth = self._free_berths.popleft()
+        assert berth.locations.numel() >= jobs.ids
+        self._launch(jobs, inputs.data_ptr(), berth, takes_all)
+        return Ticket(self, berth)
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Gives the berth of a captured ticket to others, once its graph is gone and no replay is under way."""
+        with self._lock:
+            if ticket.captured is not None:
+                self._free_berths.append(ticket.captured)
+                ticket.captured = None
 
     def probe(self, jobs: CacheJobs, inputs: torch.Tensor) -> None:
         """What `prefetch` begins with, alone, for measurements: finds the ids that are there. All must be."""
@@ -627,9 +647,12 @@ class Cache:
     def _stream_handle(self) -> int | None:
         return None if self._stream is None else int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def _release(self, berth: _Berth) -> None:
+    def _release(self, berth: _Berth, is_over: bool = True) -> None:
+        """is_over: others may use the berth; not so where a graph will release it each time."""
         stream = None if self._is_interpreted else torch.cuda.current_stream(self.device).cuda_stream
         self._kernels.release(1, stream, self._root.data_ptr(), berth.record.data_ptr())
+        if not is_over:
+            return
         if berth.released is not None:
             berth.released.record()
         with self._lock:
@@ -811,8 +834,12 @@ def _wait(event: Any) -> None:
 
     Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders it.
     """
-    if event is not None and not torch.cuda.is_current_stream_capturing():
+    if event is not None and not _is_capturing():
         event.wait()
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _page_bytes(budget_bytes: int) -> int:

@@ -432,7 +432,62 @@ class PreparedLookup:
                 ticket.wait()
             self._fused.launch(self._launches.groups, self.flags, inputs, outputs, self._scratch, ticket)
 
+    def capture(self, inputs: torch.Tensor, outputs: torch.Tensor) -> "CapturedLookup":
+        """This call as a graph over the same buffers each time: for batches whose launches take longer than their kernels."""
+        return CapturedLookup(self._fused, self, inputs, outputs)
+
     def _on_device(self) -> Any:
         if self._fused.is_interpreted:
             return np.errstate(all="ignore")  # a GPU does not warn either
         return torch.cuda.device(self._fused.device)
+
+
+class CapturedLookup:
+    """A prepared lookup as a CUDA graph, prefetch and all. It has a pad of the cache's to itself, if there is one to spare.
+
+    QuantError: there is no GPU.
+    """
+
+    def __init__(self, fused: Fused, lookup: PreparedLookup, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        if fused.is_interpreted:
+            raise QuantError("lookups are captured on a GPU alone; call the prepared lookup")
+        self._fused, self._lookup, self._buffers = fused, lookup, (inputs, outputs)
+        self._ticket: Ticket | None = None
+        self._capture()
+
+    def _capture(self) -> None:
+        fused, (inputs, outputs) = self._fused, self._buffers
+        self.close()
+        torch.cuda.synchronize(fused.device)
+        with torch.cuda.device(fused.device), torch.cuda.stream(fused._stream):
+            self._lookup(inputs, outputs)  # compiles what is not compiled, and makes room
+            torch.cuda.synchronize(fused.device)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=fused._stream):
+                self._ticket = fused.prefetch(self._lookup._launches, inputs)
+                fused.launch(
+                    self._lookup._launches.groups, self._lookup.flags, inputs, outputs, self._lookup._scratch, self._ticket
+                )
+        self._generation = fused.cache.generation if fused.cache is not None else 0
+
+    def __call__(self) -> None:
+        """Looks up what is in `inputs` now, on the backend's stream, after what is on the current one; which waits for it."""
+        cache = self._fused.cache
+        if cache is not None and cache.generation != self._generation:
+            self._capture()
+        current = torch.cuda.current_stream(self._fused.device)
+        stream = self._fused._stream
+        assert stream is not None
+        if current != stream:
+            stream.wait_stream(current)
+        with torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
+            self._graph.replay()
+        if current != stream:
+            current.wait_stream(stream)
+
+    def close(self) -> None:
+        """Gives back what it has of the cache, once no replay is under way."""
+        if self._ticket is not None and self._fused.cache is not None:
+            torch.cuda.synchronize(self._fused.device)
+            self._fused.cache.give_back(self._ticket)
+            self._ticket = None

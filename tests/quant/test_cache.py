@@ -306,6 +306,28 @@ def test_prefetched_and_forwarded() -> None:
     assert not lookup.flags.any()
 
 
+@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="captures a CUDA graph")
+def test_a_lookup_is_a_graph() -> None:
+    """Prefetch and lookup of a batch, hits and misses, wait for nothing: they can be captured, and replayed on other ids."""
+    backend = Fused(tables.DEVICE, choose())
+    backend.open_cache(40_000, 48, CacheSettings(pads=2))
+    table = table_of(RowFormat.INT8, 40)
+    cached = backend.cached(table, registered(table))
+    lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 50, 0)]))
+    inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device)
+    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
+    captured = lookup.capture(inputs, outputs)
+    for seed in range(20):
+        batch = np.random.default_rng(seed).integers(0, 200, 50)
+        inputs.copy_(torch.from_numpy(batch).view(torch.uint8))
+        if seed == 10:
+            backend.cached(table_of(RowFormat.INT8, 40, rows=30_000), registered(table_of(RowFormat.INT8, 40, rows=30_000)))
+        captured()
+        np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, batch))
+    backend.cache.check_integrity()  # type: ignore[union-attr]
+    captured.close()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
