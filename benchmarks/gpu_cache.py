@@ -14,7 +14,7 @@ without cache, bit by bit, before and after. The floor is the lookup with all ro
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ class Workload:
 
     def ours(self, share: float, policy: Policy, **more: Any) -> "Ours":
         fused = Fused(str(DEVICE), choose())
-        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES) / (1 - CacheSettings.pad_fraction))
-        cache = fused.open_cache(budget, ROW_BYTES, CacheSettings(policy, **more))
+        settings = CacheSettings(policy, **{"pad_fraction": 0.35, **more})
+        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES) / (1 - settings.pad_fraction))
+        cache = fused.open_cache(budget, ROW_BYTES, settings)
         tables = [fused.cached(*self.seen(t)) for t in range(self.tables)]
         return Ours(cache, fused._stream, self.prepare(fused, tables))
 
@@ -182,18 +183,29 @@ def copy_gb_s(host: torch.Tensor) -> float:
     return 1e3 * source.numel() / 1e9 / steady_ms(lambda _: target.copy_(source, non_blocking=True), [target] * 8)
 
 
-def compare(work: Workload, shares: Sequence[float], label: str) -> list[dict[str, Any]]:
+def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:
+    """threads: of the CPU that gather what is missing; 0: the GPU reads it."""
     copy = copy_gb_s(work.host)
     warm, timed = work.batches[:WARM], work.batches[WARM:]
+    keys = work.tables * work.ids
     in_hbm = work.tables * work.rows * ROW_BYTES < 30e9
     reference = work.uncached(in_hbm)
     outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
-    whole = work if in_hbm else None
-    base_ms = steady_ms(lambda b: reference(b.view(torch.uint8), outputs), timed) if whole else float("nan")
+    base_ms = steady_ms(lambda b: reference(b.view(torch.uint8), outputs), timed) if in_hbm else float("nan")
     found = []
-    for share in shares:
-        for policy in Policy:
-            ours = work.ours(share, policy)
+    for share, policy in product(shares, Policy):
+        theirs = work.fbgemm(share, policy)
+        for batch in warm:
+            theirs(batch)
+        work.module.reset_uvm_cache_stats()
+        fbgemm_ms = steady_ms(theirs, timed)
+        # Calls, requested, unique, unique misses, unique conflict misses, conflict misses.
+        stats = work.module.get_uvm_cache_stats().tolist()
+        del theirs
+        work.module = None
+        torch.cuda.empty_cache()
+        for count in threads:
+            ours = work.ours(share, policy, gather_threads=count)
             with torch.cuda.stream(ours.stream):
                 for batch in warm:
                     ours(batch)
@@ -204,27 +216,12 @@ def compare(work: Workload, shares: Sequence[float], label: str) -> list[dict[st
                 after = ours.cache.statistics(wait=True)
                 check(work, ours, reference, timed[0])
             counts = per_batch(before, after, len(timed))
-            slots = after.slots
-            del ours
-            torch.cuda.empty_cache()
-            theirs = work.fbgemm(share, policy)
-            for batch in warm:
-                theirs(batch)
-            work.module.reset_uvm_cache_stats()
-            fbgemm_ms = steady_ms(theirs, timed)
-            stats = (
-                work.module.get_uvm_cache_stats().tolist()
-            )  # calls, requested, unique, unique misses, conflict unique, conflict
-            del theirs
-            work.module = None
-            torch.cuda.empty_cache()
-            floor_ms = base_ms + counts["fetched"] * ROW_BYTES / copy / 1e6
-            keys = work.tables * work.ids
             found.append(
                 {
                     "work": label,
                     "cached": f"{share:.0%}",
                     "policy": policy.value,
+                    "CPU threads": count,
                     "ours_ms": ms,
                     "launched_ms": launched_ms,
                     "fbgemm_ms": fbgemm_ms,
@@ -232,14 +229,17 @@ def compare(work: Workload, shares: Sequence[float], label: str) -> list[dict[st
                     "M keys/s": keys / ms / 1e3,
                     "fbgemm M keys/s": keys / fbgemm_ms / 1e3,
                     "all_hbm_ms": base_ms,
-                    "floor_ms": floor_ms,
+                    "floor_ms": base_ms + counts["fetched"] * ROW_BYTES / copy / 1e6,
                     **counts,
                     "fbgemm hit rate of unique": 1 - stats[3] / max(1, stats[2]),
                     "fbgemm conflict misses": stats[5],
-                    "slots": slots,
+                    "slots": after.slots,
+                    "HBM MB": ours.cache.bytes / 1e6,
                 }
             )
             console.print(found[-1])
+            del ours
+            torch.cuda.empty_cache()
     return found
 
 
@@ -264,8 +264,9 @@ def pipeline(work: Workload) -> list[dict[str, Any]]:
     base_ms = steady_ms(all_hbm, timed)
     found = []
     for ahead in (0, 1, 2, 3):
-        ours = work.ours(0.2, Policy.LFU, pads=ahead + 1, pad_fraction=0.25)
+        ours = work.ours(0.2, Policy.LFU, pads=ahead + 1, pad_fraction=0.3, row_programs=132)
         tickets: list[Any] = []
+        loader = torch.cuda.Stream()
         inputs = [b.view(torch.uint8) for b in work.batches]
         marks = [torch.cuda.Event(enable_timing=True) for _ in inputs]
         before = None
@@ -273,7 +274,8 @@ def pipeline(work: Workload) -> list[dict[str, Any]]:
             if n == WARM:
                 before = ours.cache.statistics(wait=True)
             while len(tickets) <= min(n + ahead, len(inputs) - 1):
-                tickets.append(ours.lookup.prefetch(inputs[len(tickets)]))
+                with torch.cuda.stream(loader):  # where inputs come from; it waits for no dense part
+                    tickets.append(ours.lookup.prefetch(inputs[len(tickets)]))
             ours.lookup(inputs[n], ours.outputs, tickets[n])
             dense()
             mark.record()
@@ -426,12 +428,14 @@ def main() -> None:
         for zipf, bag_length in ((1.05, 1), (1.2, 1), (1.05, 1024)):
             work = Workload(1, 60_000_000, 262_144, zipf, batches, bag_length)
             label = f"60 M rows, Zipf {zipf}" + (", 256 bags of 1024" if bag_length > 1 else "")
-            rows += compare(work, (0.1,), label)
+            rows += compare(work, (0.1,), label, (0, 16))
             del work
         report("gpu_cache_keys", "one table, 262,144 keys a call", rows, gpu=gpu)
     if options.wide:
         work = Workload(1, 400_000_000, 262_144, 1.05, batches)
-        report("gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05"), gpu=gpu)
+        report(
+            "gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05", (0, 16)), gpu=gpu
+        )
         del work
     if options.shift:
         work = Workload(1, 10_000_000, 262_144, 1.05, 1)

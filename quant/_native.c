@@ -7,6 +7,7 @@
  * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
  *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
+ * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [4], see `request`
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -139,6 +140,41 @@ static verdict execute(const job *jobs, int64_t n, int threads) {
     for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
     run_parts(threads, work, shares);
     return v;
+}
+
+/* ---- rows that a GPU asks for: `gather_rows` is called by CUDA, in the order of a stream, without the interpreter ----
+ *
+ * list[0]: how many; then for each, packed: its address in 48 bits, its bytes / 16 above. staging: row i at i * stride. */
+typedef struct { const volatile int64_t *list; uint8_t *staging; int64_t stride, threads; } request;
+enum { ROWS_A_THREAD = 512, ROWS_AHEAD = 16 };
+static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
+typedef struct { const request *request; int64_t rows; int parts; } gathering;
+
+static void gather_part(const void *argument, int part) {
+    const gathering *g = argument;
+    const int64_t *list = (const int64_t *)g->request->list + 1;
+    int64_t i = g->rows * part / g->parts, end = g->rows * (part + 1) / g->parts;
+    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[n] & ADDRESS));
+    for (; i < end; i++) {
+        if (i + ROWS_AHEAD < end) {
+            const uint8_t *next = (const uint8_t *)(list[i + ROWS_AHEAD] & ADDRESS);
+            for (int64_t at = 0; at < (list[i + ROWS_AHEAD] >> 48) * 16; at += 64) __builtin_prefetch(next + at);
+        }
+        __builtin_memcpy(g->request->staging + i * g->request->stride, (const void *)(list[i] & ADDRESS), (size_t)(list[i] >> 48) * 16);
+    }
+}
+
+static void gather_rows(void *argument) {
+    const request *r = argument;
+    int64_t rows = r->list[0], parts = rows / ROWS_A_THREAD + 1;
+    if (rows <= 0) return;
+    gathering g = {r, rows, (int)(parts < r->threads ? parts : r->threads)};
+    run_parts(g.parts, gather_part, &g);
+}
+
+static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
+    (void)self, (void)unused;
+    return PyLong_FromVoidPtr((void *)(uintptr_t)gather_rows);
 }
 
 static PyObject *answer(verdict v) {
@@ -303,6 +339,7 @@ static PyMethodDef methods[] = {
     {"lookup", (PyCFunction)(void (*)(void))py_lookup, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
     {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
+    {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -30,16 +30,18 @@ from quant import cache_kernel as k
 from quant.cache_kernel import ClassField, ClassState, Counter, JobField, Root, State, TableField, TicketField
 from quant.errors import QuantError
 from quant.fused_plan import CacheJob
+from quant.host_call import HostGather
 from quant.launch import Kernel
 
 _NODE_BYTES, _SCORE_BYTES = 16, 4
 _PROBE, _PROBE_WARPS = 128, 1  # ids of a program
 _TILE, _MOST_WORDS = 2048, 64  # words that a program copies at once, and of one row
 _TURN = 256
-_SAMPLE = 2048
+_SAMPLE = 1024
 _MARKS = 1
 _PARTS = 7  # of 4 bytes an id
-_STRIDED = 2048  # programs of kernels that take turns
+_STRIDED = 8192  # programs of kernels that take turns, one warp each
+_MOST_GATHERED = 1 << 18  # rows of a batch that the CPU gathers
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _WARM_IDS = 1 << 16
 _SNAPSHOT_EVERY = 16  # tickets
@@ -63,7 +65,9 @@ class CacheSettings:
     """How a cache decides.
 
     half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. pad_fraction: of the budget, for rows
-    that get no slot; `pads` tickets may have some at once.
+    that get no slot; `pads` tickets may have some at once. row_programs: that fetch rows; enough to keep the bus busy, few beside
+    other work. gather_threads: of the CPU, which gathers missing rows, from `gather_from` a batch on, where tables span so much
+    that the GPU's own reads are slow; 0: the GPU reads them all.
     """
 
     policy: Policy = Policy.LFU
@@ -71,7 +75,9 @@ class CacheSettings:
     page_bytes: int | None = None
     pad_fraction: float = 0.2
     pads: int = 1
-    row_programs: int = 264
+    row_programs: int = 1056
+    gather_threads: int = 0
+    gather_from: int = 4096
 
     def __post_init__(self) -> None:
         for name, is_right, expected in (
@@ -84,6 +90,8 @@ class CacheSettings:
             ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
             ("pads", self.pads >= 1, "1 or more"),
             ("row_programs", self.row_programs >= 1, "1 or more"),
+            ("gather_threads", 0 <= self.gather_threads <= 64, "0 to 64"),
+            ("gather_from", self.gather_from >= 1, "1 or more"),
         ):
             if not is_right:
                 raise QuantError(f"{name} of a cache is {getattr(self, name)}; expected {expected}")
@@ -222,7 +230,7 @@ class _Berth:
 class _Kernels:
     """The kernels of one cache, with their constants. Wide rows are taken in fewer at a time."""
 
-    def __init__(self, is_lfu: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
+    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
         words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
         self.rows = _TURN if is_interpreted else _TILE // words
         self.part = _TURN * 4 if is_interpreted else _TURN
@@ -233,9 +241,10 @@ class _Kernels:
         self.enumerate = Kernel(k.enumerate_missing, 4, **lfu, MARKS=_MARKS)
         self.choose = Kernel(k.choose, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
         self.admit = Kernel(k.admit, 4, **lfu, BLOCK=_TURN)
-        self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part) for is_any in (False, True)]
+        self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
         self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=_TURN), Kernel(k.end, 1, BLOCK=_TURN)
-        self.take_in = Kernel(k.take_in, 4, **lfu, ROWS=self.rows, WORDS=words)
+        tile = {"ROWS": self.rows, "WORDS": words}
+        self.take_in, self.bring = Kernel(k.take_in, 4, **lfu, GATHERS=gathers, **tile), Kernel(k.bring, 4, **tile)
 
 
 class Cache:
@@ -295,7 +304,9 @@ class Cache:
         first_pad = self._arena.data_ptr() + self._pages * page
         self._berths = [_Berth(device, first_pad + n * pad_bytes, pad_bytes // k.PAD_UNIT) for n in range(self.settings.pads)]
         self._free_berths = deque(self._berths)
-        self._kernels = _Kernels(self.settings.policy.is_lfu, smallest_row_bytes, is_interpreted)
+        self._gather: HostGather | None = None
+        self._targets = self._state[:0]
+        self._kernels = self._kernels_for(smallest_row_bytes)
         self._heads = self._ghosts = self._scratch = self._page_table[:0]
         self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
         self._marks = self._page_table[:0]
@@ -382,8 +393,18 @@ class Cache:
             )
         self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
         widest = max(c.row_bytes for c in self._classes)
-        self._kernels = _Kernels(self.settings.policy.is_lfu, widest, self._is_interpreted)
+        self._kernels = self._kernels_for(widest)
         return len(self._classes) - 1
+
+    def _kernels_for(self, widest_row_bytes: int) -> _Kernels:
+        """Kernels, and room for rows that the CPU gathers, for rows up to this size."""
+        threads = self.settings.gather_threads
+        if threads and (self._gather is None or self._gather.stride < widest_row_bytes):
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._gather = HostGather(_MOST_GATHERED, widest_row_bytes, threads, self.device.type == "cuda")
+            self._targets = self._zeros(_MOST_GATHERED)
+        return _Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
 
     def _wanted_pages(self) -> list[int]:
         """Pages of each class by the bytes of its tables, none more than they fill."""
@@ -533,7 +554,16 @@ class Cache:
             Root.VICTIMS: part[5],
             Root.VICTIM_BUCKETS: part[6],
             Root.MOST_SLOTS: max((c.slots for c in self._classes), default=0),
+            Root.TARGETS: self._targets.data_ptr(),
         }
+        if self._gather is not None:
+            root |= {
+                Root.LIST: self._gather.list.data_ptr(),
+                Root.LEAST_GATHERED: self.settings.gather_from,
+                Root.MOST_GATHERED: self._gather.rows,
+                Root.STAGING: self._gather.staging.data_ptr(),
+                Root.STRIDE: self._gather.stride,
+            }
         self._root.copy_(torch.tensor([root[f] for f in Root], dtype=torch.int64))
 
     # ---- batches ----
@@ -640,7 +670,11 @@ class Cache:
         for evict in run.evict:
             evict(min(strided, parts), stream, root)
         run.unlink(turns, stream, root)
-        run.take_in(min(self.settings.row_programs, -(-jobs.ids // run.rows)), stream, root, ticket)
+        programs = min(self.settings.row_programs, -(-jobs.ids // run.rows))
+        run.take_in(programs, stream, root, ticket)
+        if self._gather is not None:
+            self._gather(stream)
+            run.bring(programs, stream, root)
         run.resolve(jobs.programs, stream, *probe)
         run.end(turns, stream, root)
 

@@ -55,6 +55,12 @@ class Root(IntEnum):
     VICTIMS = 20  # int32 [ids]: nodes to be used
     VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
     MOST_SLOTS = 22  # of a page, of any class
+    LIST = 23  # int64 [.], page-locked: how many rows the CPU is to gather, then each one's address and size; 0: none ever
+    LEAST_GATHERED = 24  # missing rows from which the CPU gathers them
+    MOST_GATHERED = 25
+    STAGING = 26  # where they are then
+    STRIDE = 27
+    TARGETS = 28  # int64 [MOST_GATHERED]: where they are to go; 0: nowhere
 
 
 class TableField(IntEnum):
@@ -136,8 +142,11 @@ PAD_UNIT = 16
 (_ARENA, _PAGE_BYTES, _PAGES, _PAGE_COUNT, _NODE_BITS, _HEADS, _BUCKET_MASK, _TABLES, _CLASSES_AT, _STATE, _COUNTERS) = (
     tl.constexpr(int(f)) for f in list(Root)[: Root.RING_AT]
 )
-(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS, _MOST_SLOTS) = (
-    tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT :]
+(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
+    tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT : Root.MOST_SLOTS]
+)
+_MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STRIDE, _TARGETS = (
+    tl.constexpr(int(f)) for f in list(Root)[Root.MOST_SLOTS :]
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
 _C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in ClassField)
@@ -512,7 +521,7 @@ def admit(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["root"])
-def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr):
+def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr, CLASS_LANES: tl.constexpr):
     """BLOCK slots of a page a turn, as long as their class needs some: takes those that are cold enough. ANY: all not locked.
 
     A program is one warp, so that what others change while it reads is the same for all its threads.
@@ -527,8 +536,11 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
     victims = _i32(tl.load(root + _VICTIMS))
     buckets = _i32(tl.load(root + _VICTIM_BUCKETS))
     mask = tl.load(root + _BUCKET_MASK)
+    classes = _class_state(root, tl.arange(0, CLASS_LANES))
+    lacks = tl.load(classes + _FOUND, volatile=True) < tl.load(classes + _ADMITTED)
+    turns = tl.where(tl.max(lacks.to(tl.int32), 0) > 0, pages * parts, 0)
     # As many turns as there are parts of pages, from another page on each time.
-    for turn in range(tl.program_id(0), pages * parts, tl.num_programs(0)):
+    for turn in range(tl.program_id(0), turns, tl.num_programs(0)):
         page = (turn // parts + now * 7919) % pages
         row_class = tl.load(_i32(tl.load(root + _PAGES)) + page * 2).to(tl.int64)
         of_class = _class_state(root, tl.maximum(row_class, 0))
@@ -605,16 +617,31 @@ def _link(root, node, key, mask):
     tl.store(_i32(_node(root, node) + 8), after, mask)
 
 
+@triton.jit
+def _copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Rows of row_bytes [ROWS] from `source` to `target`, addresses [ROWS], multiples of 16."""
+    into = tl.multiple_of(_i32(target), 16)[:, None]
+    out_of = tl.multiple_of(_i32(source), 16)[:, None]
+    pieces = (row_bytes // 16)[:, None]
+    for first in range(0, tl.max(row_bytes, 0) // 4, WORDS):
+        word = (first + tl.arange(0, WORDS))[None, :]
+        is_word = word // 4 < pieces
+        tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
+
+
 @triton.jit(do_not_specialize=["root", "ticket"])
-def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, GATHERS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """ROWS missing keys a turn: gives each a slot, room in the ticket's pad, or neither, and fetches its row.
 
-    WORDS: of a row that are copied at once.
+    GATHERS: or lists it for the CPU, where there are many. WORDS: of a row that are copied at once.
     """
     root = _i64(root)
     ticket = _i64(ticket)
     state = _i64(tl.load(root + _STATE))
     count = tl.load(state + _S_MISSING)
+    if GATHERS:
+        gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
+        tl.store(_i64(tl.load(root + _LIST)), gathered, tl.program_id(0) == 0)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
@@ -645,14 +672,14 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.conste
         target = tl.load(root + _ARENA) + location.to(tl.int64) * row_bytes
         target = tl.where(is_padded, tl.load(ticket + _K_PAD) + start * _PAD_UNIT, target)
         source = tl.load(table + _T_ADDRESS, is_row, 0) + (key & _ID_MASK) * row_bytes
-        into = tl.multiple_of(_i32(target), 16)[:, None]
-        out_of = tl.multiple_of(_i32(source), 16)[:, None]
-        pieces = tl.where(is_taken | is_padded, row_bytes // 16, 0)[:, None]
-        widest = tl.max(row_bytes, 0) // 4
-        for first in range(0, widest, WORDS):
-            word = (first + tl.arange(0, WORDS))[None, :]
-            is_word = word // 4 < pieces
-            tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
+        has_target = is_taken | is_padded
+        if GATHERS:
+            is_listed = at < gathered
+            packed = tl.where(has_target, source | ((row_bytes // 16) << 48), 0)
+            tl.store(_i64(tl.load(root + _LIST)) + 1 + at, packed, is_listed & is_row)
+            tl.store(_i64(tl.load(root + _TARGETS)) + at, tl.where(has_target, target, 0), is_listed & is_row)
+            has_target = has_target & (at >= gathered)
+        _copy_rows(target, source, tl.where(has_target, row_bytes, 0), ROWS, WORDS)
 
         taken = tl.sum(is_taken.to(tl.int64), 0)
         padded = tl.sum(is_padded.to(tl.int64), 0)
@@ -660,6 +687,19 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, ROWS: tl.conste
         tl.atomic_add(state + _S_PADDED, padded, sem="relaxed")
         locked_out = (rank >= 0) & (is_taken == 0)
         tl.atomic_add(state + _S_LOCKED_OUT, tl.sum(locked_out.to(tl.int64), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["root"])
+def bring(root: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """ROWS rows a turn that the CPU gathered: to where they are to go."""
+    root = _i64(root)
+    listed = _i64(tl.load(root + _LIST))
+    count = tl.load(listed, volatile=True)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        at = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        target = tl.load(_i64(tl.load(root + _TARGETS)) + at, at < count, 0)
+        row_bytes = tl.load(listed + 1 + at, (at < count) & (target != 0), 0) >> 48 << 4
+        _copy_rows(target, tl.load(root + _STAGING) + at * tl.load(root + _STRIDE), row_bytes, ROWS, WORDS)
 
 
 @triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])

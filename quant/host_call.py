@@ -1,0 +1,50 @@
+"""Rows that the kernels ask the CPU for, in the order of a stream: the caller waits for nothing, the stream for the CPU.
+
+The kernels write a list of rows to page-locked memory; CUDA then calls `gather_rows` of our C extension on a thread of its own,
+without the interpreter, which copies them to a staging area; what comes next on the stream reads that.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quant.errors import MissingBackend, QuantError
+
+
+class HostGather:
+    """A list of at most `rows` rows and their staging area, `stride` bytes each, filled by `threads` threads of the CPU.
+
+    MissingBackend: the C extension was not built.
+    """
+
+    def __init__(self, rows: int, stride: int, threads: int, is_cuda: bool) -> None:
+        try:
+            from quant import _native
+        except ImportError as error:
+            raise MissingBackend(f"quant._native does not import ({error}); serve with --threads 1, or build it") from error
+        self.rows, self.stride = rows, stride
+        self.list = torch.zeros(1 + rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.staging = torch.empty(rows * stride, dtype=torch.uint8, pin_memory=is_cuda)
+        self._request = np.array([self.list.data_ptr(), self.staging.data_ptr(), stride, threads], np.int64)
+        self._function = _native.gather_rows()
+        self._launch = _cuda_launch() if is_cuda else None
+
+    def __call__(self, stream: int | None) -> None:
+        """Gathers what the list says once the stream is there; None: now."""
+        data = self._request.ctypes.data
+        if self._launch is None:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._function)(data)
+        elif code := self._launch(ctypes.c_void_p(stream), ctypes.c_void_p(self._function), ctypes.c_void_p(data)):
+            raise QuantError(f"cudaLaunchHostFunc failed (error {code}); serve with --threads 1, and the GPU reads rows itself")
+
+
+def _cuda_launch() -> Any:
+    """cudaLaunchHostFunc of the runtime that torch uses."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    if not loaded:
+        raise QuantError("torch's CUDA runtime is not among this process's libraries; serve with --threads 1")
+    return ctypes.CDLL(sorted(loaded)[0]).cudaLaunchHostFunc
