@@ -35,8 +35,8 @@ from quant.launch import Kernel
 
 _NODE_BYTES, _SCORE_BYTES = 16, 4
 _PROBE, _PROBE_WARPS = 128, 1  # ids of a program
-_TILE, _MOST_WORDS = 2048, 64  # words that a program copies at once, and of one row
-_TURN = 256
+_TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
+_TURN, _PART = 256, 512
 _SAMPLE = 1024
 _MARKS = 1
 _PARTS = 7  # of 4 bytes an id
@@ -233,7 +233,7 @@ class _Kernels:
     def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
         words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
         self.rows = _TURN if is_interpreted else _TILE // words
-        self.part = _TURN * 4 if is_interpreted else _TURN
+        self.part = _TURN * 4 if is_interpreted else _PART
         block = _TURN * 4 if is_interpreted else _PROBE
         lfu, lanes = {"LFU": is_lfu}, {"CLASS_LANES": k.CLASSES}
         self.begin, self.release = Kernel(k.begin, 1, **lanes), Kernel(k.release, 1)
@@ -244,7 +244,10 @@ class _Kernels:
         self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
         self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=_TURN), Kernel(k.end, 1, BLOCK=_TURN)
         tile = {"ROWS": self.rows, "WORDS": words}
-        self.take_in, self.bring = Kernel(k.take_in, 4, **lfu, GATHERS=gathers, **tile), Kernel(k.bring, 4, **tile)
+        self.take_in, self.bring = (
+            Kernel(k.take_in, _ROW_WARPS, **lfu, GATHERS=gathers, **tile),
+            Kernel(k.bring, _ROW_WARPS, **tile),
+        )
 
 
 class Cache:
@@ -458,6 +461,7 @@ class Cache:
         held = (nodes[:, ::2] >= 0).sum()
         at = len(State) + donor * len(ClassState) + ClassState.OCCUPIED
         self._state[at] -= held
+        self._state[State.FREED] += held
         self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
         c.pages = [p for p in c.pages if p not in set(pages)]
         self._page_class[pages] = -1
@@ -741,7 +745,7 @@ class Cache:
             slots=self.slots,
             occupied=sum(classes),
             inserted=s[State.INSERTED],
-            evicted=s[State.EVICTED],
+            evicted=s[State.INSERTED] - sum(classes) - s[State.FREED],
             padded=s[State.PADDED],
             locked_out=s[State.LOCKED_OUT],
             tables={

@@ -92,7 +92,7 @@ class State(IntEnum):
     MISSING = 2  # keys that the batch lacks
     PAD_UNITS = 3  # of the ticket's pad that are taken, or were wanted
     INSERTED = 4  # from here on: since the cache was made
-    EVICTED = 5
+    FREED = 5  # rows that were dropped for no other
     PADDED = 6
     LOCKED_OUT = 7  # rows that were to be taken in when every slot was locked
 
@@ -150,9 +150,7 @@ _MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STRIDE, _TARGETS
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
 _C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in ClassField)
-_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_EVICTED, _S_PADDED, _S_LOCKED_OUT = (
-    tl.constexpr(int(f)) for f in State
-)
+_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_LOCKED_OUT = (tl.constexpr(int(f)) for f in State)
 _LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
 _J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
@@ -572,11 +570,9 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
                 tl.store(buckets + first_victim + rank, tl.where(had_key, bucket, -1), is_victim)
                 tl.store(_i64(at), tl.full((BLOCK,), -1, tl.int64), is_victim)
                 tl.store(_i32(at + 12), tl.zeros_like(node) + now.to(tl.int32), is_victim)
-                evicted = tl.sum(had_key.to(tl.int64), 0)
-                tl.atomic_add(state + _S_EVICTED, evicted, sem="relaxed")
-                taken = tl.sum(is_victim.to(tl.int64), 0)
-                if taken > evicted:
-                    tl.atomic_add(of_class + _OCCUPIED, taken - evicted, sem="relaxed")
+                were_free = tl.sum((is_victim & (key < 0)).to(tl.int64), 0)
+                if were_free > 0:
+                    tl.atomic_add(of_class + _OCCUPIED, were_free, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["root"])
@@ -620,8 +616,8 @@ def _link(root, node, key, mask):
 @triton.jit
 def _copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Rows of row_bytes [ROWS] from `source` to `target`, addresses [ROWS], multiples of 16."""
-    into = tl.multiple_of(_i32(target), 16)[:, None]
-    out_of = tl.multiple_of(_i32(source), 16)[:, None]
+    into = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None]
+    out_of = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None]
     pieces = (row_bytes // 16)[:, None]
     for first in range(0, tl.max(row_bytes, 0) // 4, WORDS):
         word = (first + tl.arange(0, WORDS))[None, :]
@@ -769,3 +765,4 @@ def forget(root: tl.int64, number: tl.int64, BLOCK: tl.constexpr):
             tl.store(at, tl.full((BLOCK,), -1, tl.int64), goes)
             freed += tl.sum(goes.to(tl.int64), 0)
         tl.atomic_add(_class_state(root, row_class) + _OCCUPIED, -freed, sem="relaxed")
+        tl.atomic_add(_i64(tl.load(root + _STATE)) + _S_FREED, freed, sem="relaxed")

@@ -358,12 +358,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from quant import cache_kernel as k
 
-LFU, TILE = dict(LFU=True), dict(ROWS=32, WORDS=64)
+LFU, TILE = dict(LFU=True), dict(ROWS=128, WORDS=64)
 KERNELS = {
     "begin": (dict(CLASS_LANES=64), 1), "release": ({}, 1), "probe": (dict(**LFU, BLOCK=128), 1),
     "enumerate_missing": (dict(**LFU, MARKS=1), 4), "choose": (dict(**LFU, SAMPLE=1024, CLASS_LANES=64), 8),
-    "admit": (dict(**LFU, BLOCK=256), 4), "evict": (dict(ANY=False, **LFU, BLOCK=256, CLASS_LANES=64), 1),
-    "unlink": (dict(BLOCK=256), 1), "take_in": (dict(**LFU, GATHERS=True, **TILE), 4), "bring": (TILE, 4),
+    "admit": (dict(**LFU, BLOCK=256), 4), "evict": (dict(ANY=False, **LFU, BLOCK=512, CLASS_LANES=64), 1),
+    "unlink": (dict(BLOCK=256), 1), "take_in": (dict(**LFU, GATHERS=True, **TILE), 8), "bring": (TILE, 8),
     "resolve": (dict(BLOCK=128), 1), "end": (dict(BLOCK=256), 1), "link_all": (dict(BLOCK=1024), 4),
     "forget": (dict(BLOCK=1024), 4),
 }
