@@ -1,4 +1,4 @@
-"""The cache in HBM against FBGEMM's, over the same rows in page-locked memory of the host.
+"""The cache in HBM against FBGEMM's, over the same rows: a segment in shared memory, registered with CUDA.
 
     python benchmarks/gpu_cache.py --tables     # 26 tables x 500 k rows, pooled, 4096 bags of 20 ids: 5 % and 20 % of rows cached
     python benchmarks/gpu_cache.py --keys       # one table, 262,144 keys a call, not pooled and pooled: 60 M rows, 10 % cached
@@ -15,14 +15,18 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import console, report
+from common import console, report, shared_folder
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from make_model import publish_random
 
+from loader.registration import Registration
+from loader.versions import Model
 from quant import Lookup, Pooling, Precision, RowFormat, Table, choose
 from quant.cache import Cache, CacheSettings, Policy, Statistics, cache_jobs, cached_bytes
 from quant.contract import DeviceTable
@@ -37,20 +41,19 @@ WARM, TIMED = 60, 30
 
 
 class Workload:
-    """Host tables of int8 rows, and batches of ids for them on the device: int64 [tables * ids]."""
+    """A registered segment of int8 tables, and batches of ids for them on the device: int64 [tables * ids]."""
 
-    def __init__(self, tables: int, rows: int, ids: int, zipf: float, batches: int, bag_length: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, root: Path, tables: int, rows: int, ids: int, zipf: float, batches: int, bag_length: int = 1, seed: int = 0
+    ) -> None:
         self.tables, self.rows, self.ids, self.bag_length = tables, rows, ids, bag_length
         self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
-        self.host = torch.empty((tables, rows, ROW_BYTES), dtype=torch.uint8, pin_memory=True)
-        scale_bias = torch.tensor([0.01, -1.0], dtype=torch.float16, device=DEVICE).view(torch.uint8)
-        piece = min(rows, 1 << 22)
-        for t in range(tables):
-            for first in range(0, rows, piece):
-                size = (min(piece, rows - first), ROW_BYTES)
-                values = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE, generator=self.generator)
-                values[:, :4] = scale_bias
-                self.host[t, first : first + size[0]].copy_(values)
+        name = f"{tables}x{rows}"
+        if not (root / name).exists():
+            console.print(f"making {tables} tables of {rows:,} rows")
+            publish_random(root, name, {f"t{i:02}": (rows, DIM, "int8") for i in range(tables)})
+        self.segment = Model(root, name).attach(verify="header")
+        self.registration = Registration(self.segment, DEVICE)
         self.batches = [self.draw(zipf) for _ in range(batches)]
 
     def draw(self, zipf: float, shift: int = 0) -> torch.Tensor:
@@ -62,7 +65,8 @@ class Workload:
 
     def seen(self, t: int) -> tuple[Table, torch.Tensor]:
         """A table, and its rows where the device reads them."""
-        return Table(self.host[t].numpy(), RowFormat.INT8, DIM), self.host[t].reshape(-1)
+        stored = self.segment.header.tables[t]
+        return self.segment.tables[stored.name], self.registration.view(stored.offset, stored.bytes)
 
     def prepare(self, fused: Fused, tables: Sequence[DeviceTable]) -> PreparedLookup:
         pooling = Pooling.SUM if self.bag_length > 1 else Pooling.NONE
@@ -100,9 +104,9 @@ class Workload:
             cache_load_factor=share,
             gather_uvm_cache_stats=True,
         )
-        module.weights_physical_offsets = [t * self.rows * ROW_BYTES for t in range(self.tables)]
+        module.weights_physical_offsets = [t.offset for t in self.segment.header.tables]
         module.initialize_logical_weights_placements_and_offsets()
-        module.weights_uvm = on_device(self.host)
+        module.weights_uvm = self.registration.view(0, self.segment.size)
         module.weight_initialized = True
         offsets = torch.arange(0, self.tables * self.ids + 1, self.bag_length, device=DEVICE)
         self.module = module
@@ -131,21 +135,6 @@ class Ours:
             return self.outputs
 
         return call
-
-
-class _View:
-    def __init__(self, host: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (host.numel(),),
-            "typestr": "|u1",
-            "data": (host.data_ptr(), False),
-            "version": 2,
-        }
-
-
-def on_device(host: torch.Tensor) -> torch.Tensor:
-    """Page-locked memory as a tensor of the device, uint8 [bytes]."""
-    return torch.as_tensor(_View(host), device="cuda")
 
 
 def steady_ms(call: Callable[[torch.Tensor], Any], batches: Sequence[torch.Tensor]) -> float:
@@ -177,15 +166,16 @@ def check(work: Workload, ours: Ours, reference: PreparedLookup, batch: torch.Te
     assert torch.equal(found, wanted), f"{int((found != wanted).sum())} bytes differ"
 
 
-def copy_gb_s(host: torch.Tensor) -> float:
+def copy_gb_s(work: Workload) -> float:
+    """The speed of a copy from the segment to the device."""
     target = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
-    source = host.reshape(-1)[: 1 << 28]
-    return 1e3 * source.numel() / 1e9 / steady_ms(lambda _: target.copy_(source, non_blocking=True), [target] * 8)
+    source = work.registration.view(0, target.numel())
+    return 1e3 * target.numel() / 1e9 / steady_ms(lambda _: target.copy_(source), [target] * 8)
 
 
 def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:
     """threads: of the CPU that gather what is missing; 0: the GPU reads it."""
-    copy = copy_gb_s(work.host)
+    copy = copy_gb_s(work)
     warm, timed = work.batches[:WARM], work.batches[WARM:]
     keys = work.tables * work.ids
     in_hbm = work.tables * work.rows * ROW_BYTES < 30e9
@@ -320,16 +310,14 @@ def shift(work: Workload) -> list[dict[str, Any]]:
             found.append(phases(name, rates))
             del ours
             torch.cuda.empty_cache()
-    for policy in Policy:
-        theirs = work.fbgemm(0.05, policy)
-        rates = []
-        for batch in batches:
-            work.module.reset_uvm_cache_stats()
-            theirs(batch)
-            stats = work.module.get_uvm_cache_stats().tolist()
-            # Misses of ids are not counted by FBGEMM: conflict misses are, and unique misses. This is its hit rate of unique ids.
-            rates.append(1 - stats[3] / max(1, stats[2]))
-        found.append(phases(f"FBGEMM {policy.value} (of unique ids)", rates))
+    theirs = work.fbgemm(0.05, Policy.LRU)  # with LFU it counts no misses
+    rates = []
+    for batch in batches:
+        work.module.reset_uvm_cache_stats()
+        theirs(batch)
+        stats = work.module.get_uvm_cache_stats().tolist()
+        rates.append(1 - stats[3] / max(1, stats[2]))
+    found.append(phases("FBGEMM lru, of unique ids", rates))
     return found
 
 
@@ -414,10 +402,15 @@ def main() -> None:
     for name in ("tables", "keys", "wide", "pipeline", "shift", "index"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
+    with shared_folder() as root:
+        measure(options, root)
+
+
+def measure(options: argparse.Namespace, root: Path) -> None:
     gpu = torch.cuda.get_device_name(DEVICE)
     batches = WARM + TIMED
     if options.tables or options.pipeline:
-        work = Workload(26, 500_000, 4096 * 20, 1.05, batches, 20)
+        work = Workload(root, 26, 500_000, 4096 * 20, 1.05, batches, 20)
         if options.tables:
             report("gpu_cache_tables", "26 tables, pooled", compare(work, (0.05, 0.2), "26 tables"), gpu=gpu)
         if options.pipeline:
@@ -426,19 +419,19 @@ def main() -> None:
     if options.keys:
         rows = []
         for zipf, bag_length in ((1.05, 1), (1.2, 1), (1.05, 1024)):
-            work = Workload(1, 60_000_000, 262_144, zipf, batches, bag_length)
+            work = Workload(root, 1, 60_000_000, 262_144, zipf, batches, bag_length)
             label = f"60 M rows, Zipf {zipf}" + (", 256 bags of 1024" if bag_length > 1 else "")
             rows += compare(work, (0.1,), label, (0, 16))
             del work
         report("gpu_cache_keys", "one table, 262,144 keys a call", rows, gpu=gpu)
     if options.wide:
-        work = Workload(1, 400_000_000, 262_144, 1.05, batches)
+        work = Workload(root, 1, 400_000_000, 262_144, 1.05, batches)
         report(
             "gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05", (0, 16)), gpu=gpu
         )
         del work
     if options.shift:
-        work = Workload(1, 10_000_000, 262_144, 1.05, 1)
+        work = Workload(root, 1, 10_000_000, 262_144, 1.05, 1)
         report("gpu_cache_shift", "hit rates while hot ids move, with a scan", shift(work), gpu=gpu)
         del work
     if options.index:
