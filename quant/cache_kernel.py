@@ -95,6 +95,7 @@ class State(IntEnum):
     FREED = 5  # rows that were dropped for no other
     PADDED = 6
     LOCKED_OUT = 7  # rows that were to be taken in when every slot was locked
+    GATHERED = 8  # rows of the batch that the CPU gathers
 
 
 class ClassState(IntEnum):
@@ -150,7 +151,9 @@ _MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STRIDE, _TARGETS
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
 _C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in ClassField)
-_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_LOCKED_OUT = (tl.constexpr(int(f)) for f in State)
+_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_LOCKED_OUT, _S_GATHERED = (
+    tl.constexpr(int(f)) for f in State
+)
 _LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
 _J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
@@ -293,7 +296,7 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
     tl.store(state + _S_NOW, now)
     tl.store(ticket + _K_NUMBER, now)
     done = tl.load(state + _S_DONE)
-    while tl.load(ring + (done + 1) % _RING, volatile=True) == done + 1:
+    while tl.load(ring + (done + 1) % _RING, cache_modifier=".cg") == done + 1:
         done += 1
     tl.store(state + _S_DONE, done)
     tl.store(state + _S_MISSING, 0)
@@ -535,7 +538,7 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
     buckets = _i32(tl.load(root + _VICTIM_BUCKETS))
     mask = tl.load(root + _BUCKET_MASK)
     classes = _class_state(root, tl.arange(0, CLASS_LANES))
-    lacks = tl.load(classes + _FOUND, volatile=True) < tl.load(classes + _ADMITTED)
+    lacks = tl.load(classes + _FOUND, cache_modifier=".cg") < tl.load(classes + _ADMITTED)
     turns = tl.where(tl.max(lacks.to(tl.int32), 0) > 0, pages * parts, 0)
     # As many turns as there are parts of pages, from another page on each time.
     for turn in range(tl.program_id(0), turns, tl.num_programs(0)):
@@ -546,7 +549,7 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
         the_class = _i64(tl.load(root + _CLASSES_AT)) + tl.maximum(row_class, 0) * _CLASS_FIELDS
         slots = tl.load(the_class + _C_SLOTS).to(tl.int32)
         first = (turn % parts).to(tl.int32) * BLOCK
-        found = tl.load(of_class + _FOUND, volatile=True)
+        found = tl.load(of_class + _FOUND, cache_modifier=".cg")
         if (row_class >= 0) & (first < slots) & (found < need):
             coldest = tl.load(of_class + _COLDEST).to(tl.int32)
             place = first + tl.arange(0, BLOCK)
@@ -638,6 +641,7 @@ def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, GATHERS: tl.con
     if GATHERS:
         gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
         tl.store(_i64(tl.load(root + _LIST)), gathered, tl.program_id(0) == 0)
+        tl.store(state + _S_GATHERED, gathered, tl.program_id(0) == 0)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
@@ -690,7 +694,7 @@ def bring(root: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """ROWS rows a turn that the CPU gathered: to where they are to go."""
     root = _i64(root)
     listed = _i64(tl.load(root + _LIST))
-    count = tl.load(listed, volatile=True)
+    count = tl.load(_i64(tl.load(root + _STATE)) + _S_GATHERED)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         target = tl.load(_i64(tl.load(root + _TARGETS)) + at, at < count, 0)
