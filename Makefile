@@ -35,11 +35,11 @@ dlrm: setup      ## trains a small DLRM, publishes it in every row format, score
 	@$(BIN)/python examples/dlrm/run.py
 
 test: setup      ## all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu:        ## the tests of GPU kernels, placements and registration, on this machine's first GPU, with the torch that is here
-	@$(PYTHON) -m pytest --device cuda:0 tests/quant/test_fused.py tests/quant/test_backends.py tests/loader/test_registration.py \
-		tests/serving/test_gpu.py -k 'fused or gpu or registration or beyond or placement'
+	@$(PYTHON) -m pytest --device cuda:0 tests/quant/test_fused.py tests/quant/test_cache.py tests/quant/test_backends.py \
+		tests/loader/test_registration.py tests/serving/test_gpu.py -k 'fused or cache or gpu or registration or beyond or placement'
 
 check: setup     ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

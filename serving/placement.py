@@ -22,6 +22,7 @@ logger = logging.getLogger("tableside")
 
 _SMALL_SHARE = 4  # of a budget that does not hold all tables, the part for those held whole
 _SMALLEST_CACHE = 1 << 20
+_GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
 _DEFAULT_SHARE = 0.4  # of a GPU's memory, for the workers on it together: while a version is replaced, two are held
 
 
@@ -139,9 +140,14 @@ class Placer:
 
     def _open_cache(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
-        row_bytes = [segment.tables[name].row_bytes for name, p in placements.items() if p is Placement.CACHED]
-        if row_bytes and fused.cache is None:
-            cache = fused.open_cache(budget_bytes, min(row_bytes))
+        tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
+        if tables and fused.cache is None:
+            from quant.cache import CacheSettings
+
+            threads = self._settings.threads
+            is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES
+            settings = CacheSettings(gather_threads=threads if is_wide else 0)
+            cache = fused.open_cache(budget_bytes, min(t.row_bytes for t in tables), settings)
             self._held += budget_bytes
             logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, fused.description)
 

@@ -138,8 +138,11 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
     ids = np.arange(700) % 200
     bad = ids.copy()
     bad[position] = -7
-    plan: Any = fused().plan([Lookup(viewed(table), Pooling.NONE, 0, 700, 0)])
-    refused, answered = fused().run([(plan, bad.tobytes()), (plan, ids.tobytes())])  # type: ignore[attr-defined]
+    backend = Fused("interpreter", choose(), gather_from=1)
+    plan = backend.plan([Lookup(backend.view(table, None), Pooling.NONE, 0, 700, 0)])
+    assert plan.layout.gathers
+    refused, answered = backend.run([(plan, bad.tobytes()), (plan, ids.tobytes())])
+    assert isinstance(refused, BadIds) and isinstance(answered, np.ndarray)
     assert (refused.position, refused.value, refused.bound) == (position, -7, 200)
     np.testing.assert_array_equal(answered.view(np.float32).reshape(700, 12), expected_of(table, ids))
 

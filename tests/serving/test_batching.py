@@ -14,7 +14,9 @@ from support import rows_of
 
 from loader.versions import Model
 from quant import BadIds, choose
+from quant.cache import Statistics, TableStatistics
 from quant.errors import Problem
+from serving import metrics
 from serving.batching import Batcher
 from serving.engine import Engine
 from serving.errors import ApiError, ServingError
@@ -185,3 +187,25 @@ def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(
     engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
     with pytest.raises(ServingError, match=r"demo version 1 cannot be served: RuntimeError\('ptxas failed'\)"):
         engine.attach()
+
+
+def test_cache_metrics_count_what_came_since() -> None:
+    """Counters go up by differences; a number that another table has now starts anew."""
+
+    def now(tickets: int, name: str, ids: int, hits: int) -> Statistics:
+        table = TableStatistics(name, ids, hits, ids - hits, 0, 16)
+        return Statistics(tickets, 100, 50, inserted=ids, evicted=0, padded=0, locked_out=0, tables={0: table})
+
+    kept = metrics.CacheMetrics("played")
+    first = now(1, "ads/played", 10, 4)
+    for statistics in (first, first, now(2, "ads/played", 30, 20), now(3, "ads/next", 5, 1)):
+        kept.update(statistics)
+    found = {
+        (sample.name, sample.labels.get("table")): sample.value
+        for counter in metrics.CACHE_TABLES.values()
+        for metric in counter.collect()
+        for sample in metric.samples
+    }
+    assert found["tableside_cache_hits_total", "ads/played"] == 20
+    assert found["tableside_cache_ids_total", "ads/played"] == 30
+    assert found["tableside_cache_bus_bytes_total", "ads/next"] == 4 * 16

@@ -166,9 +166,10 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path) -> None:
     assert not wrong
 
 
-def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path) -> None:
-    """The new version's rows are the ones that the GPU reads, and the old one's memory is let go."""
-    server = start(*on_gpu(), "--placement", "hbm")
+@pytest.mark.parametrize("options", [("hbm",), ("cached", "--hbm-budget", "1MiB")], ids=lambda o: o[0])
+def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The new version's rows are the ones that the GPU reads, and the old one's memory is let go; what was hot is cached anew."""
+    server = start(*on_gpu(), "--placement", *options)
     with Client(server.url) as client:
         first = client.lookup("demo", REQUEST)
         publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
@@ -176,7 +177,8 @@ def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path) -> Non
         second = client.lookup("demo", REQUEST)
     assert_close(second, expected(root, REQUEST, 2))
     assert not np.allclose(first["user"], second["user"])
-    assert "tableside_hbm_bytes" in server.get("/metrics").text
+    text = server.get("/metrics").text
+    assert "tableside_hbm_bytes" in text and ("tableside_cache_slots" in text) is (options[0] == "cached")
 
 
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="this machine has a GPU")
