@@ -135,7 +135,7 @@ class CacheMetrics:
             return
         before, self._seen = self._seen, now
         for name, counter in CACHE_EVENTS.items():
-            counter.labels(self._device).inc(getattr(now, name) - (getattr(before, name) if before else 0))
+            counter.labels(self._device).inc(max(0, getattr(now, name) - (getattr(before, name) if before else 0)))
         for number, table in now.tables.items():
             old = before.tables.get(number) if before else None
             if old is not None and (old.name != table.name or old.ids > table.ids):
