@@ -12,7 +12,7 @@ import tables
 import torch
 from tables import expected_of, table_of
 
-from quant import BadIds, Lookup, Pooling, QuantError, RowFormat, choose
+from quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
 from quant.cache import Cache, CacheSettings, Policy, Ticket, cache_jobs, cached_bytes
 from quant.fused import Fused
 from quant.fused_plan import CacheJob
@@ -334,6 +334,46 @@ def test_a_lookup_is_a_graph() -> None:
         np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, batch))
     backend.cache.check_integrity()  # type: ignore[union-attr]
     captured.close()
+
+
+@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU: 10 M ids")
+@pytest.mark.parametrize("policy", list(Policy), ids=lambda p: p.value)
+def test_ten_million_ids(policy: Policy) -> None:
+    """Prefetched two batches ahead on one stream, looked up on another, evicting all the time, while a second table comes and
+    goes: the same bytes as without the cache."""
+    backend = Fused(tables.DEVICE, choose())
+    device, rows, ids = backend.device, 300_000, 131_072
+    backend.open_cache(6 << 20, 48, CacheSettings(policy, pads=3))
+    small = table_of(RowFormat.INT8, 40, rows=1000)
+    packed = np.tile(small.packed, (rows // 1000, 1))
+    packed[:, 4:8] = np.arange(rows, dtype=np.uint32)[:, None].view(np.uint8)  # every row another
+    table = Table(packed, RowFormat.INT8, 40)
+    memory = registered(table)
+    cached, held = backend.cached(table, memory), backend.hold(table)
+    lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, ids, 0)]))
+    plain = backend.prepare(backend.plan([Lookup(held, Pooling.NONE, 0, ids, 0)]))
+    generator = torch.Generator(device=device).manual_seed(1)
+    found, wanted = (torch.empty(lookup.out_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    loader, tickets, batches, wrong = torch.cuda.Stream(), deque(), deque(), torch.zeros((), dtype=torch.int64, device=device)
+    for n in range(82):
+        with torch.cuda.stream(loader):
+            uniform = torch.rand(ids, device=device, generator=generator)
+            batch = (uniform**3 * rows).long().clamp(max=rows - 1)
+            batches.append(batch)
+            tickets.append(lookup.prefetch(batch.view(torch.uint8)))
+        if n % 20 == 10:
+            other = backend.cached(small, registered(small))
+            del other
+        if n >= 2:
+            torch.cuda.current_stream().wait_stream(loader)
+            ours = batches.popleft()
+            lookup(ours.view(torch.uint8), found, tickets.popleft())
+            plain(ours.view(torch.uint8), wanted)
+            wrong += (found != wanted).sum()
+    assert int(wrong) == 0
+    backend.cache.check_integrity(lambda number, id: packed[id].tobytes())  # type: ignore[union-attr]
+    statistics = backend.cache.statistics(wait=True)  # type: ignore[union-attr]
+    assert statistics.evicted > 100_000 and statistics.tables[0].ids == 82 * ids
 
 
 @pytest.mark.parametrize(
