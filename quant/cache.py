@@ -44,6 +44,7 @@ _STRIDED = 8192  # programs of kernels that take turns, one warp each
 _MOST_GATHERED = 1 << 18  # rows of a batch that the CPU gathers
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _WARM_IDS = 1 << 16
+_PAGES_AT_ONCE = 256
 _SNAPSHOT_EVERY = 16  # tickets
 _REBALANCE_EVERY = 256
 _REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
@@ -170,9 +171,10 @@ def cache_jobs(jobs: Sequence[CacheJob], address: int, is_interpreted: bool) -> 
     """Jobs as bytes that will lie at `address` on the device, 8-aligned."""
     block = _TURN * 4 if is_interpreted else _PROBE
     counts = [-(-job.ids // block) for job in jobs]
+    firsts = np.cumsum([0, *counts])
     rows = np.zeros((len(jobs), len(JobField)), np.int64)
     for n, job in enumerate(jobs):
-        rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, sum(counts[:n]))
+        rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, firsts[n])
     of_program = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
     written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts), block)
     return rows.tobytes() + of_program.tobytes(), written
@@ -202,7 +204,7 @@ class Ticket:
             self._cache._release(berth, self.captured is None)
 
     def __del__(self) -> None:
-        if getattr(self, "_berth", None) is not None:
+        if getattr(self, "_berth", None) is not None and self.captured is None:
             self._cache._abandoned.append(self._berth)
 
 
@@ -217,14 +219,14 @@ class Registered:
 class _Berth:
     """What a ticket takes of the device, used by one after another."""
 
-    def __init__(self, device: torch.device, pad: int, pad_units: int) -> None:
-        self.record = torch.tensor([0, pad, pad_units], dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, number: int, pad: int, pad_units: int) -> None:
+        self.record = torch.tensor([0, pad, pad_units, number], dtype=torch.int64, device=device)
         self.pad = pad
         self.locations = torch.empty(0, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self.released = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        assert len(TicketField) == 3
+        assert len(TicketField) == 4
 
 
 class _Kernels:
@@ -273,7 +275,6 @@ class Cache:
         self._forgotten: deque[int] = deque()
         self._classes: list[_Class] = []
         self._tables: dict[int, _Cached] = {}
-        self._free_numbers: list[int] = []
         self._out = 0
         self._ids = 0
         self.generation = 0
@@ -299,22 +300,25 @@ class Cache:
             self._page_view = self._arena[: self._pages * page].view(self._pages, page)
             self._page_table = self._filled(-1, 2 * self._pages)
             self._state = self._zeros(len(State) + k.CLASSES * len(ClassState))
-            self._ring = self._zeros(k.RING)
+            self._berths_out = self._zeros(k.BERTHS)
             self._root = self._zeros(len(Root))
         self._page_class = np.full((self._pages, 2), -1, np.int32)
         self._unassigned = list(range(self._pages))
         self._limbo: list[tuple[int, int, int]] = []  # ticket that must be done, page, class to come
         first_pad = self._arena.data_ptr() + self._pages * page
-        self._berths = [_Berth(device, first_pad + n * pad_bytes, pad_bytes // k.PAD_UNIT) for n in range(self.settings.pads)]
-        self._free_berths = deque(self._berths)
+        pad_units = pad_bytes // k.PAD_UNIT
         self._gather: HostGather | None = None
         self._targets = self._state[:0]
-        self._kernels = self._kernels_for(smallest_row_bytes)
+        with self._on_stream():
+            self._berths = [_Berth(device, n, first_pad + n * pad_bytes, pad_units) for n in range(self.settings.pads)]
+            self._kernels = self._kernels_for(smallest_row_bytes)
+        self._free_berths = deque(self._berths)
         self._heads = self._ghosts = self._scratch = self._page_table[:0]
         self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
         self._marks = self._page_table[:0]
         self._snapshot_event: Any = None
-        self._snapshot: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._snapshot: tuple[torch.Tensor, torch.Tensor, dict[int, tuple[str, int]]] | None = None
+        self._last_state: torch.Tensor | None = None
         self._statistics: Statistics | None = None
 
     # ---- tables ----
@@ -354,7 +358,7 @@ class Cache:
         with self._lock, self._on_stream():
             self._clear_up()
             row_class = self._class_of(row_bytes)
-            number = self._free_numbers.pop() if self._free_numbers else len(self._tables)
+            number = next(n for n in range(len(self._tables) + 1) if n not in self._tables)
             marks = -(-rows // k.ROWS_PER_MARK)
             words = marks * k.WORDS
             self._tables[number] = _Cached(
@@ -367,9 +371,9 @@ class Cache:
             self._counters[number * len(Counter) : row * len(Counter)] = 0
             try:
                 self._assign()
-            except QuantError:
+            except BaseException:
                 del self._tables[number]
-                self._free_numbers.append(number)
+                self._relink()
                 raise
             self._describe()
             return number
@@ -377,18 +381,21 @@ class Cache:
     def forget(self, number: int) -> None:
         """Lets go of a table; no lookup of it may be planned or under way but those whose tickets are out."""
         with self._lock, self._on_stream():
-            del self._tables[number]
-            kernel_block = _TURN * 4
-            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=kernel_block)
+            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=_TURN * 4)
             self._relink()
+            del self._tables[number]
             self._describe()
-            self._free_numbers.append(number)
 
     def _class_of(self, row_bytes: int) -> int:
         for n, c in enumerate(self._classes):
             if c.row_bytes == row_bytes:
                 return n
         slots = _slots_of_page(self.page_bytes, row_bytes)
+        if self._pages * self.page_bytes // row_bytes >= 2**31:
+            raise QuantError(
+                f"a cache of {self._pages * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes than int32 counts; "
+                "lower the budget (--hbm-budget)"
+            )
         if not 0 < slots < 1 << self._node_bits or len(self._classes) == k.CLASSES:
             raise QuantError(
                 f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
@@ -405,7 +412,7 @@ class Cache:
         if threads and (self._gather is None or self._gather.stride < widest_row_bytes):
             if self._stream is not None:
                 self._stream.synchronize()
-            self._gather = HostGather(_MOST_GATHERED, widest_row_bytes, threads, self.device.type == "cuda")
+            self._gather = HostGather(_MOST_GATHERED, -(-widest_row_bytes // 16) * 16, threads, self.device.type == "cuda")
             self._targets = self._zeros(_MOST_GATHERED)
         return _Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
 
@@ -446,6 +453,8 @@ class Cache:
             self._give(pages, taker)
         for taker in takers[len(fresh) :]:
             donor = max(range(len(wanted)), key=lambda n: len(self._classes[n].pages) - wanted[n])
+            if len(self._classes[donor].pages) <= wanted[donor]:
+                break  # the rest comes when pages that are on their way have arrived, and are moved
             self._take(donor, [self._classes[donor].pages[-1]], taker)
         self._relink()
         self._settle()
@@ -546,7 +555,7 @@ class Cache:
             Root.CLASSES_AT: self._classes_on_device.data_ptr(),
             Root.STATE: self._state.data_ptr(),
             Root.COUNTERS: self._counters.data_ptr(),
-            Root.RING_AT: self._ring.data_ptr(),
+            Root.OUT: self._berths_out.data_ptr(),
             Root.GHOSTS: self._ghosts.data_ptr(),
             Root.GHOST_MASK: self._ghosts.numel() // 2 - 1,
             Root.RATE: max(1, k.SCORE_UNIT // self.settings.half_life),
@@ -579,7 +588,8 @@ class Cache:
                 self._ids = 1 << max(6, (ids - 1).bit_length())
                 self._scratch = self._filled(-1, _PARTS * self._ids)
                 self._write_root()
-            for berth in self._berths:
+            for berth in self._free_berths:  # what others use they keep
+                _wait(berth.released)
                 self._fit(berth, ids)
 
     def _fit(self, berth: _Berth, ids: int) -> None:
@@ -602,14 +612,35 @@ class Cache:
             berth = self._berth(jobs.ids)
             self.tickets += 1
             self._out += 1
-            self._launch(jobs, inputs.data_ptr(), berth, takes_all)
+            try:
+                self._launch(jobs, inputs.data_ptr(), berth, takes_all)
+            except BaseException:
+                self._empty()
+                self._release(berth)
+                raise
             if berth.ready is not None:
                 berth.ready.record()
-            if self.tickets % _SNAPSHOT_EVERY == 0:
-                self._begin_snapshot()
+            ticket = Ticket(self, berth)
             if self.tickets % _REBALANCE_EVERY == 0 and len(self._classes) > 1:
                 self._rebalance()
-            return Ticket(self, berth)
+            if self.tickets % _SNAPSHOT_EVERY == 0:
+                self._begin_snapshot()
+            return ticket
+
+    def _empty(self) -> None:
+        """Drops every row, and what a batch left behind that was launched in part."""
+        for table in self._tables.values():
+            table.bits.zero_()
+            table.marks.zero_()
+        self._scratch.fill_(-1)
+        for n, c in enumerate(self._classes):
+            at = len(State) + n * len(ClassState) + ClassState.OCCUPIED
+            self._state[State.FREED] += self._state[at]
+            self._state[at] = 0
+            for first in range(0, len(c.pages), _PAGES_AT_ONCE):
+                index = torch.tensor(c.pages[first : first + _PAGES_AT_ONCE], device=self.device)
+                self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        self._relink()
 
     def follow_current_stream(self) -> None:
         """What the cache does next comes after what is on the current stream."""
@@ -647,9 +678,9 @@ class Cache:
 
     def _berth(self, ids: int) -> _Berth:
         if not self._free_berths:
-            if len(self._berths) >= k.RING - 1:
+            if len(self._berths) >= k.BERTHS:
                 raise QuantError(f"{len(self._berths)} tickets are out; release them, in any order, after their lookups")
-            berth = _Berth(self.device, self.slots_at, 0)
+            berth = _Berth(self.device, len(self._berths), self.slots_at, 0)
             self._berths.append(berth)
             self._free_berths.append(berth)
         berth = self._free_berths.popleft()
@@ -688,6 +719,7 @@ class Cache:
     def _release(self, berth: _Berth, is_over: bool = True) -> None:
         """is_over: others may use the berth; not so where a graph will release it each time."""
         stream = None if self._is_interpreted else torch.cuda.current_stream(self.device).cuda_stream
+        _wait(berth.ready)  # which wrote what is undone here
         self._kernels.release(1, stream, self._root.data_ptr(), berth.record.data_ptr())
         if not is_over:
             return
@@ -702,9 +734,10 @@ class Cache:
 
         Where all are alike, every class evicts what one cache of all rows would. Judged by a snapshot some tickets old.
         """
-        if self._snapshot is None or (self._snapshot_event is not None and not self._snapshot_event.query()):
+        self._keep_snapshot()
+        if self._last_state is None:
             return
-        of_class = self._snapshot[0][len(State) :].view(-1, len(ClassState)).tolist()
+        of_class = self._last_state[len(State) :].view(-1, len(ClassState)).tolist()
         busy = [n for n, c in enumerate(self._classes) if of_class[n][ClassState.ADMITTED] and len(c.pages) > 1]
         if len(busy) < 2:
             return
@@ -728,16 +761,21 @@ class Cache:
             target = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda)
             target.copy_(source, non_blocking=True)
             parts.append(target)
-        self._snapshot = (parts[0], parts[1])
+        self._snapshot = (parts[0], parts[1], self._names())
         if is_cuda:
             self._snapshot_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._snapshot_event.record()
 
     def _keep_snapshot(self) -> None:
         if self._snapshot is not None and (self._snapshot_event is None or self._snapshot_event.query()):
+            self._last_state = self._snapshot[0]
             self._statistics = self._statistics_of(*self._snapshot)
 
-    def _statistics_of(self, state: torch.Tensor, counters: torch.Tensor) -> Statistics:
+    def _names(self) -> dict[int, tuple[str, int]]:
+        """Number of each table -> its name, and bytes of its rows."""
+        return {number: (t.name, self._classes[t.row_class].row_bytes) for number, t in self._tables.items()}
+
+    def _statistics_of(self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]]) -> Statistics:
         s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
         classes = [s[len(State) + n * len(ClassState) + ClassState.OCCUPIED] for n in range(len(self._classes))]
         return Statistics(
@@ -749,19 +787,27 @@ class Cache:
             padded=s[State.PADDED],
             locked_out=s[State.LOCKED_OUT],
             tables={
-                number: TableStatistics(t.name, *c[number], self._classes[t.row_class].row_bytes)  # type: ignore[call-arg]
-                for number, t in self._tables.items()
+                number: TableStatistics(name, *c[number], row_bytes)  # type: ignore[call-arg]
+                for number, (name, row_bytes) in names.items()
                 if number < len(c)
             },
         )
 
     def statistics(self, wait: bool = False) -> Statistics:
         """Counts as of some tickets ago, without waiting; `wait`: as of now."""
-        with self._lock, self._on_stream():
+        if not self._lock.acquire(blocking=wait):
+            return self._statistics or Statistics(0, self.slots, 0, 0, 0, 0, 0, {})
+        try:
+            return self._counted(wait)
+        finally:
+            self._lock.release()
+
+    def _counted(self, wait: bool) -> Statistics:
+        with self._on_stream():
             if wait:
-                return self._statistics_of(self._state.cpu(), self._counters.cpu())
+                return self._statistics_of(self._state.cpu(), self._counters.cpu(), self._names())
             self._keep_snapshot()
-            return self._statistics or self._statistics_of(torch.zeros_like(self._state).cpu(), self._counters[:0].cpu())
+            return self._statistics or self._statistics_of(torch.zeros(self._state.shape, dtype=torch.int64), torch.zeros(0), {})
 
     def hot(self, number: int, count: int | None = None) -> NDArray[np.int64]:
         """Ids of a table that the cache holds, the hottest first, `count` at most. Waits for the device."""
@@ -771,11 +817,11 @@ class Cache:
                 mine = (node_keys >> k.ID_BITS) == number
                 keys.append(node_keys[mine].cpu())
                 ranks.append((scores if self.settings.policy.is_lfu else used)[mine].cpu())
-            if not keys:
-                return np.zeros(0, np.int64)
-            order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]
-            found: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
-            return found
+        if not keys:
+            return np.zeros(0, np.int64)
+        order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]
+        found: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
+        return found
 
     def warm(self, number: int, ids: NDArray[np.int64]) -> None:
         """Takes rows of a table in, whatever their scores, for lookups to come; nothing is waited for."""
@@ -794,9 +840,9 @@ class Cache:
         """Mean length of the index's chains that are not empty. Waits for the device."""
         with self._lock, self._on_stream():
             heads = int((self._heads != -1).sum())
-            return self._statistics_of(self._state.cpu(), self._counters.cpu()).occupied / max(1, heads)
+            return self._statistics_of(self._state.cpu(), self._counters.cpu(), {}).occupied / max(1, heads)
 
-    def _nodes(self, row_class: int, pages_at_once: int = 256) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _nodes(self, row_class: int, pages_at_once: int = _PAGES_AT_ONCE) -> Iterator[tuple[torch.Tensor, ...]]:
         """Keys, uses and scores of a class's slots, int64, int32, int32 [pages, slots], some pages at a time."""
         c = self._classes[row_class]
         for first in range(0, len(c.pages), pages_at_once):

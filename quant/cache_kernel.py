@@ -23,7 +23,7 @@ ID_BITS = 40
 WORDS = 256  # of a map, that share one mark; 32 rows each
 ROWS_PER_MARK = 32 * WORDS
 CLASSES = 64  # row sizes at most
-RING = 1024  # tickets in flight at most
+BERTHS = 1024  # tickets that are out at once, at most
 MISSED = -(2**31)  # a location not yet known
 NONE = -1  # a location: read the table itself
 BUSY = -2  # a bucket whose chain is being mended
@@ -43,7 +43,7 @@ class Root(IntEnum):
     CLASSES_AT = 8  # int64 [CLASSES, len(ClassField)]
     STATE = 9  # int64 [len(State) + CLASSES * len(ClassState)]
     COUNTERS = 10  # int64 [tables, len(Counter)]
-    RING_AT = 11  # int64 [RING]: tickets that were released
+    OUT = 11  # int64 [BERTHS]: the number of the ticket at each berth that is out; 0: none
     GHOSTS = 12  # int32 [ghosts, 2]: marks and scores of keys that were missed (LFU)
     GHOST_MASK = 13
     RATE = 14  # by how much scores age a ticket; SCORE_UNIT is a half
@@ -135,16 +135,17 @@ class TicketField(IntEnum):
     NUMBER = 0
     PAD = 1  # address
     PAD_UNITS = 2  # of 16 bytes
+    BERTH = 3  # its place in OUT
 
 
 SCORE_UNIT = 1 << 16  # a score is a logarithm to base 2, in this many parts
 PAD_UNIT = 16
 
 (_ARENA, _PAGE_BYTES, _PAGES, _PAGE_COUNT, _NODE_BITS, _HEADS, _BUCKET_MASK, _TABLES, _CLASSES_AT, _STATE, _COUNTERS) = (
-    tl.constexpr(int(f)) for f in list(Root)[: Root.RING_AT]
+    tl.constexpr(int(f)) for f in list(Root)[: Root.OUT]
 )
-(_RING_AT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
-    tl.constexpr(int(f)) for f in list(Root)[Root.RING_AT : Root.MOST_SLOTS]
+(_OUT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
+    tl.constexpr(int(f)) for f in list(Root)[Root.OUT : Root.MOST_SLOTS]
 )
 _MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STRIDE, _TARGETS = (
     tl.constexpr(int(f)) for f in list(Root)[Root.MOST_SLOTS :]
@@ -157,11 +158,11 @@ _S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_
 _LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
 _J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
-_K_NUMBER, _K_PAD, _K_PAD_UNITS = (tl.constexpr(int(f)) for f in TicketField)
+_K_NUMBER, _K_PAD, _K_PAD_UNITS, _K_BERTH = (tl.constexpr(int(f)) for f in TicketField)
 _TABLE_FIELDS, _CLASS_FIELDS, _STATES, _CLASS_STATES, _COUNTS, _JOB_FIELDS = (
     tl.constexpr(len(e)) for e in (TableField, ClassField, State, ClassState, Counter, JobField)
 )
-_ID_BITS, _WORDS, _CLASSES, _RING, _MISSED, _BUSY = (tl.constexpr(n) for n in (ID_BITS, WORDS, CLASSES, RING, MISSED, BUSY))
+_ID_BITS, _WORDS, _CLASSES, _BERTHS, _MISSED, _BUSY = (tl.constexpr(n) for n in (ID_BITS, WORDS, CLASSES, BERTHS, MISSED, BUSY))
 _UNIT, _PAD_UNIT, _ID_MASK = tl.constexpr(SCORE_UNIT), tl.constexpr(PAD_UNIT), tl.constexpr((1 << ID_BITS) - 1)
 _FREE_COLDNESS = tl.constexpr(2**31 - 1)
 _LOCKED_COLDNESS = tl.constexpr(-(2**31))
@@ -240,6 +241,13 @@ def _tick(root, now):
 
 
 @triton.jit
+def _ahead(score, tick):
+    """By how much scores are ahead of the tick. What is so by 40 halves is a score so old that it wrapped: far behind."""
+    ahead = score - tick
+    return tl.where(ahead > 40 * _UNIT, -(2**30), ahead)
+
+
+@triton.jit
 def _used_once_more(ahead):
     """By how much a score of `ahead` over the tick exceeds the tick once it is used now: log2(2 ** ahead + 1), in SCORE_UNITs."""
     apart = tl.abs(ahead).to(tl.float32) / _UNIT
@@ -257,7 +265,7 @@ def _touch(root, number, used, hit, now, LFU: tl.constexpr):
         is_first = is_first & (was != now32)
         at = _i32(_score(root, number))
         tick = _tick(root, now)
-        ahead = tl.load(at, is_first, 0) - tick
+        ahead = _ahead(tl.load(at, is_first, 0), tick)
         tl.store(at, tick + _used_once_more(ahead), is_first)
     else:
         tl.store(address, tl.zeros_like(number) + now32, is_first)
@@ -291,14 +299,13 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
     root = _i64(root)
     ticket = _i64(ticket)
     state = _i64(tl.load(root + _STATE))
-    ring = _i64(tl.load(root + _RING_AT))
+    out = _i64(tl.load(root + _OUT))
     now = tl.load(state + _S_NOW) + 1
     tl.store(state + _S_NOW, now)
     tl.store(ticket + _K_NUMBER, now)
-    done = tl.load(state + _S_DONE)
-    while tl.load(ring + (done + 1) % _RING, cache_modifier=".cg") == done + 1:
-        done += 1
-    tl.store(state + _S_DONE, done)
+    others = tl.load(out + tl.arange(0, _BERTHS), cache_modifier=".cg")
+    tl.store(state + _S_DONE, tl.min(tl.where(others == 0, now, others), 0) - 1)
+    tl.store(out + tl.load(ticket + _K_BERTH), now)
     tl.store(state + _S_MISSING, 0)
     tl.store(state + _S_PAD_UNITS, 0)
     of_class = _class_state(root, tl.arange(0, CLASS_LANES))
@@ -311,8 +318,7 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
 @triton.jit(do_not_specialize=["root", "ticket"])
 def release(root: tl.int64, ticket: tl.int64):
     """One program: what the ticket used may be evicted, from the next `begin` on."""
-    number = tl.load(_i64(ticket) + _K_NUMBER)
-    tl.store(_i64(tl.load(_i64(root) + _RING_AT)) + number % _RING, number)
+    tl.store(_i64(tl.load(_i64(root) + _OUT)) + tl.load(_i64(ticket) + _K_BERTH), 0)
 
 
 @triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])
@@ -366,7 +372,7 @@ def _ghost_score(root, key, mask, tick):
     mixed = _hash(key)
     ghost = _i32(tl.load(root + _GHOSTS)) + (mixed & tl.load(root + _GHOST_MASK)) * 2
     mark = (key ^ (mixed >> 7)).to(tl.int32)
-    ahead = tl.load(ghost + 1, mask, 0) - tick
+    ahead = _ahead(tl.load(ghost + 1, mask, 0), tick)
     is_it = tl.load(ghost, mask, 0) == mark
     more = tl.where(is_it, _used_once_more(ahead), 0)
     is_kept = (is_it == 0) & (ahead > 0)
@@ -420,12 +426,13 @@ def _coldness(root, number, mask, now, done, LFU: tl.constexpr):
     key = tl.load(_i64(at), mask, 0)
     used = tl.load(_i32(at + 12), mask, 0)
     if LFU:
-        cold = _tick(root, now) - tl.load(_i32(_score(root, number)), mask, 0)
+        cold = -_ahead(tl.load(_i32(_score(root, number)), mask, 0), _tick(root, now))
     else:
         cold = now.to(tl.int32) - used
     cold = tl.minimum(tl.maximum(cold, -(2**30)), 2**30)
     cold = tl.where(key < 0, _FREE_COLDNESS, cold)
-    is_locked = (used - done.to(tl.int32)) > 0
+    # Used by a ticket after the last that is done; numbers wrap.
+    is_locked = (now.to(tl.int32) - used).to(tl.uint32) < (now - done).to(tl.int32).to(tl.uint32)
     return tl.where(is_locked | (mask == 0), _LOCKED_COLDNESS, cold), key
 
 

@@ -12,7 +12,8 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class Fused(Backend):
             )
         self.shapes = shapes or (_INTERPRETED if self.is_interpreted else Shapes())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
         self._bag_starts = Kernel(fused_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
@@ -459,7 +460,7 @@ class CapturedLookup:
         fused, (inputs, outputs) = self._fused, self._buffers
         self.close()
         torch.cuda.synchronize(fused.device)
-        with torch.cuda.device(fused.device), torch.cuda.stream(fused._stream):
+        with self._alone(), torch.cuda.device(fused.device), torch.cuda.stream(fused._stream):
             self._lookup(inputs, outputs)  # compiles what is not compiled, and makes room
             torch.cuda.synchronize(fused.device)
             self._graph = torch.cuda.CUDAGraph()
@@ -468,19 +469,25 @@ class CapturedLookup:
                 fused.launch(
                     self._lookup._launches.groups, self._lookup.flags, inputs, outputs, self._lookup._scratch, self._ticket
                 )
-        self._generation = fused.cache.generation if fused.cache is not None else 0
+            self._generation = fused.cache.generation if fused.cache is not None else 0
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else launches on the backend's stream, or changes the cache, meanwhile."""
+        with self._fused._lock, self._fused.cache._lock if self._fused.cache is not None else nullcontext():
+            yield
 
     def __call__(self) -> None:
         """Looks up what is in `inputs` now, on the backend's stream, after what is on the current one; which waits for it."""
-        cache = self._fused.cache
-        if cache is not None and cache.generation != self._generation:
-            self._capture()
         current = torch.cuda.current_stream(self._fused.device)
         stream = self._fused._stream
         assert stream is not None
         if current != stream:
             stream.wait_stream(current)
-        with torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
+        cache = self._fused.cache
+        with self._alone(), torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
+            if cache is not None and cache.generation != self._generation:
+                self._capture()
             self._graph.replay()
         if current != stream:
             current.wait_stream(stream)

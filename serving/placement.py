@@ -36,9 +36,13 @@ class Placement(StrEnum):
     HOST = "host"
 
 
-def plan_placements(tables: Iterable[StoredTable], wanted: str, budget_bytes: int) -> dict[str, Placement]:
+def plan_placements(
+    tables: Iterable[StoredTable], wanted: str, budget_bytes: int, cache_is_open: bool = False
+) -> dict[str, Placement]:
     """Table name -> placement. auto: all tables in hbm where the budget holds them; else the smallest, in a quarter of it, and
     the rest cached. Where that leaves too little for a cache: as many in hbm as the budget holds, the rest uvm.
+
+    cache_is_open: there is one already, beside this budget; what the budget does not hold goes through it.
 
     ServingError: hbm was asked for and the budget does not hold every table.
     """
@@ -51,9 +55,9 @@ def plan_placements(tables: Iterable[StoredTable], wanted: str, budget_bytes: in
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
     holds_all = sum(t.bytes for t in tables) <= budget_bytes
-    has_cache = not holds_all and budget_bytes - budget_bytes // _SMALL_SHARE >= _SMALLEST_CACHE
-    left = budget_bytes // _SMALL_SHARE if has_cache else budget_bytes
-    others = Placement.CACHED if has_cache else Placement.UVM
+    opens_cache = not (holds_all or cache_is_open) and budget_bytes - budget_bytes // _SMALL_SHARE >= _SMALLEST_CACHE
+    left = budget_bytes // _SMALL_SHARE if opens_cache else budget_bytes
+    others = Placement.CACHED if opens_cache or cache_is_open else Placement.UVM
     placements = {}
     for t in sorted(tables, key=lambda t: t.bytes):
         fits = t.bytes <= left
@@ -118,7 +122,7 @@ class Placer:
         fused.trim()
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
-            placements = plan_placements(segment.header.tables, self._settings.placement, left)
+            placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
             hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
             self._open_cache(fused, segment, placements, left - hbm_bytes)
             placed = Placed(self._tables(fused, segment, placements), placements, hbm_bytes)
@@ -137,6 +141,8 @@ class Placer:
                 hot = hot[: (hot.size + 1) // 2]
                 self.cache.warm(new.number, hot[hot < table.rows])
                 logger.info("%d rows of table %s were brought to the cache", hot.size, name)
+        if self.cache is not None:
+            self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
 
     def _open_cache(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""

@@ -14,6 +14,7 @@ from tables import expected_of, table_of
 
 from quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
 from quant.cache import Cache, CacheSettings, Policy, Ticket, cache_jobs, cached_bytes
+from quant.cache_kernel import State
 from quant.fused import Fused
 from quant.fused_plan import CacheJob
 
@@ -258,6 +259,42 @@ def test_churn_leaves_nothing_behind() -> None:
     t.check_integrity()
     assert t.cache.statistics(wait=True).evicted >= 10 * slots
     assert t.cache.mean_chain() < fresh * 1.25
+
+
+def test_a_prefetch_that_fails_leaves_a_cache_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken off at any kernel, the next batch finds an empty cache, every slot free, and its rows."""
+    t = Tables(20_000, settings(Policy.LFU), {"a": (1000, 48)})
+    t.look_up({0: run(60)})
+    for name in ("probe", "enumerate", "unlink", "take_in", "end"):
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("broken off")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(t.cache._kernels, name, broken)
+            with pytest.raises(RuntimeError, match="broken off"):
+                t.prefetch({0: run(100, 40)})
+        t.check_integrity()
+        t.look_up({0: run(90, 20)})
+        t.check_integrity()
+    assert t.cache.statistics(wait=True).locked_out == 0
+
+
+def test_one_ticket_held_while_many_come_and_go() -> None:
+    """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may be."""
+    t = Tables(9_000, settings(pads=2, pad_fraction=0.3), {"a": (1000, 48)})
+    t.cache._state[State.NOW] = 2**31 - 3  # numbers are about to wrap where they are kept short
+    held, ids, _ = t.prefetch({0: run(10)})
+    for first in range(100, 700, 100):
+        t.look_up({0: run(60, first)})
+    t.check(held, ids)
+    before = t.cache.statistics(wait=True)
+    assert before.evicted == 0 and before.locked_out > 0
+    held.release()
+    t.look_up({0: run(t.cache.slots, 700)})
+    after = t.cache.statistics(wait=True)
+    assert (after.evicted, after.locked_out) == (t.cache.slots, before.locked_out)
+    t.check_integrity()
 
 
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
