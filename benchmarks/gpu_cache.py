@@ -28,7 +28,10 @@ from make_model import publish_random
 from loader.registration import Registration
 from loader.versions import Model
 from quant import Lookup, Pooling, Precision, RowFormat, Table, choose
-from quant.cache import Cache, CacheSettings, Policy, Statistics, cache_jobs, cached_bytes
+from quant.cache import Cache
+from quant.cache_launch import cache_jobs, cached_bytes
+from quant.cache_settings import CacheSettings, Policy
+from quant.cache_statistics import Statistics
 from quant.contract import DeviceTable
 from quant.fused import Fused, PreparedLookup
 from quant.fused_plan import CacheJob

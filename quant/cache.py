@@ -16,10 +16,9 @@ them, and a row is taken in only where a colder one goes (as TinyLFU, Einziger e
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -27,18 +26,16 @@ import torch
 from numpy.typing import NDArray
 
 from quant import cache_kernel as k
-from quant.cache_kernel import ClassField, ClassState, Counter, JobField, Root, State, TableField, TicketField
+from quant.cache_check import check
+from quant.cache_kernel import ClassField, ClassState, Counter, Root, State, TableField, TicketField
+from quant.cache_launch import MARKS, TURN, CacheJobs, Kernels, cache_jobs, cached_bytes
+from quant.cache_settings import CacheSettings
+from quant.cache_statistics import Statistics, statistics_of
 from quant.errors import QuantError
 from quant.fused_plan import CacheJob
 from quant.host_call import HostGather
-from quant.launch import Kernel
 
 _NODE_BYTES, _SCORE_BYTES = 16, 4
-_PROBE, _PROBE_WARPS = 128, 1  # ids of a program
-_TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
-_TURN, _PART = 256, 512
-_SAMPLE = 1024
-_MARKS = 1
 _PARTS = 7  # of 4 bytes an id
 _STRIDED = 8192  # programs of kernels that take turns, one warp each
 _MOST_GATHERED = 1 << 18  # rows of a batch that the CPU gathers
@@ -48,84 +45,6 @@ _PAGES_AT_ONCE = 256
 _SNAPSHOT_EVERY = 16  # tickets
 _REBALANCE_EVERY = 256
 _REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
-
-
-class Policy(Enum):
-    """Which rows go first."""
-
-    LRU = "lru"
-    LFU = "lfu"
-
-    @property
-    def is_lfu(self) -> bool:
-        return self is Policy.LFU
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """How a cache decides.
-
-    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. pad_fraction: of the budget, for rows
-    that get no slot; `pads` tickets may have some at once. row_programs: that fetch rows; enough to keep the bus busy, few beside
-    other work. gather_threads: of the CPU, which gathers missing rows, from `gather_from` a batch on, where tables span so much
-    that the GPU's own reads are slow; 0: the GPU reads them all.
-    """
-
-    policy: Policy = Policy.LFU
-    half_life: int = 1000
-    page_bytes: int | None = None
-    pad_fraction: float = 0.2
-    pads: int = 1
-    row_programs: int = 1056
-    gather_threads: int = 0
-    gather_from: int = 4096
-
-    def __post_init__(self) -> None:
-        for name, is_right, expected in (
-            ("half_life", 1 <= self.half_life <= k.SCORE_UNIT, f"1 to {k.SCORE_UNIT}"),
-            (
-                "page_bytes",
-                self.page_bytes is None or (self.page_bytes >= 64 and self.page_bytes % 16 == 0),
-                "a multiple of 16, 64 or more",
-            ),
-            ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
-            ("pads", self.pads >= 1, "1 or more"),
-            ("row_programs", self.row_programs >= 1, "1 or more"),
-            ("gather_threads", 0 <= self.gather_threads <= 64, "0 to 64"),
-            ("gather_from", self.gather_from >= 1, "1 or more"),
-        ):
-            if not is_right:
-                raise QuantError(f"{name} of a cache is {getattr(self, name)}; expected {expected}")
-
-
-@dataclass(frozen=True)
-class TableStatistics:
-    """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place: ids read over it."""
-
-    name: str
-    ids: int
-    hits: int
-    fetched: int
-    in_place: int
-    row_bytes: int
-
-    @property
-    def bus_bytes(self) -> int:
-        return (self.fetched + self.in_place) * self.row_bytes
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Of a cache. locked_out: rows that found every slot in use. tables: by their numbers."""
-
-    tickets: int
-    slots: int
-    occupied: int
-    inserted: int
-    evicted: int
-    padded: int
-    locked_out: int
-    tables: dict[int, TableStatistics]
 
 
 @dataclass
@@ -149,35 +68,6 @@ class _Cached:
     bits: torch.Tensor
     first_ranks: torch.Tensor
     marks: torch.Tensor
-
-
-@dataclass(frozen=True)
-class CacheJobs:
-    """The cached lookups of a batch, as `cache_jobs` wrote them to address `at` of the device; and the job of each program."""
-
-    at: int
-    programs_at: int
-    ids: int
-    programs: int
-    block: int
-
-
-def cached_bytes(jobs: Sequence[CacheJob]) -> int:
-    """Bytes of such jobs, or a few more, if each batch of them is padded to 8."""
-    return sum(8 * len(JobField) + 4 * -(-job.ids // _PROBE) for job in jobs) + 8
-
-
-def cache_jobs(jobs: Sequence[CacheJob], address: int, is_interpreted: bool) -> tuple[bytes, CacheJobs]:
-    """Jobs as bytes that will lie at `address` on the device, 8-aligned."""
-    block = _TURN * 4 if is_interpreted else _PROBE
-    counts = [-(-job.ids // block) for job in jobs]
-    firsts = np.cumsum([0, *counts])
-    rows = np.zeros((len(jobs), len(JobField)), np.int64)
-    for n, job in enumerate(jobs):
-        rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, firsts[n])
-    of_program = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
-    written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts), block)
-    return rows.tobytes() + of_program.tobytes(), written
 
 
 class Ticket:
@@ -227,29 +117,6 @@ class _Berth:
         self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         self.released = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         assert len(TicketField) == 4
-
-
-class _Kernels:
-    """The kernels of one cache, with their constants. Wide rows are taken in fewer at a time."""
-
-    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
-        words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
-        self.rows = _TURN if is_interpreted else _TILE // words
-        self.part = _TURN * 4 if is_interpreted else _PART
-        block = _TURN * 4 if is_interpreted else _PROBE
-        lfu, lanes = {"LFU": is_lfu}, {"CLASS_LANES": k.CLASSES}
-        self.begin, self.release = Kernel(k.begin, 1, **lanes), Kernel(k.release, 1)
-        self.probe, self.resolve = Kernel(k.probe, _PROBE_WARPS, **lfu, BLOCK=block), Kernel(k.resolve, 1, BLOCK=block)
-        self.enumerate = Kernel(k.enumerate_missing, 4, **lfu, MARKS=_MARKS)
-        self.choose = Kernel(k.choose, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
-        self.admit = Kernel(k.admit, 4, **lfu, BLOCK=_TURN)
-        self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
-        self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=_TURN), Kernel(k.end, 1, BLOCK=_TURN)
-        tile = {"ROWS": self.rows, "WORDS": words}
-        self.take_in, self.bring = (
-            Kernel(k.take_in, _ROW_WARPS, **lfu, GATHERS=gathers, **tile),
-            Kernel(k.bring, _ROW_WARPS, **tile),
-        )
 
 
 class Cache:
@@ -381,7 +248,7 @@ class Cache:
     def forget(self, number: int) -> None:
         """Lets go of a table; no lookup of it may be planned or under way but those whose tickets are out."""
         with self._lock, self._on_stream():
-            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=_TURN * 4)
+            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=TURN * 4)
             self._relink()
             del self._tables[number]
             self._describe()
@@ -406,7 +273,7 @@ class Cache:
         self._kernels = self._kernels_for(widest)
         return len(self._classes) - 1
 
-    def _kernels_for(self, widest_row_bytes: int) -> _Kernels:
+    def _kernels_for(self, widest_row_bytes: int) -> Kernels:
         """Kernels, and room for rows that the CPU gathers, for rows up to this size."""
         threads = self.settings.gather_threads
         if threads and (self._gather is None or self._gather.stride < widest_row_bytes):
@@ -414,7 +281,7 @@ class Cache:
                 self._stream.synchronize()
             self._gather = HostGather(_MOST_GATHERED, -(-widest_row_bytes // 16) * 16, threads, self.device.type == "cuda")
             self._targets = self._zeros(_MOST_GATHERED)
-        return _Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
+        return Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
 
     def _wanted_pages(self) -> list[int]:
         """Pages of each class by the bytes of its tables, none more than they fill."""
@@ -514,7 +381,7 @@ class Cache:
             self._ghosts = self._filled(-(2**30), 2 * buckets if self.settings.policy.is_lfu else 2)
             self._describe()
         self._heads.fill_(-1)
-        k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=_TURN * 4)
+        k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=TURN * 4)
 
     def _describe(self) -> None:
         """Writes what the kernels read of tables and classes. Launches that were captured before no longer fit."""
@@ -528,7 +395,7 @@ class Cache:
             row[TableField.ROW_BYTES], row[TableField.CLASS] = self._classes[t.row_class].row_bytes, t.row_class
             row[TableField.BITS], row[TableField.FIRST_RANKS] = t.bits.data_ptr(), t.first_ranks.data_ptr()
             row[TableField.MARK_AT] = t.marks.data_ptr()
-            firsts = np.arange(0, t.marks.numel(), _MARKS, dtype=np.int32)
+            firsts = np.arange(0, t.marks.numel(), MARKS, dtype=np.int32)
             marks.append(np.stack([np.full_like(firsts, number), firsts], 1))
         classes = np.zeros((k.CLASSES, len(ClassField)), np.int64)
         for n, c in enumerate(self._classes):
@@ -695,7 +562,7 @@ class Cache:
         if not jobs.programs:
             return
         strided = 1 if self._is_interpreted else _STRIDED
-        turns = min(strided, -(-jobs.ids // _TURN))
+        turns = min(strided, -(-jobs.ids // TURN))
         probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
         run.probe(jobs.programs, stream, *probe)
         run.enumerate(self._marks.numel() // 2, stream, root)
@@ -776,22 +643,7 @@ class Cache:
         return {number: (t.name, self._classes[t.row_class].row_bytes) for number, t in self._tables.items()}
 
     def _statistics_of(self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]]) -> Statistics:
-        s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
-        classes = [s[len(State) + n * len(ClassState) + ClassState.OCCUPIED] for n in range(len(self._classes))]
-        return Statistics(
-            tickets=s[State.NOW],
-            slots=self.slots,
-            occupied=sum(classes),
-            inserted=s[State.INSERTED],
-            evicted=s[State.INSERTED] - sum(classes) - s[State.FREED],
-            padded=s[State.PADDED],
-            locked_out=s[State.LOCKED_OUT],
-            tables={
-                number: TableStatistics(name, *c[number], row_bytes)  # type: ignore[call-arg]
-                for number, (name, row_bytes) in names.items()
-                if number < len(c)
-            },
-        )
+        return statistics_of(state, counters, names, len(self._classes), self.slots)
 
     def statistics(self, wait: bool = False) -> Statistics:
         """Counts as of some tickets ago, without waiting; `wait`: as of now."""
@@ -856,41 +708,7 @@ class Cache:
 
         row_of: (table's number, id) -> its bytes, to compare with what its slot holds.
         """
-        with self._lock, self._on_stream():
-            arena, heads = self._arena.cpu().numpy(), self._heads.cpu().numpy()
-            state = self._state.cpu().numpy()
-            page_bytes, in_page = self.page_bytes, (1 << self._node_bits) - 1
-            alive: dict[int, int] = {}
-            occupied = [0] * len(self._classes)
-            for n, c in enumerate(self._classes):
-                for page in c.pages:
-                    keys = arena[page * page_bytes :][: _NODE_BYTES * c.slots].view(np.int64)[::2]
-                    for place in np.flatnonzero(keys >= 0):
-                        alive[page << self._node_bits | int(place)] = int(keys[place])
-                        occupied[n] += 1
-                told = int(state[len(State) + n * len(ClassState) + ClassState.OCCUPIED])
-                assert told == occupied[n], f"class {n}: {occupied[n]} keys in its slots, {told} counted"
-            assert len(set(alive.values())) == len(alive), f"{len(alive) - len(set(alive.values()))} keys lie in two slots"
-            reached = set()
-            for bucket in np.flatnonzero(heads != -1):
-                node = int(heads[bucket])
-                while node != -1:
-                    assert node in alive, f"bucket {bucket} leads to node {node}, which has no key (or is busy)"
-                    assert node not in reached, f"node {node} is reached twice, again from bucket {bucket}"
-                    reached.add(node)
-                    assert _hash(alive[node]) % heads.size == bucket, f"key {alive[node]} lies in bucket {bucket}"
-                    at = (node >> self._node_bits) * page_bytes + (node & in_page) * _NODE_BYTES
-                    node = int(arena[at + 8 : at + 12].view(np.int32)[0])
-            assert len(reached) == len(alive), f"{len(alive)} keys in slots, {len(reached)} in chains: a conflict miss"
-            for t in self._tables.values():
-                assert not t.bits.any() and not t.marks.any(), "a map still names rows of a batch that is over"
-            if row_of is not None:
-                for node, key in alive.items():
-                    row_class, first_row = self._page_class[node >> self._node_bits]
-                    size = self._classes[row_class].row_bytes
-                    held = arena[int(first_row + (node & in_page)) * size :][:size].tobytes()
-                    number, id = key >> k.ID_BITS, key & ((1 << k.ID_BITS) - 1)
-                    assert held == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"
+        check(self, row_of)
 
     # ---- memory ----
 
@@ -934,13 +752,3 @@ def _page_bytes(budget_bytes: int) -> int:
 def _slots_of_page(page_bytes: int, row_bytes: int) -> int:
     """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
     return max(0, (page_bytes - row_bytes + 1) // (_NODE_BYTES + _SCORE_BYTES + row_bytes))
-
-
-def _hash(key: int) -> int:
-    """The kernels' hash of a key."""
-    mask = 2**64 - 1
-    x = key ^ (key >> 29)
-    x = x * 0x2545F4914F6CDD1D & mask
-    x ^= x >> 32
-    x = x * 0x1B03738712FAD5C9 & mask
-    return x >> 33

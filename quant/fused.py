@@ -43,7 +43,8 @@ try:
     from quant import fused_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[cuda], or serve without --devices") from error
-from quant.cache import Cache, CacheSettings, Ticket
+from quant.cache import Cache, Ticket
+from quant.cache_settings import CacheSettings
 from quant.fused_batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from quant.fused_plan import Layout, Shape, Shapes
 from quant.launch import Kernel

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quant.cache import CacheJobs, cache_jobs, cached_bytes
+from quant.cache_launch import CacheJobs, cache_jobs, cached_bytes
 from quant.contract import Variant
 from quant.errors import BadIds
 from quant.fused_kernel import FIELDS

@@ -21,7 +21,7 @@ from serving.engine import Batch, Engine
 from serving.errors import Kind, ServingError
 
 if TYPE_CHECKING:
-    from quant.cache import Statistics
+    from quant.cache_statistics import Statistics
     from quant.fused_batch import Times
 
 logger = logging.getLogger("tableside")

@@ -148,7 +148,7 @@ class Placer:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if tables and fused.cache is None:
-            from quant.cache import CacheSettings
+            from quant.cache_settings import CacheSettings
 
             threads = self._settings.threads
             is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES

@@ -13,8 +13,10 @@ import torch
 from tables import expected_of, table_of
 
 from quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
-from quant.cache import Cache, CacheSettings, Policy, Ticket, cache_jobs, cached_bytes
+from quant.cache import Cache, Ticket
 from quant.cache_kernel import State
+from quant.cache_launch import cache_jobs, cached_bytes
+from quant.cache_settings import CacheSettings, Policy
 from quant.fused import Fused
 from quant.fused_plan import CacheJob
 

@@ -14,7 +14,7 @@ from support import rows_of
 
 from loader.versions import Model
 from quant import BadIds, choose
-from quant.cache import Statistics, TableStatistics
+from quant.cache_statistics import Statistics, TableStatistics
 from quant.errors import Problem
 from serving import metrics
 from serving.batching import Batcher
