@@ -15,6 +15,7 @@ from serving import VERSION, commands
 from serving.client import ClientError, FeatureError
 from serving.errors import ServingError
 from serving.settings import RootSettings, ServerSettings, add_options
+from serving.top import top as show_top
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=text, description=text)
         p.set_defaults(run=run)
-        if name not in ("serve", "init", "lookup", "bench"):
+        if name not in ("serve", "init", "lookup", "bench", "top"):
             add_options(p, RootSettings)
         return p
 
@@ -126,6 +127,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--concurrency", type=_count(1), default=16, help="connections (default: %(default)s)")
     p.add_argument("--seconds", type=_seconds, default=5.0, help="how long (default: %(default)s)")
     p.add_argument("--zipf", type=_exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+
+    p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
+    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    p.add_argument("--seconds", type=_seconds, default=2.0, help="between two looks (default: %(default)s)")
+    p.add_argument("--once", action="store_true", help="one table, and end")
     return top
 
 

@@ -1,13 +1,16 @@
 """Metrics: every number, after kills and with damaged files, and no label that a request can invent."""
 
+import io
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import until
+from rich.console import Console
+from support import run_tableside, until
 
+from serving import top
 from serving.client import Client, ClientError
 
 Start = Callable[..., Any]
@@ -82,3 +85,23 @@ def test_counters_survive_kills(start: Start) -> None:
             assert sample(client.metrics(), name) == 10 * killed
             until(lambda: len(server.workers()) == 2, what="a replacement")
             assert sample(client.metrics(), name) == 10 * killed
+
+
+def test_top_shows_rates(start: Start) -> None:
+    """Of each model; what is cached on a GPU has tables of its own."""
+    server = start()
+    result = run_tableside("top", "--url", server.url, "--once", "--seconds", "0.2")
+    assert result.returncode == 0 and "requests/s" in result.stdout and "demo" in result.stdout
+    before = top.samples('tableside_version{model="ads"} 1\n')
+    now = top.samples(
+        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 10\n'
+        'tableside_requests_total{model="ads",outcome="refused",protocol="v1"} 4\n'
+        'tableside_cache_ids_total{table="ads/user"} 200\n'
+        'tableside_cache_hits_total{table="ads/user"} 150\ntableside_cache_slots{device="cuda:0"} 8\n'
+        'tableside_cache_occupied_slots{device="cuda:0"} 6\n'
+    )
+    console = Console(width=120, file=io.StringIO())
+    console.print(top.tables(before, now, 2.0))
+    shown = console.file.getvalue().split()  # type: ignore[attr-defined]
+    for value in ("ads", "5", "2", "ads/user", "100", "0.750", "cuda:0", "75.0%"):
+        assert value in shown
