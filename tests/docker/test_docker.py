@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -390,12 +391,18 @@ def healthcheck(port: int) -> Run:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, env=variables, check=False)
 
 
-def test_serves_from_load_to_signal(root: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose path is short: sockets in it may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ts-") as folder:
+        yield Path(folder)
+
+
+def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path) -> None:
     """A model.toml and a published name are served together; the image's check sees it; SIGTERM ends it all with 0."""
     load(read_model(write_model(tmp_path / "published", "older")), root)
     path, port = write_model(tmp_path / "new"), free_port()
     values = rows_of(100, 16)
-    (temporary := tmp_path / "tmp").mkdir()
     assert healthcheck(port).returncode == 1
     variables = {"TABLESIDE_PORT": str(port), "TABLESIDE_HOST": "127.0.0.1", "TMPDIR": str(temporary)}
     with container(root, "older", path, "--", "--workers", "1", **variables) as process:
