@@ -35,7 +35,7 @@ from quant.errors import QuantError
 from quant.fused_plan import CacheJob
 from quant.host_call import HostGather
 
-_NODE_BYTES, _SCORE_BYTES = 16, 4
+_SCORE_BYTES = 4
 _PARTS = 7  # of 4 bytes an id
 _STRIDED = 8192  # programs of kernels that take turns, one warp each
 _MOST_GATHERED = 1 << 18  # rows of a batch that the CPU gathers
@@ -171,7 +171,7 @@ class Cache:
             self._root = self._zeros(len(Root))
         self._page_class = np.full((self._pages, 2), -1, np.int32)
         self._unassigned = list(range(self._pages))
-        self._limbo: list[tuple[int, int, int]] = []  # ticket that must be done, page, class to come
+        self._limbo: list[tuple[int, int]] = []  # page, class to come
         first_pad = self._arena.data_ptr() + self._pages * page
         pad_units = pad_bytes // k.PAD_UNIT
         self._gather: HostGather | None = None
@@ -307,7 +307,7 @@ class Cache:
                 f"a cache of {self._pages} pages of {self.page_bytes:,} bytes cannot hold {len(self._classes)} sizes of "
                 "rows; raise the budget (--hbm-budget)"
             )
-        coming = [sum(1 for _, _, c in self._limbo if c == n) for n in range(len(self._classes))]
+        coming = [sum(1 for _, c in self._limbo if c == n) for n in range(len(self._classes))]
         have = [len(c.pages) + coming[n] for n, c in enumerate(self._classes)]
         takers = [n for n in range(len(wanted)) for _ in range(wanted[n] - have[n])]
         if not takers:
@@ -333,22 +333,22 @@ class Cache:
         """Empties pages of a class. They go to another one when no ticket that is out now can read them any more."""
         c = self._classes[donor]
         index = torch.tensor(pages, device=self.device)
-        nodes = self._page_view[index, : _NODE_BYTES * c.slots].view(torch.int64)
+        nodes = self._page_view[index, : k.NODE_BYTES * c.slots].view(torch.int64)
         held = (nodes[:, ::2] >= 0).sum()
         at = len(State) + donor * len(ClassState) + ClassState.OCCUPIED
         self._state[at] -= held
         self._state[State.FREED] += held
-        self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
         c.pages = [p for p in c.pages if p not in set(pages)]
         self._page_class[pages] = -1
-        self._limbo += [(self.tickets, p, taker) for p in pages]
+        self._limbo += [(p, taker) for p in pages]
 
     def _give(self, pages: list[int], taker: int) -> None:
         c = self._classes[taker]
         index = torch.tensor(pages, device=self.device)
-        self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
         c.pages += pages
-        starts = np.array(pages, np.int64) * self.page_bytes + _NODE_BYTES * c.slots
+        starts = np.array(pages, np.int64) * self.page_bytes + k.NODE_BYTES * c.slots
         self._page_class[pages, 0] = taker
         self._page_class[pages, 1] = -(-starts // c.row_bytes)
 
@@ -358,7 +358,7 @@ class Cache:
             for berth in self._berths:
                 _wait(berth.released)
             coming: dict[int, list[int]] = {}
-            for _, page, taker in self._limbo:
+            for page, taker in self._limbo:
                 coming.setdefault(taker, []).append(page)
             self._limbo.clear()
             for taker, pages in coming.items():
@@ -506,7 +506,7 @@ class Cache:
             self._state[at] = 0
             for first in range(0, len(c.pages), _PAGES_AT_ONCE):
                 index = torch.tensor(c.pages[first : first + _PAGES_AT_ONCE], device=self.device)
-                self._page_view[index, : _NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+                self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
         self._relink()
 
     def follow_current_stream(self) -> None:
@@ -699,7 +699,7 @@ class Cache:
         c = self._classes[row_class]
         for first in range(0, len(c.pages), pages_at_once):
             index = torch.tensor(c.pages[first : first + pages_at_once], device=self.device)
-            nodes = self._page_view[index, : _NODE_BYTES * c.slots]
+            nodes = self._page_view[index, : k.NODE_BYTES * c.slots]
             scores = self._page_view[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
             yield nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores
 
@@ -751,4 +751,4 @@ def _page_bytes(budget_bytes: int) -> int:
 
 def _slots_of_page(page_bytes: int, row_bytes: int) -> int:
     """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
-    return max(0, (page_bytes - row_bytes + 1) // (_NODE_BYTES + _SCORE_BYTES + row_bytes))
+    return max(0, (page_bytes - row_bytes + 1) // (k.NODE_BYTES + _SCORE_BYTES + row_bytes))

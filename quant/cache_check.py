@@ -4,12 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant.cache_kernel import ID_BITS, ClassState, State
+from quant.cache_kernel import ID_BITS, NODE_BYTES, ClassState, State
 
 if TYPE_CHECKING:
     from quant.cache import Cache
-
-_NODE_BYTES = 16
 
 
 def check(cache: "Cache", row_of: Any = None) -> None:
@@ -22,7 +20,7 @@ def check(cache: "Cache", row_of: Any = None) -> None:
         occupied = [0] * len(cache._classes)
         for n, c in enumerate(cache._classes):
             for page in c.pages:
-                keys = arena[page * page_bytes :][: _NODE_BYTES * c.slots].view(np.int64)[::2]
+                keys = arena[page * page_bytes :][: NODE_BYTES * c.slots].view(np.int64)[::2]
                 for place in np.flatnonzero(keys >= 0):
                     alive[page << cache._node_bits | int(place)] = int(keys[place])
                     occupied[n] += 1
@@ -37,7 +35,7 @@ def check(cache: "Cache", row_of: Any = None) -> None:
                 assert node not in reached, f"node {node} is reached twice, again from bucket {bucket}"
                 reached.add(node)
                 assert _hash(alive[node]) % heads.size == bucket, f"key {alive[node]} lies in bucket {bucket}"
-                at = (node >> cache._node_bits) * page_bytes + (node & in_page) * _NODE_BYTES
+                at = (node >> cache._node_bits) * page_bytes + (node & in_page) * NODE_BYTES
                 node = int(arena[at + 8 : at + 12].view(np.int32)[0])
         assert len(reached) == len(alive), f"{len(alive)} keys in slots, {len(reached)} in chains: a conflict miss"
         for t in cache._tables.values():

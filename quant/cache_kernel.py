@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 ID_BITS = 40
+NODE_BYTES = 16
 WORDS = 256  # of a map, that share one mark; 32 rows each
 ROWS_PER_MARK = 32 * WORDS
 CLASSES = 64  # row sizes at most
