@@ -4,8 +4,9 @@
 and the ticket is released. Several tickets may be out at once: what they use is not evicted. No call waits for the device,
 whether ids hit or miss: the kernels (`quant.cache_kernel`) count and choose on the device, and read missing rows from the host.
 
-A row that is missing goes to a slot, in place of the coldest rows that no ticket uses; or, where it is not admitted or every slot
-is in use, to the ticket's *pad*; or, where that is full, it is read in place by the lookup. Each way yields the same bytes.
+A row that is missing goes to the ticket's *pad*, where the lookup finds it, while it is decided which of them are taken in: those
+are copied to slots, in place of the coldest rows that no ticket uses, beside the lookup. Where the pad is full they go to their
+slots at once, and what gets none is read in place by the lookup. Each way yields the same bytes.
 
 Policies: LRU evicts what was not used for longest. LFU what was used least, where a use counts half as much after `half_life`
 tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t that used it, so that rows which are not used
@@ -17,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,10 @@ from quant.host_call import HostGather
 
 _SCORE_BYTES = 4
 _PARTS = 7  # of 4 bytes an id
-_STRIDED = 8192  # programs of kernels that take turns, one warp each
-_MOST_GATHERED = 1 << 18  # rows of a batch that the CPU gathers
+_MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers, and their bytes
+_MOST_STAGED = 64 << 20
+_COPY_UNIT = 1 << 16
+_MOST_UNITS = 2**31 - 1  # of 16 bytes, that a batch may lack
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _WARM_IDS = 1 << 16
 _PAGES_AT_ONCE = 256
@@ -111,7 +114,7 @@ class _Berth:
 
     def __init__(self, device: torch.device, number: int, pad: int, pad_units: int) -> None:
         self.record = torch.tensor([0, pad, pad_units, number], dtype=torch.int64, device=device)
-        self.pad = pad
+        self.pad, self.pad_bytes = pad, pad_units * k.PAD_UNIT
         self.locations = torch.empty(0, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -147,7 +150,7 @@ class Cache:
         self.generation = 0
         self.tickets = 0
         page = self.page_bytes = self.settings.page_bytes or _page_bytes(budget_bytes)
-        pad_bytes = int(budget_bytes * self.settings.pad_fraction / self.settings.pads) // 16 * 16
+        pad_bytes = min(self.settings.pad_bytes, int(budget_bytes * self.settings.pad_fraction / self.settings.pads)) // 16 * 16
         slots = _slots_of_page(page, smallest_row_bytes)
         # Buckets are 4 bytes, ghosts 8, each at most twice as many as slots.
         index_bytes = slots * (24 if self.settings.policy.is_lfu else 8)
@@ -175,7 +178,9 @@ class Cache:
         first_pad = self._arena.data_ptr() + self._pages * page
         pad_units = pad_bytes // k.PAD_UNIT
         self._gather: HostGather | None = None
-        self._targets = self._state[:0]
+        self._pad_bytes = pad_bytes
+        self._aside: Any = None if stream is None else torch.cuda.Stream(device, stream.priority)  # type: ignore[no-untyped-call]
+        self._placed: Any = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self._on_stream():
             self._berths = [_Berth(device, n, first_pad + n * pad_bytes, pad_units) for n in range(self.settings.pads)]
             self._kernels = self._kernels_for(smallest_row_bytes)
@@ -274,13 +279,10 @@ class Cache:
         return len(self._classes) - 1
 
     def _kernels_for(self, widest_row_bytes: int) -> Kernels:
-        """Kernels, and room for rows that the CPU gathers, for rows up to this size."""
+        """Kernels for rows up to this size."""
         threads = self.settings.gather_threads
-        if threads and (self._gather is None or self._gather.stride < widest_row_bytes):
-            if self._stream is not None:
-                self._stream.synchronize()
-            self._gather = HostGather(_MOST_GATHERED, -(-widest_row_bytes // 16) * 16, threads, self.device.type == "cuda")
-            self._targets = self._zeros(_MOST_GATHERED)
+        if threads and self._gather is None:
+            self._gather = HostGather(_MOST_GATHERED, min(self._pad_bytes, _MOST_STAGED), threads, self.device.type == "cuda")
         return Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
 
     def _wanted_pages(self) -> list[int]:
@@ -434,7 +436,6 @@ class Cache:
             Root.VICTIMS: part[5],
             Root.VICTIM_BUCKETS: part[6],
             Root.MOST_SLOTS: max((c.slots for c in self._classes), default=0),
-            Root.TARGETS: self._targets.data_ptr(),
         }
         if self._gather is not None:
             root |= {
@@ -442,7 +443,7 @@ class Cache:
                 Root.LEAST_GATHERED: self.settings.gather_from,
                 Root.MOST_GATHERED: self._gather.rows,
                 Root.STAGING: self._gather.staging.data_ptr(),
-                Root.STRIDE: self._gather.stride,
+                Root.STAGING_UNITS: self._gather.staging.numel() // k.PAD_UNIT,
             }
         self._root.copy_(torch.tensor([root[f] for f in Root], dtype=torch.int64))
 
@@ -485,8 +486,6 @@ class Cache:
                 self._empty()
                 self._release(berth)
                 raise
-            if berth.ready is not None:
-                berth.ready.record()
             ticket = Ticket(self, berth)
             if self.tickets % _REBALANCE_EVERY == 0 and len(self._classes) > 1:
                 self._rebalance()
@@ -496,6 +495,7 @@ class Cache:
 
     def _empty(self) -> None:
         """Drops every row, and what a batch left behind that was launched in part."""
+        self._order(self._stream, self._aside)
         for table in self._tables.values():
             table.bits.zero_()
             table.marks.zero_()
@@ -540,8 +540,8 @@ class Cache:
         """What `prefetch` begins with, alone, for measurements: finds the ids that are there. All must be."""
         with self._lock, self._on_stream():
             locations = self._berths[0].locations.data_ptr()
-            arguments = (self._root.data_ptr(), jobs.at, jobs.programs_at, inputs.data_ptr(), locations)
-            self._kernels.probe(jobs.programs, self._stream_handle(), *arguments)
+            arguments = (self._root.data_ptr(), jobs.at, jobs.blocks_at, jobs.blocks, inputs.data_ptr(), locations)
+            self._kernels.probe(min(jobs.blocks, self.settings.programs), self._stream_handle(), *arguments)
 
     def _berth(self, ids: int) -> _Berth:
         if not self._free_berths:
@@ -556,32 +556,81 @@ class Cache:
         return berth
 
     def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth, takes_all: bool) -> None:
-        root, ticket, locations = self._root.data_ptr(), berth.record.data_ptr(), berth.locations.data_ptr()
-        stream, run = self._stream_handle(), self._kernels
+        """A batch's kernels: rows are fetched aside while it is decided which are taken in."""
+        root, ticket = self._root.data_ptr(), berth.record.data_ptr()
+        stream, run, most = self._stream_handle(), self._kernels, 1 if self._is_interpreted else self.settings.programs
+        turns = min(most, -(-jobs.ids // TURN))
+        rows = -(-jobs.ids // run.rows)
+        probe = (root, jobs.at, jobs.blocks_at, jobs.blocks, inputs_at, berth.locations.data_ptr())
         run.begin(1, stream, root, ticket)
-        if not jobs.programs:
+        if jobs.blocks:
+            run.probe(min(most, jobs.blocks), stream, *probe)
+            run.enumerate(self._marks.numel() // 2, stream, root, ticket)
+        self._order(self._aside, self._stream)
+        if not jobs.blocks:
+            self._after(self._aside, berth.ready)
             return
-        strided = 1 if self._is_interpreted else _STRIDED
-        turns = min(strided, -(-jobs.ids // TURN))
-        probe = (root, jobs.at, jobs.programs_at, inputs_at, locations)
-        run.probe(jobs.programs, stream, *probe)
-        run.enumerate(self._marks.numel() // 2, stream, root)
+        self._fetch(berth, turns, min(self.settings.row_programs, rows))
         run.choose(len(self._classes), stream, root, int(takes_all))
         run.admit(turns, stream, root)
         parts = self._pages * -(-max(c.slots for c in self._classes) // run.part)
         for evict in run.evict:
-            evict(min(strided, parts), stream, root)
+            evict(min(most, parts), stream, root)
         run.unlink(turns, stream, root)
-        programs = min(self.settings.row_programs, -(-jobs.ids // run.rows))
-        run.take_in(programs, stream, root, ticket)
+        run.take_in(min(most, rows), stream, root)
+        run.resolve(min(most, jobs.blocks), stream, *probe)
+        self._order(self._aside, self._stream)
+        self._after(self._aside, berth.ready)
+        aside = self._aside_handle()
+        run.place(min(most, rows), aside, root, ticket)
+        run.end(turns, aside, root)
+        self._after(self._aside, self._placed)
+
+    def _fetch(self, berth: _Berth, turns: int, programs: int) -> None:
+        """Brings the missing rows to a pad."""
+        root, ticket, aside, run = self._root.data_ptr(), berth.record.data_ptr(), self._aside_handle(), self._kernels
         if self._gather is not None:
-            self._gather(stream)
-            run.bring(programs, stream, root)
-        run.resolve(jobs.programs, stream, *probe)
-        run.end(turns, stream, root)
+            run.list_rows(turns, aside, root, ticket)
+            self._gather(aside)
+            # How much there is only the device knows: as much as lately by a copy, and a quarter more; the rest by `bring`.
+            likely = -(-self._gather.last_bytes * 5 // 4 // _COPY_UNIT) * _COPY_UNIT
+            likely = min(likely, self._gather.staging.numel(), berth.pad_bytes)
+            if likely > 0:
+                with self._on_aside():
+                    self._pad_view(berth)[:likely].copy_(self._gather.staging[:likely], non_blocking=True)
+            run.bring(programs, aside, root, ticket, likely)
+        run.fetch(programs, aside, root, ticket)
 
     def _stream_handle(self) -> int | None:
-        return None if self._stream is None else int(torch.cuda.current_stream(self.device).cuda_stream)
+        return None if self._stream is None else int(self._stream.cuda_stream)
+
+    def _aside_handle(self) -> int | None:
+        return None if self._aside is None else int(self._aside.cuda_stream)
+
+    def _order(self, later: Any, earlier: Any) -> None:
+        """What comes next on one stream comes after what is on the other so far."""
+        if later is not None:
+            later.wait_stream(earlier)
+
+    def _after(self, stream: Any, event: Any) -> None:
+        """Notes in an event what is on a stream so far. While a graph is captured, what comes next in it waits instead."""
+        if event is None:
+            return
+        if not _is_capturing():
+            event.record(stream)
+        elif event is not self._placed:
+            self._order(self._stream, stream)
+
+    def join(self) -> None:
+        """Ends a capture: the graph is done when what runs aside is."""
+        self._order(self._stream, self._aside)
+
+    def _pad_view(self, berth: _Berth) -> torch.Tensor:
+        first = berth.pad - self.slots_at
+        return self._arena[first : first + berth.pad_bytes]
+
+    def _on_aside(self) -> Any:
+        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
 
     def _release(self, berth: _Berth, is_over: bool = True) -> None:
         """is_over: others may use the berth; not so where a graph will release it each time."""
@@ -728,6 +777,7 @@ class Cache:
                 yield
         else:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                _wait(self._placed)
                 yield
 
 

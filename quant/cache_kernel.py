@@ -11,7 +11,9 @@ A key is `table << ID_BITS | id`. Buckets are heads of chains: any key fits into
 the slots are, and nothing is left behind by a key that goes. Rows that a batch lacks are bits of a map over each table, so that
 each is fetched once and in the order of its address, with neither a sort nor a hash table; a row's place among them is its rank.
 
-Kernels of one cache run one after another on one stream, but for `release`. Tickets and ages are int32 and may wrap.
+Kernels of one cache run one after another on one stream, but for `release`, and for those that move rows: `list_rows`, `bring`
+and `fetch` run beside those that choose (`choose` to `resolve`), `place` and `end` after both. Tickets and ages are int32 and may
+wrap.
 """
 
 from enum import IntEnum
@@ -51,17 +53,16 @@ class Root(IntEnum):
     MARKS = 15  # int32 [programs of `enumerate_missing`, 2]: table, its first mark
     MISSING = 16  # int64 [ids]: keys that the batch lacks
     SCORES = 17  # int32 [ids]: what each one's score is
-    RANKS = 18  # int32 [ids]: each one's place among those of its class that are taken in; -1: it is not
+    RANKS = 18  # int32 [ids]: each one's place among those of its class that are taken in, -1: it is not; then its node, or -1
     PLACES = 19  # int32 [ids]: each one's location
     VICTIMS = 20  # int32 [ids]: nodes to be used
     VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
     MOST_SLOTS = 22  # of a page, of any class
-    LIST = 23  # int64 [.], page-locked: how many rows the CPU is to gather, then each one's address and size; 0: none ever
+    LIST = 23  # int64 [2 + 2 * MOST_GATHERED], page-locked: what the CPU is to gather, see `list_rows`
     LEAST_GATHERED = 24  # missing rows from which the CPU gathers them
     MOST_GATHERED = 25
-    STAGING = 26  # where they are then
-    STRIDE = 27
-    TARGETS = 28  # int64 [MOST_GATHERED]: where they are to go; 0: nowhere
+    STAGING = 26  # where they are then, as in the pad
+    STAGING_UNITS = 27
 
 
 class TableField(IntEnum):
@@ -96,7 +97,7 @@ class State(IntEnum):
     FREED = 5  # rows that were dropped for no other
     PADDED = 6
     LOCKED_OUT = 7  # rows that were to be taken in when every slot was locked
-    GATHERED = 8  # rows of the batch that the CPU gathers
+    GATHERED = 8  # bytes of the pad that the CPU gathers
 
 
 class ClassState(IntEnum):
@@ -127,7 +128,7 @@ class JobField(IntEnum):
     IDS_AT = 1  # byte in the inputs, int64
     IDS = 2
     LOCATIONS_AT = 3  # byte in the locations, int32
-    FIRST_PROGRAM = 4
+    FIRST_BLOCK = 4
 
 
 class TicketField(IntEnum):
@@ -148,7 +149,7 @@ PAD_UNIT = 16
 (_OUT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
     tl.constexpr(int(f)) for f in list(Root)[Root.OUT : Root.MOST_SLOTS]
 )
-_MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STRIDE, _TARGETS = (
+_MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STAGING_UNITS = (
     tl.constexpr(int(f)) for f in list(Root)[Root.MOST_SLOTS :]
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
@@ -158,7 +159,7 @@ _S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_
 )
 _LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
-_J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_PROGRAM = (tl.constexpr(int(f)) for f in JobField)
+_J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_BLOCK = (tl.constexpr(int(f)) for f in JobField)
 _K_NUMBER, _K_PAD, _K_PAD_UNITS, _K_BERTH = (tl.constexpr(int(f)) for f in TicketField)
 _TABLE_FIELDS, _CLASS_FIELDS, _STATES, _CLASS_STATES, _COUNTS, _JOB_FIELDS = (
     tl.constexpr(len(e)) for e in (TableField, ClassField, State, ClassState, Counter, JobField)
@@ -322,46 +323,48 @@ def release(root: tl.int64, ticket: tl.int64):
     tl.store(_i64(tl.load(_i64(root) + _OUT)) + tl.load(_i64(ticket) + _K_BERTH), 0)
 
 
-@triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])
+@triton.jit(do_not_specialize=["root", "jobs", "job_of_block", "blocks", "inputs", "locations"])
 def probe(
     root: tl.int64,
     jobs: tl.int64,
-    job_of_program: tl.int64,
+    job_of_block: tl.int64,
+    blocks: tl.int64,
     inputs: tl.int64,
     locations: tl.int64,
     LFU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK ids a program: the location of each that is in a slot; MISSED, and a bit of the table's map, for each other one.
+    """BLOCK ids a turn: the location of each that is in a slot; MISSED, and a bit of the table's map, for each other one.
 
     An id out of range gets NONE; the lookup refuses it.
     """
     root = _i64(root)
-    job = _i64(jobs) + tl.load(_i32(job_of_program) + tl.program_id(0)).to(tl.int64) * _JOB_FIELDS
-    number = tl.load(job + _J_TABLE)
-    table = _table(root, number)
-    first = (tl.program_id(0) - tl.load(job + _J_FIRST_PROGRAM)) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    is_id = at < tl.load(job + _J_IDS)
-    id = tl.load(_i64(inputs + tl.load(job + _J_IDS_AT)) + at, is_id, -1)
-    is_known = (id >= 0) & (id < tl.load(table + _T_ROWS))
     now = tl.load(_i64(tl.load(root + _STATE)) + _S_NOW)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        job = _i64(jobs) + tl.load(_i32(job_of_block) + block).to(tl.int64) * _JOB_FIELDS
+        number = tl.load(job + _J_TABLE)
+        table = _table(root, number)
+        first = (block - tl.load(job + _J_FIRST_BLOCK)) * BLOCK
+        at = first + tl.arange(0, BLOCK)
+        is_id = at < tl.load(job + _J_IDS)
+        id = tl.load(_i64(inputs + tl.load(job + _J_IDS_AT)) + at, is_id, -1)
+        is_known = (id >= 0) & (id < tl.load(table + _T_ROWS))
 
-    found, used = _find(root, (number << _ID_BITS) | id, is_known)
-    is_hit = is_known & (found >= 0)
-    _touch(root, found, used, is_hit, now, LFU)
-    is_missed = is_known & (found < 0)
-    word = _i32(tl.load(table + _T_BITS)) + (id >> 5)
-    bit = tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)
-    is_new = is_missed & ((tl.load(word, is_missed, 0) & bit) == 0)
-    tl.atomic_or(word, bit, is_new, sem="relaxed")
-    tl.store(_i32(tl.load(table + _T_MARK_AT)) + (id >> 5) // _WORDS, 1, is_new)
+        found, used = _find(root, (number << _ID_BITS) | id, is_known)
+        is_hit = is_known & (found >= 0)
+        _touch(root, found, used, is_hit, now, LFU)
+        is_missed = is_known & (found < 0)
+        word = _i32(tl.load(table + _T_BITS)) + (id >> 5)
+        bit = tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)
+        is_new = is_missed & ((tl.load(word, is_missed, 0) & bit) == 0)
+        tl.atomic_or(word, bit, is_new, sem="relaxed")
+        tl.store(_i32(tl.load(table + _T_MARK_AT)) + (id >> 5) // _WORDS, 1, is_new)
 
-    location = tl.where(is_hit, _location(root, found, is_hit), tl.where(is_missed, _MISSED, -1))
-    tl.store(_i32(locations + tl.load(job + _J_LOCATIONS_AT)) + at, location, is_id)
-    counters = _i64(tl.load(root + _COUNTERS)) + number * _COUNTS
-    tl.atomic_add(counters + _N_IDS, tl.sum(is_id.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(counters + _N_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
+        location = tl.where(is_hit, _location(root, found, is_hit), tl.where(is_missed, _MISSED, -1))
+        tl.store(_i32(locations + tl.load(job + _J_LOCATIONS_AT)) + at, location, is_id)
+        counters = _i64(tl.load(root + _COUNTERS)) + number * _COUNTS
+        tl.atomic_add(counters + _N_IDS, tl.sum(is_id.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(counters + _N_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit
@@ -382,10 +385,12 @@ def _ghost_score(root, key, mask, tick):
     return tick + more
 
 
-@triton.jit(do_not_specialize=["root"])
-def enumerate_missing(root: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
-    """MARKS marks of one table a program: the keys that its maps name, in the order of their rows, and their scores."""
+@triton.jit(do_not_specialize=["root", "ticket"])
+def enumerate_missing(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
+    """MARKS marks of one table a program: the keys that its maps name, in the order of their rows, their scores, and room for
+    each in the ticket's pad, as far as there is any."""
     root = _i64(root)
+    pad_units = tl.load(_i64(ticket) + _K_PAD_UNITS)
     mine = _i32(tl.load(root + _MARKS)) + tl.program_id(0) * 2
     number = tl.load(mine).to(tl.int64)
     first_mark = tl.load(mine + 1).to(tl.int64)
@@ -394,6 +399,8 @@ def enumerate_missing(root: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
     tick = _tick(root, tl.load(state + _S_NOW))
     missing = _i64(tl.load(root + _MISSING))
     scores = _i32(tl.load(root + _SCORES))
+    places = _i32(tl.load(root + _PLACES))
+    units = tl.load(table + _T_ROW_BYTES) // _PAD_UNIT
     marks = _i32(tl.load(table + _T_MARK_AT))
     mark_count = (tl.load(table + _T_ROWS) + 32 * _WORDS - 1) // (32 * _WORDS)
     for n in range(first_mark, tl.minimum(first_mark + MARKS, mark_count)):
@@ -403,6 +410,7 @@ def enumerate_missing(root: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
             count = _bits(word)
             total = tl.sum(count, 0)
             base = tl.atomic_add(state + _S_MISSING, total.to(tl.int64), sem="relaxed")
+            start = tl.atomic_add(state + _S_PAD_UNITS, total * units, sem="relaxed")
             rank = base.to(tl.int32) + tl.cumsum(count, 0) - count
             tl.store(_i32(tl.load(table + _T_FIRST_RANKS)) + word_at, rank, word != 0)
             for _ in range(tl.max(count, 0)):
@@ -410,6 +418,8 @@ def enumerate_missing(root: tl.int64, LFU: tl.constexpr, MARKS: tl.constexpr):
                 bit = word & -word
                 key = (number << _ID_BITS) | (word_at * 32 + _bits(bit - 1))
                 tl.store(missing + rank, key, is_one)
+                unit = start + (rank - base) * units
+                tl.store(places + rank, tl.where(unit + units <= pad_units, -2 - unit, -1).to(tl.int32), is_one)
                 if LFU:
                     tl.store(scores + rank, _ghost_score(root, key, is_one, tick), is_one)
                 word = word ^ bit
@@ -636,89 +646,165 @@ def _copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexp
         tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
-def take_in(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, GATHERS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """ROWS missing keys a turn: gives each a slot, room in the ticket's pad, or neither, and fetches its row.
+@triton.jit
+def _source(root, key, mask):
+    """Where the rows of missing keys lie, and their bytes."""
+    table = _table(root, key >> _ID_BITS)
+    row_bytes = tl.load(table + _T_ROW_BYTES, mask, 0)
+    return tl.load(table + _T_ADDRESS, mask, 0) + (key & _ID_MASK) * row_bytes, row_bytes
 
-    GATHERS: or lists it for the CPU, where there are many. WORDS: of a row that are copied at once.
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
+    """BLOCK missing keys a turn: what the CPU is to gather, if there are many; it lays the rows out as they will lie in the pad.
+
+    The list: how many rows, the bytes from the first one's begin to the last one's end, then for each row its address in 48
+    bits with its bytes / 16 above (0: nothing), and the byte where it goes.
     """
     root = _i64(root)
-    ticket = _i64(ticket)
+    state = _i64(tl.load(root + _STATE))
+    listed = _i64(tl.load(root + _LIST))
+    count = tl.load(state + _S_MISSING)
+    gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
+    staged = tl.minimum(tl.load(state + _S_PAD_UNITS), tl.load(root + _STAGING_UNITS))
+    staged = tl.where(gathered > 0, tl.minimum(staged, tl.load(_i64(ticket) + _K_PAD_UNITS)) * _PAD_UNIT, 0)
+    is_first = tl.program_id(0) == 0
+    tl.store(listed, gathered, is_first)
+    tl.store(listed + 1, staged, is_first)
+    tl.store(state + _S_GATHERED, staged, is_first)
+    for block in range(tl.program_id(0), tl.cdiv(gathered, BLOCK), tl.num_programs(0)):
+        at = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        is_row = at < gathered
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
+        source, row_bytes = _source(root, key, is_row)
+        place = tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -1)
+        target = (-2 - place).to(tl.int64) * _PAD_UNIT
+        is_gathered = (place < -1) & (target + row_bytes <= staged)
+        tl.store(listed + 2 + 2 * at, tl.where(is_gathered, source | ((row_bytes // 16) << 48), 0), is_row)
+        tl.store(listed + 3 + 2 * at, target, is_row)
+
+
+@triton.jit(do_not_specialize=["root", "ticket", "copied"])
+def bring(root: tl.int64, ticket: tl.int64, copied: tl.int64, PIECES: tl.constexpr):
+    """PIECES of 16 bytes a turn of what the CPU gathered, to the pad, from byte `copied` on."""
+    root = _i64(root)
+    end = tl.load(_i64(tl.load(root + _STATE)) + _S_GATHERED)
+    source = tl.load(root + _STAGING) + copied
+    target = tl.load(_i64(ticket) + _K_PAD) + copied
+    source = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    target = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+    for block in range(tl.program_id(0), tl.cdiv(end - copied, PIECES * 16), tl.num_programs(0)):
+        word = block * (4 * PIECES) + tl.arange(0, 4 * PIECES).to(tl.int64)
+        is_word = word // 4 < (end - copied) // 16
+        tl.store(target + word, tl.load(source + word, is_word, 0), is_word)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def fetch(root: tl.int64, ticket: tl.int64, GATHERS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """ROWS missing keys a turn: their rows, from the host to the ticket's pad, where they have room there.
+
+    GATHERS: but for those that the CPU gathered. WORDS: of a row that are copied at once.
+    """
+    root = _i64(root)
     state = _i64(tl.load(root + _STATE))
     count = tl.load(state + _S_MISSING)
+    pad = tl.load(_i64(ticket) + _K_PAD)
+    staged = tl.zeros((), tl.int64)
     if GATHERS:
-        gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
-        tl.store(_i64(tl.load(root + _LIST)), gathered, tl.program_id(0) == 0)
-        tl.store(state + _S_GATHERED, gathered, tl.program_id(0) == 0)
+        staged = tl.load(state + _S_GATHERED)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
-        table = _table(root, key >> _ID_BITS)
-        row_bytes = tl.load(table + _T_ROW_BYTES, is_row, 0)
-        of_class = _class_state(root, tl.load(table + _T_CLASS, is_row, 0))
-        rank = tl.load(_i32(tl.load(root + _RANKS)) + at, is_row, -1)
+        source, row_bytes = _source(root, key, is_row)
+        place = tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -1)
+        start = (-2 - place).to(tl.int64) * _PAD_UNIT
+        is_fetched = place < -1
+        if GATHERS:
+            is_gathered = (at < tl.load(root + _MOST_GATHERED)) & (start + row_bytes <= staged)
+            is_fetched = is_fetched & (is_gathered == 0)
+        _copy_rows(pad + start, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS)
+
+
+@triton.jit(do_not_specialize=["root"])
+def take_in(root: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """ROWS missing keys a turn: each that is taken in gets its slot. One that has no room in the pad is fetched there and then.
+
+    WORDS: of a row that are copied at once.
+    """
+    root = _i64(root)
+    state = _i64(tl.load(root + _STATE))
+    count = tl.load(state + _S_MISSING)
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        at = block * ROWS + tl.arange(0, ROWS)
+        is_row = at < count
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
+        source, row_bytes = _source(root, key, is_row)
+        of_class = _class_state(root, tl.load(_table(root, key >> _ID_BITS) + _T_CLASS, is_row, 0))
+        ranks = _i32(tl.load(root + _RANKS)) + at
+        rank = tl.load(ranks, is_row, -1)
         found = tl.minimum(tl.load(of_class + _FOUND, is_row, 0), tl.load(of_class + _ADMITTED, is_row, 0))
         is_taken = (rank >= 0) & (rank < found)
         victim = _i32(tl.load(root + _VICTIMS)) + tl.load(of_class + _FIRST, is_row, 0) + rank
         node = tl.load(victim, is_taken, 0)
-        node_at = _node(root, node)
-        tl.store(_i64(node_at), key, is_taken)
+        tl.store(_i64(_node(root, node)), key, is_taken)
         _link(root, node, key, is_taken)
         if LFU:
             score = tl.load(_i32(tl.load(root + _SCORES)) + at, is_taken, 0)
             tl.store(_i32(_score(root, node)), score, is_taken)
-        location = _location(root, node, is_taken)
-
-        units = tl.where(is_row & (is_taken == 0), row_bytes // _PAD_UNIT, 0)
-        base = tl.atomic_add(state + _S_PAD_UNITS, tl.sum(units, 0), sem="relaxed")
-        start = base + tl.cumsum(units, 0) - units
-        is_padded = (units > 0) & (start + units <= tl.load(ticket + _K_PAD_UNITS))
-        place = tl.where(is_taken, location, tl.where(is_padded, (-2 - start).to(tl.int32), -1))
-        tl.store(_i32(tl.load(root + _PLACES)) + at, place, is_row)
-
-        target = tl.load(root + _ARENA) + location.to(tl.int64) * row_bytes
-        target = tl.where(is_padded, tl.load(ticket + _K_PAD) + start * _PAD_UNIT, target)
-        source = tl.load(table + _T_ADDRESS, is_row, 0) + (key & _ID_MASK) * row_bytes
-        has_target = is_taken | is_padded
-        if GATHERS:
-            is_listed = at < gathered
-            packed = tl.where(has_target, source | ((row_bytes // 16) << 48), 0)
-            tl.store(_i64(tl.load(root + _LIST)) + 1 + at, packed, is_listed & is_row)
-            tl.store(_i64(tl.load(root + _TARGETS)) + at, tl.where(has_target, target, 0), is_listed & is_row)
-            has_target = has_target & (at >= gathered)
-        _copy_rows(target, source, tl.where(has_target, row_bytes, 0), ROWS, WORDS)
+        places = _i32(tl.load(root + _PLACES)) + at
+        has_room = tl.load(places, is_row, -1) < -1
+        tl.store(ranks, tl.where(is_taken & has_room, node, -1), is_row)
+        is_direct = is_taken & (has_room == 0)
+        if tl.max(is_direct.to(tl.int32), 0) > 0:
+            location = _location(root, node, is_direct)
+            tl.store(places, location, is_direct)
+            target = tl.load(root + _ARENA) + location.to(tl.int64) * row_bytes
+            _copy_rows(target, source, tl.where(is_direct, row_bytes, 0), ROWS, WORDS)
 
         taken = tl.sum(is_taken.to(tl.int64), 0)
-        padded = tl.sum(is_padded.to(tl.int64), 0)
+        padded = tl.sum((is_row & has_room & (is_taken == 0)).to(tl.int64), 0)
         tl.atomic_add(state + _S_INSERTED, taken, sem="relaxed")
         tl.atomic_add(state + _S_PADDED, padded, sem="relaxed")
         locked_out = (rank >= 0) & (is_taken == 0)
         tl.atomic_add(state + _S_LOCKED_OUT, tl.sum(locked_out.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["root"])
-def bring(root: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """ROWS rows a turn that the CPU gathered: to where they are to go."""
+@triton.jit(do_not_specialize=["root", "ticket"])
+def place(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """ROWS missing keys a turn: copies what was taken in from the pad to its slot."""
     root = _i64(root)
-    listed = _i64(tl.load(root + _LIST))
-    count = tl.load(_i64(tl.load(root + _STATE)) + _S_GATHERED)
+    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    pad = tl.load(_i64(ticket) + _K_PAD)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-        at = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        target = tl.load(_i64(tl.load(root + _TARGETS)) + at, at < count, 0)
-        row_bytes = tl.load(listed + 1 + at, (at < count) & (target != 0), 0) >> 48 << 4
-        _copy_rows(target, tl.load(root + _STAGING) + at * tl.load(root + _STRIDE), row_bytes, ROWS, WORDS)
+        at = block * ROWS + tl.arange(0, ROWS)
+        is_row = at < count
+        node = tl.load(_i32(tl.load(root + _RANKS)) + at, is_row, -1)
+        key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
+        row_bytes = tl.load(_table(root, key >> _ID_BITS) + _T_ROW_BYTES, is_row, 0)
+        start = (-2 - tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -2)).to(tl.int64) * _PAD_UNIT
+        target = tl.load(root + _ARENA) + _location(root, tl.maximum(node, 0), node >= 0).to(tl.int64) * row_bytes
+        _copy_rows(target, pad + start, tl.where(node >= 0, row_bytes, 0), ROWS, WORDS)
 
 
-@triton.jit(do_not_specialize=["root", "jobs", "job_of_program", "inputs", "locations"])
-def resolve(root: tl.int64, jobs: tl.int64, job_of_program: tl.int64, inputs: tl.int64, locations: tl.int64, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["root", "jobs", "job_of_block", "blocks", "inputs", "locations"])
+def resolve(
+    root: tl.int64,
+    jobs: tl.int64,
+    job_of_block: tl.int64,
+    blocks: tl.int64,
+    inputs: tl.int64,
+    locations: tl.int64,
+    BLOCK: tl.constexpr,
+):
     """As `probe`, after `take_in`: the locations that were not known then."""
     root = _i64(root)
-    if tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING) > 0:
-        job = _i64(jobs) + tl.load(_i32(job_of_program) + tl.program_id(0)).to(tl.int64) * _JOB_FIELDS
+    blocks = tl.where(tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING) > 0, blocks, 0)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        job = _i64(jobs) + tl.load(_i32(job_of_block) + block).to(tl.int64) * _JOB_FIELDS
         number = tl.load(job + _J_TABLE)
         table = _table(root, number)
-        at = (tl.program_id(0) - tl.load(job + _J_FIRST_PROGRAM)) * BLOCK + tl.arange(0, BLOCK)
+        at = (block - tl.load(job + _J_FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
         location_at = _i32(locations + tl.load(job + _J_LOCATIONS_AT)) + at
         is_missed = (at < tl.load(job + _J_IDS)) & (tl.load(location_at, at < tl.load(job + _J_IDS), 0) == _MISSED)
         id = tl.load(_i64(inputs + tl.load(job + _J_IDS_AT)) + at, is_missed, 0)

@@ -10,22 +10,22 @@ from quant.cache_kernel import JobField
 from quant.fused_plan import CacheJob
 from quant.launch import Kernel
 
-_PROBE, _PROBE_WARPS = 128, 1  # ids of a program
+_PROBE, _PROBE_WARPS = 128, 1  # ids at once
 _TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
 TURN, _PART = 256, 512
+_PIECES = 2048  # of 16 bytes, that a program copies at once
 _SAMPLE = 1024
 MARKS = 1
 
 
 @dataclass(frozen=True)
 class CacheJobs:
-    """The cached lookups of a batch, as `cache_jobs` wrote them to address `at` of the device; and the job of each program."""
+    """The cached lookups of a batch, as `cache_jobs` wrote them to address `at` of the device; and the job of each block."""
 
     at: int
-    programs_at: int
+    blocks_at: int
     ids: int
-    programs: int
-    block: int
+    blocks: int
 
 
 def cached_bytes(jobs: Sequence[CacheJob]) -> int:
@@ -41,9 +41,9 @@ def cache_jobs(jobs: Sequence[CacheJob], address: int, is_interpreted: bool) -> 
     rows = np.zeros((len(jobs), len(JobField)), np.int64)
     for n, job in enumerate(jobs):
         rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, firsts[n])
-    of_program = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
-    written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts), block)
-    return rows.tobytes() + of_program.tobytes(), written
+    of_block = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
+    written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts))
+    return rows.tobytes() + of_block.tobytes(), written
 
 
 class Kernels:
@@ -63,7 +63,6 @@ class Kernels:
         self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
         self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=TURN), Kernel(k.end, 1, BLOCK=TURN)
         tile = {"ROWS": self.rows, "WORDS": words}
-        self.take_in, self.bring = (
-            Kernel(k.take_in, _ROW_WARPS, **lfu, GATHERS=gathers, **tile),
-            Kernel(k.bring, _ROW_WARPS, **tile),
-        )
+        self.list_rows, self.bring = Kernel(k.list_rows, 4, BLOCK=TURN), Kernel(k.bring, _ROW_WARPS, PIECES=_PIECES)
+        self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, **tile)
+        self.take_in, self.place = Kernel(k.take_in, _ROW_WARPS, **lfu, **tile), Kernel(k.place, _ROW_WARPS, **tile)

@@ -22,18 +22,21 @@ class Policy(Enum):
 class CacheSettings:
     """How a cache decides.
 
-    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. pad_fraction: of the budget, for rows
-    that get no slot; `pads` tickets may have some at once. row_programs: that fetch rows; enough to keep the bus busy, few beside
-    other work. gather_threads: of the CPU, which gathers missing rows, from `gather_from` a batch on, where tables span so much
-    that the GPU's own reads are slow; 0: the GPU reads them all.
+    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. pads: where missing rows arrive, for
+    so many tickets at once: `pad_fraction` of the budget in all, at most `pad_bytes` each. row_programs: that fetch rows, enough
+    to keep the bus busy, but few, for others run beside them. programs: of the other kernels; few leave more of the GPU to other
+    work. gather_threads: of the CPU, which gathers missing rows, from `gather_from` a batch on, where tables span so much that
+    the GPU's own reads are slow; 0: the GPU reads them all.
     """
 
     policy: Policy = Policy.LFU
     half_life: int = 1000
     page_bytes: int | None = None
     pad_fraction: float = 0.2
+    pad_bytes: int = 256 << 20
     pads: int = 1
-    row_programs: int = 1056
+    row_programs: int = 264
+    programs: int = 8192
     gather_threads: int = 0
     gather_from: int = 4096
 
@@ -47,7 +50,9 @@ class CacheSettings:
             ),
             ("pad_fraction", 0 <= self.pad_fraction < 1, "from 0 to below 1"),
             ("pads", self.pads >= 1, "1 or more"),
+            ("pad_bytes", self.pad_bytes >= 0, "0 or more"),
             ("row_programs", self.row_programs >= 1, "1 or more"),
+            ("programs", self.programs >= 1, "1 or more"),
             ("gather_threads", 0 <= self.gather_threads <= 64, "0 to 64"),
             ("gather_from", self.gather_from >= 1, "1 or more"),
         ):

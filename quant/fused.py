@@ -98,7 +98,8 @@ def _fused(plan: Plan) -> FusedPlan:
 class Fused(Backend):
     """The fused kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow, for tests).
 
-    cpu: looks up the tables that are not on the device, and gathers, with `threads`. One batch runs at a time.
+    cpu: looks up the tables that are not on the device, and gathers, with `threads`. priority: of its stream; lower numbers go
+    first, 0 is the last. One batch runs at a time.
     MissingBackend: there is no such device.
     """
 
@@ -112,6 +113,7 @@ class Fused(Backend):
         threads: int = 1,
         gather_from: int = GATHER_FROM,
         shapes: Shapes | None = None,
+        priority: int = -1,
     ) -> None:
         self.cpu, self.threads, self.gather_from = cpu, threads, gather_from
         self.is_interpreted = device == INTERPRETER
@@ -123,7 +125,7 @@ class Fused(Backend):
         self.shapes = shapes or (_INTERPRETED if self.is_interpreted else Shapes())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self._lock = threading.RLock()
-        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
         self._bag_starts = Kernel(fused_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
         self._lookups: dict[Any, Kernel] = {}
@@ -306,11 +308,14 @@ class Fused(Backend):
         scratch: torch.Tensor,
         ticket: "Ticket | None" = None,
     ) -> None:
-        """Launches what the groups need, on the current stream; nothing is waited for. `ticket` is released behind them.
+        """Launches what the groups need, on the current stream, once the ticket's rows are there; the host waits for nothing.
+        `ticket` is released behind them.
 
         flags int32 [jobs], zeros, on the device or page-locked: 1 where an id or a length of the job is wrong.
         """
         locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.pad)
+        if ticket is not None:
+            ticket.wait()
         stream = None if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream
         inputs_at, outputs_at, scratch_at = inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
         for g in groups:
@@ -430,8 +435,6 @@ class PreparedLookup:
         """
         with self._on_device():
             ticket = ticket or self.prefetch(inputs)
-            if ticket is not None:
-                ticket.wait()
             self._fused.launch(self._launches.groups, self.flags, inputs, outputs, self._scratch, ticket)
 
     def capture(self, inputs: torch.Tensor, outputs: torch.Tensor) -> "CapturedLookup":
@@ -470,6 +473,8 @@ class CapturedLookup:
                 fused.launch(
                     self._lookup._launches.groups, self._lookup.flags, inputs, outputs, self._lookup._scratch, self._ticket
                 )
+                if fused.cache is not None:
+                    fused.cache.join()
             self._generation = fused.cache.generation if fused.cache is not None else 0
 
     @contextmanager

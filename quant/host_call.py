@@ -15,22 +15,28 @@ from quant.errors import MissingBackend, QuantError
 
 
 class HostGather:
-    """A list of at most `rows` rows and their staging area, `stride` bytes each, filled by `threads` threads of the CPU.
+    """A list of at most `rows` rows and a staging area of `size` bytes for them, filled by `threads` threads of the CPU.
 
-    MissingBackend: the C extension was not built.
+    list: as `quant.cache_kernel.list_rows` says. MissingBackend: the C extension was not built.
     """
 
-    def __init__(self, rows: int, stride: int, threads: int, is_cuda: bool) -> None:
+    def __init__(self, rows: int, size: int, threads: int, is_cuda: bool) -> None:
         try:
             from quant import _native
         except ImportError as error:
             raise MissingBackend(f"quant._native does not import ({error}); serve with --threads 1, or build it") from error
-        self.rows, self.stride = rows, stride
-        self.list = torch.zeros(1 + rows, dtype=torch.int64, pin_memory=is_cuda)
-        self.staging = torch.empty(rows * stride, dtype=torch.uint8, pin_memory=is_cuda)
-        self._request = np.array([self.list.data_ptr(), self.staging.data_ptr(), stride, threads], np.int64)
+        self.rows = rows
+        self.list = torch.zeros(2 + 2 * rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+        self._head = self.list.numpy()[:2]
+        self._request = np.array([self.list.data_ptr(), self.staging.data_ptr(), threads], np.int64)
         self._function = _native.gather_rows()
         self._launch = _cuda_launch() if is_cuda else None
+
+    @property
+    def last_bytes(self) -> int:
+        """Of the staging area that were filled some batch ago, as far as the device has come."""
+        return int(self._head[1])
 
     def __call__(self, stream: int | None) -> None:
         """Gathers what the list says once the stream is there; None: now."""
