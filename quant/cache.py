@@ -140,6 +140,8 @@ class Cache:
     ) -> None:
         self.settings = settings or CacheSettings()
         self.device, self._stream, self._is_interpreted = device, stream, is_interpreted
+        self._aside: Any = None if stream is None else torch.cuda.Stream(device, stream.priority)  # type: ignore[no-untyped-call]
+        self._placed: Any = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self._abandoned: deque[_Berth] = deque()
         self._forgotten: deque[int] = deque()
@@ -179,8 +181,6 @@ class Cache:
         pad_units = pad_bytes // k.PAD_UNIT
         self._gather: HostGather | None = None
         self._pad_bytes = pad_bytes
-        self._aside: Any = None if stream is None else torch.cuda.Stream(device, stream.priority)  # type: ignore[no-untyped-call]
-        self._placed: Any = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self._on_stream():
             self._berths = [_Berth(device, n, first_pad + n * pad_bytes, pad_units) for n in range(self.settings.pads)]
             self._kernels = self._kernels_for(smallest_row_bytes)
