@@ -7,7 +7,7 @@
  * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
  *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
- * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [3], see `request`
+ * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [5], see `request`
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -147,11 +147,12 @@ static verdict execute(const job *jobs, int64_t n, int threads) {
 
 /* ---- rows that a GPU asks for: `gather_rows` is called by CUDA, in the order of a stream, without the interpreter ----
  *
- * list[0]: how many; from list[2] on, for each: its address in 48 bits with its bytes / 16 above, and where in `staging` it goes. */
-typedef struct { const volatile int64_t *list; uint8_t *staging; int64_t threads; } request;
+ * list[0]: how many; from list[2] on, for each: its address in 48 bits with its bytes / 16 above, and where in `staging` it goes,
+ * which ascends. Those are gathered that go to [from, to). */
+typedef struct { const volatile int64_t *list; uint8_t *staging; int64_t threads, from, to; } request;
 enum { ROWS_A_THREAD = 512, ROWS_AHEAD = 16 };
 static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
-typedef struct { const request *request; int64_t rows; int parts; } gathering;
+typedef struct { const request *request; int64_t first, rows; int parts; } gathering;
 
 /* Units of 16 bytes, aligned: to memory, since a device that reads lines which a core has changed waits long for each. */
 static void copy_past_caches(uint8_t *to, const uint8_t *from, int64_t units) {
@@ -165,7 +166,7 @@ static void copy_past_caches(uint8_t *to, const uint8_t *from, int64_t units) {
 static void gather_part(const void *argument, int part) {
     const gathering *g = argument;
     const int64_t *list = (const int64_t *)g->request->list + 2;
-    int64_t i = g->rows * part / g->parts, end = g->rows * (part + 1) / g->parts;
+    int64_t i = g->first + g->rows * part / g->parts, end = g->first + g->rows * (part + 1) / g->parts;
     for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[2 * n] & ADDRESS));
     for (; i < end; i++) {
         if (i + ROWS_AHEAD < end) {
@@ -180,11 +181,22 @@ static void gather_part(const void *argument, int part) {
 #endif
 }
 
+/* The first of the listed rows that goes to `at` or behind it. */
+static int64_t first_at(const request *r, int64_t at) {
+    int64_t low = 0, high = r->list[0];
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (r->list[3 + 2 * middle] < at) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
 static void gather_rows(void *argument) {
     const request *r = argument;
-    int64_t rows = r->list[0], parts = rows / ROWS_A_THREAD + 1;
+    int64_t first = first_at(r, r->from), rows = first_at(r, r->to) - first, parts = rows / ROWS_A_THREAD + 1;
     if (rows <= 0) return;
-    gathering g = {r, rows, (int)(parts < r->threads ? parts : r->threads)};
+    gathering g = {r, first, rows, (int)(parts < r->threads ? parts : r->threads)};
     run_parts(g.parts, gather_part, &g);
 }
 

@@ -41,7 +41,7 @@ _PARTS = 7  # of 4 bytes an id
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers, and their bytes
 _MOST_STAGED = 64 << 20
 _COPY_UNIT = 1 << 16
-_MOST_UNITS = 2**31 - 1  # of 16 bytes, that a batch may lack
+_MOST_LACKED = (2**31 - 1) * k.PAD_UNIT  # bytes of rows that a batch may lack
 _SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _WARM_IDS = 1 << 16
 _PAGES_AT_ONCE = 256
@@ -115,6 +115,7 @@ class _Berth:
     def __init__(self, device: torch.device, number: int, pad: int, pad_units: int) -> None:
         self.record = torch.tensor([0, pad, pad_units, number], dtype=torch.int64, device=device)
         self.pad, self.pad_bytes = pad, pad_units * k.PAD_UNIT
+        self.requests: Any = None  # what the CPU reads while it gathers for the ticket
         self.locations = torch.empty(0, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -140,7 +141,10 @@ class Cache:
     ) -> None:
         self.settings = settings or CacheSettings()
         self.device, self._stream, self._is_interpreted = device, stream, is_interpreted
-        self._aside: Any = None if stream is None else torch.cuda.Stream(device, stream.priority)  # type: ignore[no-untyped-call]
+        self._aside, self._copies = (
+            None if stream is None else torch.cuda.Stream(device, stream.priority)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._placed: Any = None if stream is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
         self._abandoned: deque[_Berth] = deque()
@@ -199,6 +203,11 @@ class Cache:
     def slots(self) -> int:
         """Rows that the cache can hold, with the pages as they are divided now."""
         return sum(c.slots * len(c.pages) for c in self._classes)
+
+    @property
+    def _widest(self) -> int:
+        """Bytes of the widest rows."""
+        return max((c.row_bytes for c in self._classes), default=0)
 
     @property
     def slots_at(self) -> int:
@@ -274,8 +283,7 @@ class Cache:
                 f"expected 1 to {(1 << self._node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
             )
         self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
-        widest = max(c.row_bytes for c in self._classes)
-        self._kernels = self._kernels_for(widest)
+        self._kernels = self._kernels_for(self._widest)
         return len(self._classes) - 1
 
     def _kernels_for(self, widest_row_bytes: int) -> Kernels:
@@ -436,6 +444,7 @@ class Cache:
             Root.VICTIMS: part[5],
             Root.VICTIM_BUCKETS: part[6],
             Root.MOST_SLOTS: max((c.slots for c in self._classes), default=0),
+            Root.WIDEST_UNITS: self._widest // k.PAD_UNIT,
         }
         if self._gather is not None:
             root |= {
@@ -473,6 +482,11 @@ class Cache:
         with self._lock, self._on_stream():
             if _is_capturing():
                 return self._capture(jobs, inputs, takes_all)
+            if jobs.ids * self._widest > _MOST_LACKED:
+                raise QuantError(
+                    f"a batch of {jobs.ids:,} ids of rows of up to {self._widest} bytes may lack more than {_MOST_LACKED:,} bytes "
+                    "at once; split it"
+                )
             self._clear_up()
             self._settle()
             if jobs.ids > self._ids:
@@ -591,15 +605,25 @@ class Cache:
         root, ticket, aside, run = self._root.data_ptr(), berth.record.data_ptr(), self._aside_handle(), self._kernels
         if self._gather is not None:
             run.list_rows(turns, aside, root, ticket)
-            self._gather(aside)
-            # How much there is only the device knows: as much as lately by a copy, and a quarter more; the rest by `bring`.
-            likely = -(-self._gather.last_bytes * 5 // 4 // _COPY_UNIT) * _COPY_UNIT
+            # How much there is only the device knows: as much as lately by copies, and a little more; the rest by `bring`.
+            likely = -(-self._gather.last_bytes * 9 // 8 // _COPY_UNIT) * _COPY_UNIT
             likely = min(likely, self._gather.staging.numel(), berth.pad_bytes)
-            if likely > 0:
-                with self._on_aside():
-                    self._pad_view(berth)[:likely].copy_(self._gather.staging[:likely], non_blocking=True)
+            pieces = self._gather.pieces(likely)
+            berth.requests = self._gather.requests(pieces)
+            for (first, end), request in zip(pieces, berth.requests, strict=True):
+                self._gather(aside, request)
+                self._copy_staged(berth, first, min(end, likely))
+            self._order(self._aside, self._copies)
             run.bring(programs, aside, root, ticket, likely)
         run.fetch(programs, aside, root, ticket)
+
+    def _copy_staged(self, berth: _Berth, first: int, end: int) -> None:
+        """Copies a part of what the CPU gathered to a pad, while the next one is gathered."""
+        assert self._gather is not None
+        self._order(self._copies, self._aside)
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            target = berth.pad - self.slots_at
+            self._arena[target + first : target + end].copy_(self._gather.staging[first:end], non_blocking=True)
 
     def _stream_handle(self) -> int | None:
         return None if self._stream is None else int(self._stream.cuda_stream)
@@ -624,13 +648,6 @@ class Cache:
     def join(self) -> None:
         """Ends a capture: the graph is done when what runs aside is."""
         self._order(self._stream, self._aside)
-
-    def _pad_view(self, berth: _Berth) -> torch.Tensor:
-        first = berth.pad - self.slots_at
-        return self._arena[first : first + berth.pad_bytes]
-
-    def _on_aside(self) -> Any:
-        return nullcontext() if self._aside is None else torch.cuda.stream(self._aside)
 
     def _release(self, berth: _Berth, is_over: bool = True) -> None:
         """is_over: others may use the berth; not so where a graph will release it each time."""

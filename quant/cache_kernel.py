@@ -63,6 +63,7 @@ class Root(IntEnum):
     MOST_GATHERED = 25
     STAGING = 26  # where they are then, as in the pad
     STAGING_UNITS = 27
+    WIDEST_UNITS = 28  # of a row, of any class
 
 
 class TableField(IntEnum):
@@ -91,13 +92,12 @@ class State(IntEnum):
 
     NOW = 0  # the last ticket
     DONE = 1  # all tickets up to it are released
-    MISSING = 2  # keys that the batch lacks
-    PAD_UNITS = 3  # of the ticket's pad that are taken, or were wanted
-    INSERTED = 4  # from here on: since the cache was made
-    FREED = 5  # rows that were dropped for no other
-    PADDED = 6
-    LOCKED_OUT = 7  # rows that were to be taken in when every slot was locked
-    GATHERED = 8  # bytes of the pad that the CPU gathers
+    MISSING = 2  # keys that the batch lacks, and above 32 bits the units that their rows take in a pad
+    INSERTED = 3  # from here on: since the cache was made
+    FREED = 4  # rows that were dropped for no other
+    PADDED = 5
+    LOCKED_OUT = 6  # rows that were to be taken in when every slot was locked
+    GATHERED = 7  # bytes of the pad that the CPU gathers
 
 
 class ClassState(IntEnum):
@@ -149,14 +149,12 @@ PAD_UNIT = 16
 (_OUT, _GHOSTS, _GHOST_MASK, _RATE, _MARKS, _MISSING, _SCORES, _RANKS, _PLACES, _VICTIMS, _VICTIM_BUCKETS) = (
     tl.constexpr(int(f)) for f in list(Root)[Root.OUT : Root.MOST_SLOTS]
 )
-_MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STAGING_UNITS = (
+_MOST_SLOTS, _LIST, _LEAST_GATHERED, _MOST_GATHERED, _STAGING, _STAGING_UNITS, _WIDEST_UNITS = (
     tl.constexpr(int(f)) for f in list(Root)[Root.MOST_SLOTS :]
 )
 _T_ADDRESS, _T_ROWS, _T_ROW_BYTES, _T_CLASS, _T_BITS, _T_FIRST_RANKS, _T_MARK_AT = (tl.constexpr(int(f)) for f in TableField)
 _C_ROW_BYTES, _C_SLOTS, _C_PAGE_LIST, _C_PAGES = (tl.constexpr(int(f)) for f in ClassField)
-_S_NOW, _S_DONE, _S_MISSING, _S_PAD_UNITS, _S_INSERTED, _S_FREED, _S_PADDED, _S_LOCKED_OUT, _S_GATHERED = (
-    tl.constexpr(int(f)) for f in State
-)
+_S_NOW, _S_DONE, _S_MISSING, _S_INSERTED, _S_FREED, _S_PADDED, _S_LOCKED_OUT, _S_GATHERED = (tl.constexpr(int(f)) for f in State)
 _LACKED, _ADMITTED, _FOUND, _WARMEST, _COLDEST, _FIRST, _OCCUPIED = (tl.constexpr(int(f)) for f in ClassState)
 _N_IDS, _N_HITS, _N_FETCHED, _N_IN_PLACE = (tl.constexpr(int(f)) for f in Counter)
 _J_TABLE, _J_IDS_AT, _J_IDS, _J_LOCATIONS_AT, _J_FIRST_BLOCK = (tl.constexpr(int(f)) for f in JobField)
@@ -224,6 +222,12 @@ def _table(root, number):
 @triton.jit
 def _class_state(root, number):
     return _i64(tl.load(root + _STATE)) + _STATES + number * _CLASS_STATES
+
+
+@triton.jit
+def _missing(state):
+    """How many keys the batch lacks."""
+    return tl.load(state + _S_MISSING) & 0xFFFFFFFF
 
 
 @triton.jit
@@ -309,7 +313,6 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
     tl.store(state + _S_DONE, tl.min(tl.where(others == 0, now, others), 0) - 1)
     tl.store(out + tl.load(ticket + _K_BERTH), now)
     tl.store(state + _S_MISSING, 0)
-    tl.store(state + _S_PAD_UNITS, 0)
     of_class = _class_state(root, tl.arange(0, CLASS_LANES))
     zeros = tl.zeros((CLASS_LANES,), tl.int64)
     tl.store(of_class + _LACKED, zeros)
@@ -390,7 +393,7 @@ def enumerate_missing(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, MARKS
     """MARKS marks of one table a program: the keys that its maps name, in the order of their rows, their scores, and room for
     each in the ticket's pad, as far as there is any."""
     root = _i64(root)
-    pad_units = tl.load(_i64(ticket) + _K_PAD_UNITS)
+    last_unit = tl.load(_i64(ticket) + _K_PAD_UNITS) - tl.load(root + _WIDEST_UNITS)  # behind it none has room
     mine = _i32(tl.load(root + _MARKS)) + tl.program_id(0) * 2
     number = tl.load(mine).to(tl.int64)
     first_mark = tl.load(mine + 1).to(tl.int64)
@@ -409,9 +412,10 @@ def enumerate_missing(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, MARKS
             word = tl.load(_i32(tl.load(table + _T_BITS)) + word_at)
             count = _bits(word)
             total = tl.sum(count, 0)
-            base = tl.atomic_add(state + _S_MISSING, total.to(tl.int64), sem="relaxed")
-            start = tl.atomic_add(state + _S_PAD_UNITS, total * units, sem="relaxed")
-            rank = base.to(tl.int32) + tl.cumsum(count, 0) - count
+            before = tl.atomic_add(state + _S_MISSING, total.to(tl.int64) * ((units << 32) + 1), sem="relaxed")
+            base = before.to(tl.int32)
+            start = before >> 32
+            rank = base + tl.cumsum(count, 0) - count
             tl.store(_i32(tl.load(table + _T_FIRST_RANKS)) + word_at, rank, word != 0)
             for _ in range(tl.max(count, 0)):
                 is_one = word != 0
@@ -419,7 +423,7 @@ def enumerate_missing(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, MARKS
                 key = (number << _ID_BITS) | (word_at * 32 + _bits(bit - 1))
                 tl.store(missing + rank, key, is_one)
                 unit = start + (rank - base) * units
-                tl.store(places + rank, tl.where(unit + units <= pad_units, -2 - unit, -1).to(tl.int32), is_one)
+                tl.store(places + rank, tl.where(unit <= last_unit, -2 - unit, -1).to(tl.int32), is_one)
                 if LFU:
                     tl.store(scores + rank, _ghost_score(root, key, is_one, tick), is_one)
                 word = word ^ bit
@@ -477,7 +481,7 @@ def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.co
         need = lacked
         warmest = tl.full((), 2**31 - 1, tl.int64)
         if LFU:
-            missing = tl.load(state + _S_MISSING)
+            missing = _missing(state)
             which = tl.where(missing > SAMPLE, (n * missing) // SAMPLE + spread % tl.maximum(missing // SAMPLE, 1), n)
             is_key = n < missing
             key = tl.load(_i64(tl.load(root + _MISSING)) + which, is_key, 0)
@@ -517,7 +521,7 @@ def admit(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK missing keys a turn: which are taken in, and the place of each among those of its class."""
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
-    count = tl.load(state + _S_MISSING)
+    count = _missing(state)
     tick = _tick(root, tl.load(state + _S_NOW))
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -603,7 +607,7 @@ def unlink(root: tl.int64, BLOCK: tl.constexpr):
     Who finds a bucket not BUSY has it to himself; who finds it BUSY leaves it to the one who has.
     """
     root = _i64(root)
-    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    count = _missing(_i64(tl.load(root + _STATE)))
     heads = _i32(tl.load(root + _HEADS))
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -659,14 +663,14 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """BLOCK missing keys a turn: what the CPU is to gather, if there are many; it lays the rows out as they will lie in the pad.
 
     The list: how many rows, the bytes from the first one's begin to the last one's end, then for each row its address in 48
-    bits with its bytes / 16 above (0: nothing), and the byte where it goes.
+    bits with its bytes / 16 above (0: nothing), and the byte where it goes, which ascend.
     """
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
     listed = _i64(tl.load(root + _LIST))
-    count = tl.load(state + _S_MISSING)
+    count = _missing(state)
     gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
-    staged = tl.minimum(tl.load(state + _S_PAD_UNITS), tl.load(root + _STAGING_UNITS))
+    staged = tl.minimum(tl.load(state + _S_MISSING) >> 32, tl.load(root + _STAGING_UNITS))
     staged = tl.where(gathered > 0, tl.minimum(staged, tl.load(_i64(ticket) + _K_PAD_UNITS)) * _PAD_UNIT, 0)
     is_first = tl.program_id(0) == 0
     tl.store(listed, gathered, is_first)
@@ -678,7 +682,7 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
         source, row_bytes = _source(root, key, is_row)
         place = tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -1)
-        target = (-2 - place).to(tl.int64) * _PAD_UNIT
+        target = tl.where(place < -1, (-2 - place).to(tl.int64) * _PAD_UNIT, 1 << 62)
         is_gathered = (place < -1) & (target + row_bytes <= staged)
         tl.store(listed + 2 + 2 * at, tl.where(is_gathered, source | ((row_bytes // 16) << 48), 0), is_row)
         tl.store(listed + 3 + 2 * at, target, is_row)
@@ -707,7 +711,7 @@ def fetch(root: tl.int64, ticket: tl.int64, GATHERS: tl.constexpr, ROWS: tl.cons
     """
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
-    count = tl.load(state + _S_MISSING)
+    count = _missing(state)
     pad = tl.load(_i64(ticket) + _K_PAD)
     staged = tl.zeros((), tl.int64)
     if GATHERS:
@@ -734,7 +738,7 @@ def take_in(root: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.con
     """
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
-    count = tl.load(state + _S_MISSING)
+    count = _missing(state)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
@@ -774,7 +778,7 @@ def take_in(root: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.con
 def place(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """ROWS missing keys a turn: copies what was taken in from the pad to its slot."""
     root = _i64(root)
-    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    count = _missing(_i64(tl.load(root + _STATE)))
     pad = tl.load(_i64(ticket) + _K_PAD)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
@@ -799,7 +803,7 @@ def resolve(
 ):
     """As `probe`, after `take_in`: the locations that were not known then."""
     root = _i64(root)
-    blocks = tl.where(tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING) > 0, blocks, 0)
+    blocks = tl.where(_missing(_i64(tl.load(root + _STATE))) > 0, blocks, 0)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         job = _i64(jobs) + tl.load(_i32(job_of_block) + block).to(tl.int64) * _JOB_FIELDS
         number = tl.load(job + _J_TABLE)
@@ -821,7 +825,7 @@ def resolve(
 def end(root: tl.int64, BLOCK: tl.constexpr):
     """BLOCK missing keys a turn: empties the maps and the victims for the next batch."""
     root = _i64(root)
-    count = tl.load(_i64(tl.load(root + _STATE)) + _S_MISSING)
+    count = _missing(_i64(tl.load(root + _STATE)))
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         is_row = at < count

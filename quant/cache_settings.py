@@ -35,7 +35,7 @@ class CacheSettings:
     pad_fraction: float = 0.2
     pad_bytes: int = 256 << 20
     pads: int = 1
-    row_programs: int = 264
+    row_programs: int = 66
     programs: int = 8192
     gather_threads: int = 0
     gather_from: int = 4096

@@ -5,13 +5,18 @@ without the interpreter, which copies them to a staging area; what comes next on
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quant.errors import MissingBackend, QuantError
+
+_PIECES, _PIECE_BYTES = 4, 1 << 20  # parts that are copied while the next one is gathered
+_ALIGNMENT = 16
 
 
 class HostGather:
@@ -29,7 +34,7 @@ class HostGather:
         self.list = torch.zeros(2 + 2 * rows, dtype=torch.int64, pin_memory=is_cuda)
         self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
         self._head = self.list.numpy()[:2]
-        self._request = np.array([self.list.data_ptr(), self.staging.data_ptr(), threads], np.int64)
+        self._threads = threads
         self._function = _native.gather_rows()
         self._launch = _cuda_launch() if is_cuda else None
 
@@ -38,9 +43,20 @@ class HostGather:
         """Of the staging area that were filled some batch ago, as far as the device has come."""
         return int(self._head[1])
 
-    def __call__(self, stream: int | None) -> None:
-        """Gathers what the list says once the stream is there; None: now."""
-        data = self._request.ctypes.data
+    def pieces(self, size: int) -> list[tuple[int, int]]:
+        """The staging area in parts [from, to) that are each worth a copy, if `size` bytes are likely; the last to its end."""
+        count = max(1, min(_PIECES, size // _PIECE_BYTES))
+        cuts = [size * n // count // _ALIGNMENT * _ALIGNMENT for n in range(count)]
+        return list(zip(cuts, [*cuts[1:], self.staging.numel()], strict=True))
+
+    def requests(self, pieces: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """What `__call__` reads of each part; to be kept until the stream has come past it."""
+        same = (self.list.data_ptr(), self.staging.data_ptr(), self._threads)
+        return np.array([(*same, *piece) for piece in pieces], np.int64)
+
+    def __call__(self, stream: int | None, request: NDArray[np.int64]) -> None:
+        """Gathers what the list says of a part once the stream is there; None: now."""
+        data = request.ctypes.data
         if self._launch is None:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._function)(data)
         elif code := self._launch(ctypes.c_void_p(stream), ctypes.c_void_p(self._function), ctypes.c_void_p(data)):

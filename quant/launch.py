@@ -1,6 +1,9 @@
 """Launches of one Triton kernel with fixed constants, without Triton's binding of arguments, which takes longer than they do."""
 
+from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class Kernel:
@@ -20,6 +23,14 @@ class Kernel:
         if programs < 1:
             return
         if self._compiled is None:
-            self._compiled = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._warps)
+            with _on(stream):
+                self._compiled = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._warps)
         else:
             self._compiled[(programs, 1, 1)](*arguments, *self._values, stream=stream)
+
+
+def _on(stream: int | None) -> Any:
+    """Makes a stream the current one, which is where Triton itself launches."""
+    if stream is None or torch.cuda.current_stream().cuda_stream == stream:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream))  # type: ignore[no-untyped-call]
