@@ -484,8 +484,8 @@ class Cache:
                 return self._capture(jobs, inputs, takes_all)
             if jobs.ids * self._widest > _MOST_LACKED:
                 raise QuantError(
-                    f"a batch of {jobs.ids:,} ids of rows of up to {self._widest} bytes may lack more than {_MOST_LACKED:,} bytes "
-                    "at once; split it"
+                    f"a batch of {jobs.ids:,} ids of rows of up to {self._widest} bytes may lack more than "
+                    f"{_MOST_LACKED:,} bytes at once; split it"
                 )
             self._clear_up()
             self._settle()

@@ -123,11 +123,23 @@ class InCache:
     slots_at: int
 
 
+SPLIT_BLOCK = 1024  # rows, of which a split table has as many on the device as it has of any other
+
+
+@dataclass(frozen=True)
+class Split:
+    """The first `share` of every SPLIT_BLOCK rows lie on the device one after another, from address `rows_at` on."""
+
+    share: int
+    rows_at: int
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
     """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.
 
-    address: of the first row, on the device. memory: what must live as long as this does. in_cache: rows are read through it.
+    address: of the first row, on the device. memory: what must live as long as this does. in_cache: rows are read through it;
+    split: some are read on the device. One of the two at most.
     """
 
     host: Table
@@ -136,6 +148,7 @@ class DeviceTable:
     memory: Any
     variant: Variant
     in_cache: InCache | None = None
+    split: Split | None = None
 
     @property
     def rows(self) -> int:

@@ -3,9 +3,10 @@
 One copy takes jobs and ids to the device, one launch looks up (one more where bags have lengths of their own, one more where
 some features are not pooled), one copy brings the vectors back.
 
-Rows that stay in host memory are read by the GPU itself where a lookup has few ids. Random reads over a large span are slow
-that way (translation, not bytes: docs/log.md), so from `gather_from` ids on, the CPU gathers the rows into page-locked
-memory, and each piece is copied over while the next one is gathered. Or they are read through a cache (`open_cache`).
+Rows that stay in host memory are read by the GPU itself where a lookup has few ids, and always where a table is split. Random
+reads over a large span are slow that way (translation, not bytes: docs/log.md), so from `gather_from` ids on, the CPU gathers the
+rows into page-locked memory, and each piece is copied over while the next one is gathered. Or they are read through a cache
+(`open_cache`).
 """
 
 import ctypes
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from quant import contract
 from quant.contract import (
     INTERPRETER,
+    SPLIT_BLOCK,
     Backend,
     CpuBackend,
     DeviceTable,
@@ -34,6 +36,7 @@ from quant.contract import (
     Plan,
     Pooling,
     Precision,
+    Split,
     Table,
     Variant,
 )
@@ -51,7 +54,7 @@ from quant.launch import Kernel
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds there, whatever its width.
-_INTERPRETED = Shapes(Shape(4, 1024, 4), Shape(2, 1024, 4), Shape(1, 1024, 4))
+_INTERPRETED = Shapes(Shape(4, 1024, 4), Shape(2, 1024, 4), Shape(1, 1024, 4), Shape(2, 256, 4, 4))
 _STARTS_BLOCK = 1024
 _COPY_PIECE = 64 << 20
 
@@ -217,6 +220,32 @@ class Fused(Backend):
         place = InCache(registered.number, self.cache.slots_at)
         return dataclasses.replace(seen, memory=(seen.memory, registered), in_cache=place)
 
+    def split(self, table: Table, rows: torch.Tensor | None, share: int, variant: Variant | None = None) -> DeviceTable:
+        """A table of which the first `share` of every SPLIT_BLOCK rows are copied to the device, the others read as by `view`.
+
+        QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
+        """
+        if not 0 < share < SPLIT_BLOCK:
+            raise QuantError(
+                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}, or hold or view the table"
+            )
+        seen = self.view(table, rows, variant)
+        size = table.row_bytes
+        blocks, rest = divmod(table.rows, SPLIT_BLOCK)
+        try:
+            memory = torch.empty((blocks * share + min(rest, share)) * size, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise QuantError(
+                f"{share} of {SPLIT_BLOCK} rows do not fit on {self.device}; lower --hbm-budget ({error})"
+            ) from error
+        whole = blocks * SPLIT_BLOCK * size
+        copied = memory[: blocks * share * size].view(blocks, share * size)
+        copied.copy_(seen.memory[:whole].view(blocks, SPLIT_BLOCK * size)[:, : share * size])
+        memory[blocks * share * size :].copy_(seen.memory[whole:][: min(rest, share) * size])
+        if not self.is_interpreted:
+            torch.cuda.current_stream(self.device).synchronize()
+        return dataclasses.replace(seen, memory=(seen.memory, memory), split=Split(share, memory.data_ptr()))
+
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> FusedPlan:
@@ -342,6 +371,7 @@ class Fused(Backend):
                 WHOLE_WORDS=g.variant.whole_words,
                 ROWS=g.shape.rows,
                 COLUMNS=g.shape.columns,
+                WALKERS=g.shape.walkers,
             )
         return self._lookups[key]
 

@@ -3,7 +3,8 @@
 One column is one piece of a row, 16 bytes (8 of int2), of one output vector: 16 values of int8 and fp8, 32 of int4 and int2,
 8 of fp16, 4 of fp32; the first piece of a quantized row begins with its scale and bias. A program takes COLUMNS neighbouring
 columns of one job (a job is one feature of one request) and walks down their bags, ROWS ids at a time, so that ROWS rows are on
-their way at once. A thread reads a piece in one instruction; neighbouring columns are neighbouring pieces.
+their way at once. A thread reads a piece in one instruction; neighbouring columns are neighbouring pieces. Where few bags are
+long, WALKERS threads share one's walk, and their sums are added at the end.
 
 Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which.
 
@@ -14,6 +15,8 @@ from enum import IntEnum
 
 import triton
 import triton.language as tl
+
+from quant.contract import SPLIT_BLOCK
 
 
 class Field(IntEnum):
@@ -35,8 +38,9 @@ class Field(IntEnum):
     PRECISION = 13
     FIRST_PROGRAM = 14
     STARTS_AT = 15  # in scratch, int32 [.]: a verdict, then VECTORS + 1 starts of bags
-    SLOTS = 16  # address of the cache's first slot
+    SLOTS = 16  # address of the cache's first slot, or of a split table's rows in HBM
     LOCATIONS_AT = 17  # in locations, int32 an id: its slot; -1: in the table; else -2 - unit of the pad; -1 here: no cache
+    SHARE = 18  # of SPLIT_BLOCK rows, that are in HBM; 0: the table is not split
 
 
 FIELDS = len(Field)
@@ -59,7 +63,9 @@ _FIRST_PROGRAM = tl.constexpr(int(Field.FIRST_PROGRAM))
 _STARTS_AT = tl.constexpr(int(Field.STARTS_AT))
 _SLOTS = tl.constexpr(int(Field.SLOTS))
 _LOCATIONS_AT = tl.constexpr(int(Field.LOCATIONS_AT))
+_SHARE = tl.constexpr(int(Field.SHARE))
 _FIELDS = tl.constexpr(int(FIELDS))
+_SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
 
 
 # Every argument that is not a constant is an address, and is not looked at before a launch.
@@ -167,6 +173,7 @@ def _pool(
     WHOLE_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WALKERS: tl.constexpr,
 ):
     """One program's columns of a job whose rows are in FORMAT."""
     PER_WORD: tl.constexpr = 16 if FORMAT == 0 else 8 if FORMAT == 1 else 4 if FORMAT <= 3 else 2 if FORMAT == 4 else 1
@@ -184,7 +191,9 @@ def _pool(
     ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
 
     first = program * COLUMNS
-    column = (first % pieces).to(tl.int32) + tl.arange(0, COLUMNS)
+    lane = tl.arange(0, COLUMNS * WALKERS)
+    walker = lane // COLUMNS
+    column = (first % pieces).to(tl.int32) + (lane % COLUMNS if WALKERS > 1 else lane)
     vector = (first // pieces).to(tl.int32) + column // pieces
     piece = column % pieces
     is_real = vector < vectors
@@ -208,6 +217,7 @@ def _pool(
     if CACHED:
         slots = tl.load(job + _SLOTS)
         locations_at = tl.load(job + _LOCATIONS_AT)
+        share = tl.load(job + _SHARE)
         cached = length * (locations_at >= 0).to(tl.int32)
         places = (locations + tl.maximum(locations_at, 0)).to(tl.pointer_type(tl.int32))
 
@@ -216,17 +226,20 @@ def _pool(
     word = tl.arange(0, WORDS)[None, :]
     sums = ()
     for _ in tl.static_range(PER_WORD):
-        sums = sums + (tl.zeros((COLUMNS, WORDS), tl.float32),)
-    biases = tl.zeros((COLUMNS,), tl.float32)
-    is_wrong = tl.zeros((COLUMNS,), tl.int1)
-    for step in range(0, longest, ROWS):
+        sums = sums + (tl.zeros((COLUMNS * WALKERS, WORDS), tl.float32),)
+    biases = tl.zeros((COLUMNS * WALKERS,), tl.float32)
+    is_wrong = tl.zeros((COLUMNS * WALKERS,), tl.int1)
+    for step in range(0, longest, ROWS * WALKERS):
         # First all loads of one kind, then the next: ROWS rows are on their way at once.
+        place_in_bag = ()
+        for r in tl.static_range(ROWS):
+            place_in_bag = place_in_bag + (step + r * WALKERS + walker if WALKERS > 1 else step + r,)
         in_bag = ()
         id = ()
         for r in tl.static_range(ROWS):
-            in_bag = in_bag + (step + r < length,)
-            found = tl.load(ids + (start + (step + r)), step + r < named, 0)
-            id = id + (tl.where(is_named, found, (start + (step + r)).to(tl.int64)),)
+            in_bag = in_bag + (place_in_bag[r] < length,)
+            found = tl.load(ids + (start + place_in_bag[r]), place_in_bag[r] < named, 0)
+            id = id + (tl.where(is_named, found, (start + place_in_bag[r]).to(tl.int64)),)
         is_read = ()
         row = ()
         for r in tl.static_range(ROWS):
@@ -235,7 +248,9 @@ def _pool(
             is_read = is_read + (in_bag[r] & is_known,)
             at = table + id[r] * row_bytes
             if CACHED:
-                place = tl.load(places + (start + (step + r)), is_read[r] & (step + r < cached), -1).to(tl.int64)
+                place = tl.load(places + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < cached), -1).to(tl.int64)
+                in_block = id[r] % _SPLIT_BLOCK
+                place = tl.where(in_block < share, id[r] // _SPLIT_BLOCK * share + in_block, place)
                 at = tl.where(place >= 0, slots + place * row_bytes, tl.where(place < -1, pad + (-2 - place) * 16, at))
             row = row + (at,)
         words = ()
@@ -246,9 +261,9 @@ def _pool(
             if FORMAT <= 2:
                 scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
         for r in tl.static_range(ROWS):
-            scale = tl.full((COLUMNS,), 1.0, tl.float32)
+            scale = tl.full((COLUMNS * WALKERS,), 1.0, tl.float32)
             if WEIGHTED:
-                scale = tl.load(weights + (start + (step + r)), is_read[r] & (step + r < weighted), 1.0)
+                scale = tl.load(weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0)
             if FORMAT <= 2:
                 biases += scale * _half(scale_bias[r] >> 16)
                 scale = scale * _half(scale_bias[r])
@@ -258,7 +273,18 @@ def _pool(
                 now = now + (sums[i] + values[i] * _scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
             sums = now
 
-    tl.store(flag + tl.zeros((COLUMNS,), tl.int32), 1, is_wrong)
+    tl.store(flag + tl.zeros((COLUMNS * WALKERS,), tl.int32), 1, is_wrong)
+    if WALKERS > 1:
+        column = (first % pieces).to(tl.int32) + tl.arange(0, COLUMNS)
+        vector = (first // pieces).to(tl.int32) + column // pieces
+        piece = column % pieces
+        is_real = vector < vectors
+        length = tl.max(tl.reshape(length, (WALKERS, COLUMNS)), 0)
+        biases = tl.sum(tl.reshape(biases, (WALKERS, COLUMNS)), 0)
+        total = ()
+        for i in tl.static_range(PER_WORD):
+            total = total + (tl.sum(tl.reshape(sums[i], (WALKERS, COLUMNS, WORDS)), 0),)
+        sums = total
     divisor = tl.full((COLUMNS,), 1.0, tl.float32)
     if POOLED:
         if tl.load(job + _MEAN) != 0:
@@ -309,6 +335,7 @@ def lookup(
     WHOLE_WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WALKERS: tl.constexpr,
 ):
     """Every job of a batch. FORMATS: a bit for each row format among the tables, so that only those are compiled."""
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
@@ -340,6 +367,7 @@ def lookup(
                         WHOLE_WORDS,
                         ROWS,
                         COLUMNS,
+                        WALKERS,
                     )
 
 

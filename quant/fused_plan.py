@@ -18,6 +18,7 @@ from quant.fused_kernel import FIELDS, Field
 from quant.row_format import RowFormat
 
 LONG = 8  # ids of a bag
+VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: bags are walked by several threads
 GATHER_PIECE = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
 GATHER_BYTES = 128 << 20  # of rows that a request has gathered; what is beyond is read in place, slower, in no memory
@@ -27,25 +28,32 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernel is cut up. columns: a program's, a power of two; rows: ids in flight a column; warps: a program's."""
+    """How the kernel is cut up. columns: a program's, a power of two; rows: ids in flight a walker; warps: a program's; walkers:
+    of a bag, a power of two."""
 
     rows: int
     columns: int
     warps: int
+    walkers: int = 1
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of pooled jobs of long bags and of short ones, and of unpooled jobs, as benchmarks/gpu_lookup.py found."""
+    """The shapes of pooled jobs of long bags and of short ones, of unpooled jobs, and of very long bags where they are few, as
+    benchmarks/gpu_lookup.py and gpu_cache.py found."""
 
     long: Shape = Shape(10, 32, 1)
     short: Shape = Shape(4, 32, 1)
     unpooled: Shape = Shape(1, 64, 2)
+    few: Shape = Shape(4, 32, 8, 8)
 
     def of_pooled(self, lookups: Sequence[Lookup]) -> Shape:
-        """The shape for a request's bags, by the mean of their lengths."""
+        """The shape for a request's bags, by the mean of their lengths and by how many there are."""
         pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
-        return self.long if sum(lk.ids for lk in pooled) >= LONG * sum(lk.bags for lk in pooled) else self.short
+        ids, bags = sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled)
+        if ids >= VERY_LONG * bags and sum(lk.bags * columns(lk) for lk in pooled) < FEW_PROGRAMS * self.long.columns:
+            return self.few
+        return self.long if ids >= LONG * bags else self.short
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,7 @@ class Jobs:
         self._rows.append(row)
         fields = {Field.FIRST_PROGRAM, *relative}
         self._relative.append([int(f in fields) for f in Field])
-        row_format = lk.table.row_format
-        piece = 8 if row_format is RowFormat.INT2 else 16  # bytes of a column
-        self._counts.append(-(-lk.outputs * -(-row_format.used_bytes(lk.table.dim) // piece) // self.shape.columns))
+        self._counts.append(-(-lk.outputs * columns(lk) // self.shape.columns))
 
     def finish(self) -> None:
         """Makes arrays of what was added."""
@@ -105,7 +111,7 @@ class Jobs:
         self.job_of_program = np.repeat(np.arange(len(self._counts), dtype=np.int32), self._counts)
         self.has_lengths = bool((self.rows[:, Field.LENGTHS_AT] >= 0).any())
         self.is_weighted = bool((self.rows[:, Field.WEIGHTS_AT] >= 0).any())
-        self.is_cached = bool((self.rows[:, Field.LOCATIONS_AT] >= 0).any())
+        self.is_cached = bool(((self.rows[:, Field.LOCATIONS_AT] >= 0) | (self.rows[:, Field.SHARE] > 0)).any())
 
     def shifted(self, bases: Bases, programs: int) -> NDArray[np.int64]:
         """The rows where `bases` and `programs` of other requests come before."""
@@ -214,6 +220,8 @@ class Layout:
             row[Field.LOCATIONS_AT] = 4 * sum(job.ids for job in self.cached)
             relative.append(Field.LOCATIONS_AT)
             self.cached.append(CacheJob(lk.table.in_cache.number, row[Field.IDS_AT], lk.ids, row[Field.LOCATIONS_AT]))
+        if isinstance(lk.table, DeviceTable) and lk.table.split is not None:
+            row[Field.SLOTS], row[Field.SHARE] = lk.table.split.rows_at, lk.table.split.share
         self.groups[not pooled].add(number, row, lk, relative)
 
     def _is_gathered(self, lk: Lookup) -> bool:
@@ -261,8 +269,15 @@ class Layout:
         return None
 
 
+def columns(lk: Lookup) -> int:
+    """Columns of one output vector."""
+    row_format = lk.table.row_format
+    return -(-row_format.used_bytes(lk.table.dim) // (8 if row_format is RowFormat.INT2 else 16))
+
+
 def _is_uvm(lk: Lookup) -> bool:
-    return isinstance(lk.table, DeviceTable) and not lk.table.in_hbm and lk.table.in_cache is None
+    """Whether all rows are read on the host."""
+    return isinstance(lk.table, DeviceTable) and not (lk.table.in_hbm or lk.table.in_cache or lk.table.split)
 
 
 def aligned(n: int, to: int = ALIGNMENT) -> int:

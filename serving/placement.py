@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
-from quant.contract import INTERPRETER, InCache, Variant
+from quant.contract import INTERPRETER, SPLIT_BLOCK, InCache, Variant
 from serving.errors import ServingError
 from serving.settings import ServerSettings
 
@@ -28,10 +28,11 @@ _DEFAULT_SHARE = 0.4  # of a GPU's memory, for the workers on it together: while
 
 class Placement(StrEnum):
     """hbm: copied once to the GPU. cached: read in the segment through the GPU's cache. uvm: read in the segment, through CUDA.
-    host: looked up by the CPU."""
+    hybrid: some rows as hbm, the others as uvm. host: looked up by the CPU."""
 
     HBM = "hbm"
     CACHED = "cached"
+    HYBRID = "hybrid"
     UVM = "uvm"
     HOST = "host"
 
@@ -47,6 +48,10 @@ def plan_placements(
     ServingError: hbm was asked for and the budget does not hold every table.
     """
     tables = list(tables)
+    if wanted == Placement.HYBRID:
+        share = _share(tables, budget_bytes)
+        whole = Placement.HBM if share == SPLIT_BLOCK else Placement.UVM if share == 0 else Placement.HYBRID
+        return {t.name: whole for t in tables}
     if wanted == Placement.HBM and (total := sum(t.bytes for t in tables)) > budget_bytes:
         raise ServingError(
             f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise --hbm-budget, "
@@ -64,6 +69,16 @@ def plan_placements(
         placements[t.name] = Placement.HBM if fits else others
         left -= t.bytes if fits else 0
     return placements
+
+
+def _share(tables: Iterable[StoredTable], budget_bytes: int) -> int:
+    """Rows of SPLIT_BLOCK that the budget holds, of every table alike."""
+    return min(SPLIT_BLOCK, SPLIT_BLOCK * budget_bytes // max(1, sum(_whole_blocks(t) for t in tables)))
+
+
+def _whole_blocks(t: StoredTable) -> int:
+    """Bytes of a table as if its last SPLIT_BLOCK rows were all there."""
+    return -(-t.rows // SPLIT_BLOCK) * SPLIT_BLOCK * (t.bytes // t.rows)
 
 
 class Placed:
@@ -124,8 +139,11 @@ class Placer:
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
             hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
+            split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
+            share = _share(split, left)
+            hbm_bytes += sum(_whole_blocks(t) for t in split) // SPLIT_BLOCK * share
             self._open_cache(fused, segment, placements, left - hbm_bytes)
-            placed = Placed(self._tables(fused, segment, placements), placements, hbm_bytes)
+            placed = Placed(self._tables(fused, segment, placements, share), placements, hbm_bytes)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
         if replaced is not None:
@@ -160,9 +178,11 @@ class Placer:
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes
 
-    def _tables(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement]) -> dict[str, Table | DeviceTable]:
+    def _tables(
+        self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], share: int
+    ) -> dict[str, Table | DeviceTable]:
         registration = None
-        if {Placement.UVM, Placement.CACHED} & set(placements.values()) and not fused.is_interpreted:
+        if set(placements.values()) - {Placement.HBM, Placement.HOST} and not fused.is_interpreted:
             registration = Registration(segment, fused.device)
             logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
         variant = Variant.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
@@ -176,6 +196,8 @@ class Placer:
                 case Placement.CACHED:
                     name = f"{segment.header.model}/{stored.name}"
                     tables[stored.name] = fused.cached(table, rows, variant, name)
+                case Placement.HYBRID:
+                    tables[stored.name] = fused.split(table, rows, share, variant)
                 case Placement.UVM:
                     tables[stored.name] = fused.view(table, rows, variant)
                 case Placement.HOST:

@@ -37,10 +37,11 @@ class ServerSettings(RootSettings):
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
     )
-    placement: Literal["auto", "hbm", "cached", "uvm", "host"] = Field(
+    placement: Literal["auto", "hbm", "cached", "hybrid", "uvm", "host"] = Field(
         "auto",
-        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, in shared "
-        "memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the smallest, the rest cached",
+        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, as hbm and uvm "
+        "in part, in shared memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the smallest, "
+        "the rest cached",
     )
     hbm_budget: ByteSize | None = Field(
         None,

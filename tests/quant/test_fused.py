@@ -208,6 +208,47 @@ def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(table, ids))
 
 
+@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.INT2, RowFormat.FP16], ids=lambda f: f.label)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
+    """Walked by several threads each: of one length and of their own, an empty one among them, and with a bad id in the last."""
+    table = table_of(row_format, 36)
+    rng = np.random.default_rng(3)
+    ids, weights = rng.integers(0, 200, 600), rng.random(600, np.float32)
+    how: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights} if is_weighted else {"pooling": Pooling.MEAN}
+    for lengths in (np.array([423, 0, 177], np.int32), np.array([200, 200, 200], np.int32)):
+        found = fused().lookup(placed(table), ids, lengths, **how)
+        np.testing.assert_allclose(found, choose("reference").lookup(table, ids, lengths, **how), rtol=1e-3, atol=1e-3)
+    ids[599] = 200
+    with pytest.raises(BadIds) as caught:
+        fused().lookup(placed(table), ids, lengths, pooling=Pooling.SUM)
+    assert (caught.value.position, caught.value.value) == (599, 200)
+
+
+@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.FP16], ids=lambda f: f.label)
+@pytest.mark.parametrize("share", [1, 300, 1023])
+def test_split_tables(row_format: RowFormat, share: int) -> None:
+    """Some rows of every block on the device, the others on the host: pooled, not pooled, more ids than would be gathered."""
+    backend: Any = fused()
+    table = table_of(row_format, 24, rows=2500)
+    memory = None
+    if not backend.is_interpreted:
+        memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+        memory.numpy()[:] = table.packed.reshape(-1)
+    split = backend.split(table, memory, share)
+    ids = np.concatenate([[0, 1023, 1024, 2047, 2048, 2499], np.random.default_rng(1).integers(0, 2500, 6000)])
+    np.testing.assert_array_equal(backend.lookup(split, ids, pooling=Pooling.NONE), expected_of(table, ids))
+    lengths = np.array([5999, 0, 7], np.int32)
+    found = backend.lookup(split, ids, lengths, pooling=Pooling.SUM)
+    np.testing.assert_allclose(found, expected_of(table, ids, lengths, Pooling.SUM), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("share", [0, 1024])
+def test_a_share_that_splits_nothing_is_refused(share: int) -> None:
+    with pytest.raises(QuantError, match=f"a share of {share} of 1024 rows; expected 1 to 1023"):
+        fused().split(table_of(RowFormat.INT8, 24), None, share)  # type: ignore[attr-defined]
+
+
 def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
     backend: Any = fused()
     with pytest.raises(QuantError, match="begin on the CPU cannot be prepared"):
@@ -229,17 +270,18 @@ import triton
 from quant import fused_kernel as k
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad")
-VARIANTS = {80: ((4, 1, 0, 0, 1),), 90: ((4, 1, 0, 0, 1), (4, 0, 0, 1, 1), (63, 1, 1, 0, 0))}
+VARIANTS = {80: ((4, 1, 0, 0, 1, 1),), 90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}
 for arch in VARIANTS:
-    for formats, pooled, weighted, cached, whole in VARIANTS[arch]:
+    for formats, pooled, weighted, cached, whole, walkers in VARIANTS[arch]:
         constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted), CACHED=bool(cached),
-                         WHOLE_WORDS=bool(whole), ROWS=8 if pooled else 1, COLUMNS=128 if pooled else 512)
+                         WHOLE_WORDS=bool(whole), ROWS=(4 if walkers > 1 else 8) if pooled else 1,
+                         COLUMNS=32 if walkers > 1 else 128 if pooled else 512, WALKERS=walkers)
         signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(k.lookup, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8 if walkers > 1 else 4})
         ptx = compiled.asm["ptx"]
         assert ".local" not in ptx, "registers spill, or arrays are in local memory"
-        if whole and formats == 4:
+        if whole and formats == 4 and walkers == 1:
             assert "st.global.v4" in ptx, "vectors are not written 16 bytes at a time"
     signature = {**dict.fromkeys(("jobs", "inputs", "scratch", "flags"), "i64"), "BLOCK": "constexpr"}
     source = ASTSource(k.bag_starts, signature=signature, constexprs={"BLOCK": 1024})

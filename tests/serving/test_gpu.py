@@ -69,6 +69,8 @@ REQUEST = {"user": [[1, 2, 3], [], [999]], "clicked": [[7] * 9, [0]], "liked": [
         ("auto", "--hbm-budget", "12KiB"),
         ("uvm", "--threads", "2"),
         ("cached", "--hbm-budget", "1MiB"),
+        ("hybrid", "--hbm-budget", "40KiB"),
+        ("hybrid", "--hbm-budget", "1MiB"),
     ],
     ids=lambda o: "-".join(o),
 )
@@ -86,9 +88,10 @@ def test_every_placement_gives_what_the_cpu_gives(start: Start, root: Path, opti
         table = Model(root, "demo").attach().tables["user"]
         wanted = choose("native").lookup(table, ids, lengths, weights=weights)
         assert_close({"user": found}, {"user": wanted}, 200)
-    in_hbm = {"hbm": 3, "auto": 2}.get(options[0], 0)
-    described = server.get("/v1/models").json()["models"][0]["tables"]
-    assert [t["placement"] for t in described].count("hbm") == in_hbm
+    in_hbm = 3 if options == ("hybrid", "--hbm-budget", "1MiB") else {"hbm": 3, "auto": 2}.get(options[0], 0)
+    found = [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
+    assert found.count("hbm") == in_hbm
+    assert options[0] != "hybrid" or in_hbm or found == ["hybrid"] * 3
 
 
 def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
@@ -236,6 +239,9 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
     assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
     assert plan_placements(stored, "uvm", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "hybrid", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
+    assert plan_placements(stored, "hybrid", 3 * 1024 * 16) == dict.fromkeys("abc", hbm)
     with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
         plan_placements(stored, "hbm", 1279)
 
