@@ -7,7 +7,7 @@
  * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
  *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
  *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
- * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [5], see `request`
+ * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -147,9 +147,9 @@ static verdict execute(const job *jobs, int64_t n, int threads) {
 
 /* ---- rows that a GPU asks for: `gather_rows` is called by CUDA, in the order of a stream, without the interpreter ----
  *
- * list[0]: how many; from list[2] on, for each: its address in 48 bits with its bytes / 16 above, and where in `staging` it goes,
- * which ascends. Those are gathered that go to [from, to). */
-typedef struct { const volatile int64_t *list; uint8_t *staging; int64_t threads, from, to; } request;
+ * list[0]: how many; from list[2] on, the address of each in 48 bits with its bytes / 16 above. units: where in `staging` each goes,
+ * in 16 bytes; they ascend. Those are gathered that go to the units [from, to). */
+typedef struct { const volatile int64_t *list; const int32_t *units; uint8_t *staging; int64_t threads, from, to; } request;
 enum { ROWS_A_THREAD = 512, ROWS_AHEAD = 16 };
 static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
 typedef struct { const request *request; int64_t first, rows; int parts; } gathering;
@@ -167,26 +167,27 @@ static void gather_part(const void *argument, int part) {
     const gathering *g = argument;
     const int64_t *list = (const int64_t *)g->request->list + 2;
     int64_t i = g->first + g->rows * part / g->parts, end = g->first + g->rows * (part + 1) / g->parts;
-    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[2 * n] & ADDRESS));
+    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[n] & ADDRESS));
     for (; i < end; i++) {
         if (i + ROWS_AHEAD < end) {
-            const int64_t ahead = list[2 * (i + ROWS_AHEAD)];
+            const int64_t ahead = list[i + ROWS_AHEAD];
             const uint8_t *next = (const uint8_t *)(ahead & ADDRESS);
             for (int64_t at = 0; at < (ahead >> 48) * 16; at += 64) __builtin_prefetch(next + at);
         }
-        copy_past_caches(g->request->staging + list[2 * i + 1], (const uint8_t *)(list[2 * i] & ADDRESS), list[2 * i] >> 48);
+        uint8_t *to = g->request->staging + (int64_t)g->request->units[i] * 16;
+        copy_past_caches(to, (const uint8_t *)(list[i] & ADDRESS), list[i] >> 48);
     }
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
 
-/* The first of the listed rows that goes to `at` or behind it. */
-static int64_t first_at(const request *r, int64_t at) {
+/* The first of the listed rows that goes to a unit or behind it. */
+static int64_t first_at(const request *r, int64_t unit) {
     int64_t low = 0, high = r->list[0];
     while (low < high) {
         int64_t middle = (low + high) / 2;
-        if (r->list[3 + 2 * middle] < at) low = middle + 1;
+        if (r->units[middle] < unit) low = middle + 1;
         else high = middle;
     }
     return low;

@@ -115,7 +115,6 @@ class _Berth:
     def __init__(self, device: torch.device, number: int, pad: int, pad_units: int) -> None:
         self.record = torch.tensor([0, pad, pad_units, number], dtype=torch.int64, device=device)
         self.pad, self.pad_bytes = pad, pad_units * k.PAD_UNIT
-        self.requests: Any = None  # what the CPU reads while it gathers for the ticket
         self.locations = torch.empty(0, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
@@ -584,14 +583,15 @@ class Cache:
         if not jobs.blocks:
             self._after(self._aside, berth.ready)
             return
-        self._fetch(berth, turns, min(self.settings.row_programs, rows))
+        self._fetch(berth, min(self.settings.row_programs, rows))
         run.choose(len(self._classes), stream, root, int(takes_all))
         run.admit(turns, stream, root)
         parts = self._pages * -(-max(c.slots for c in self._classes) // run.part)
         for evict in run.evict:
             evict(min(most, parts), stream, root)
         run.unlink(turns, stream, root)
-        run.take_in(min(most, rows), stream, root)
+        run.take_in(turns, stream, root)
+        run.fetch_rest(min(most, rows), stream, root, ticket)
         run.resolve(min(most, jobs.blocks), stream, *probe)
         self._order(self._aside, self._stream)
         self._after(self._aside, berth.ready)
@@ -600,17 +600,15 @@ class Cache:
         run.end(turns, aside, root)
         self._after(self._aside, self._placed)
 
-    def _fetch(self, berth: _Berth, turns: int, programs: int) -> None:
+    def _fetch(self, berth: _Berth, programs: int) -> None:
         """Brings the missing rows to a pad."""
         root, ticket, aside, run = self._root.data_ptr(), berth.record.data_ptr(), self._aside_handle(), self._kernels
         if self._gather is not None:
-            run.list_rows(turns, aside, root, ticket)
+            run.list_rows(programs, aside, root, ticket)
             # How much there is only the device knows: as much as lately by copies, and a little more; the rest by `bring`.
             likely = -(-self._gather.last_bytes * 9 // 8 // _COPY_UNIT) * _COPY_UNIT
             likely = min(likely, self._gather.staging.numel(), berth.pad_bytes)
-            pieces = self._gather.pieces(likely)
-            berth.requests = self._gather.requests(pieces)
-            for (first, end), request in zip(pieces, berth.requests, strict=True):
+            for first, end, request in self._gather.requests(likely):
                 self._gather(aside, request)
                 self._copy_staged(berth, first, min(end, likely))
             self._order(self._aside, self._copies)

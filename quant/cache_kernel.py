@@ -58,7 +58,7 @@ class Root(IntEnum):
     VICTIMS = 20  # int32 [ids]: nodes to be used
     VICTIM_BUCKETS = 21  # int32 [ids]: where each was; -1: nowhere
     MOST_SLOTS = 22  # of a page, of any class
-    LIST = 23  # int64 [2 + 2 * MOST_GATHERED], page-locked: what the CPU is to gather, see `list_rows`
+    LIST = 23  # int64 [2 + MOST_GATHERED], then int32 [MOST_GATHERED], page-locked: what the CPU is to gather, see `list_rows`
     LEAST_GATHERED = 24  # missing rows from which the CPU gathers them
     MOST_GATHERED = 25
     STAGING = 26  # where they are then, as in the pad
@@ -500,8 +500,8 @@ def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.co
                     else:
                         warmest = middle - 1
                 need = (tl.sum((is_key & (key_cold < warmest)).to(tl.int64), 0) * lacked + keys - 1) // keys
-        # All slots of a cache that is not large, sixteen a victim of one that is; and a quarter more against the samples' error.
-        window = tl.minimum(tl.maximum(need * 16, 1 << 22), total)
+        # All slots of a cache that is not large, eight a victim of one that is; and a quarter more against the samples' error.
+        window = tl.minimum(tl.maximum(need * 8, 1 << 22), total)
         wanted = tl.where(total > SAMPLE, (need * sampled * 5) // (window * 4) + 1, need)
         wanted = tl.minimum(wanted, sampled)
         least = tl.full((), -(2**31) + 1, tl.int64)
@@ -662,12 +662,13 @@ def _source(root, key, mask):
 def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """BLOCK missing keys a turn: what the CPU is to gather, if there are many; it lays the rows out as they will lie in the pad.
 
-    The list: how many rows, the bytes from the first one's begin to the last one's end, then for each row its address in 48
-    bits with its bytes / 16 above (0: nothing), and the byte where it goes, which ascend.
+    The list: how many rows, the bytes from the first one's begin to the last one's end, then each row's address in 48 bits with
+    its bytes / 16 above (0: nothing), then the place of each, in units of 16 bytes, which ascend.
     """
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
     listed = _i64(tl.load(root + _LIST))
+    units = _i32(tl.load(root + _LIST) + 16 + 8 * tl.load(root + _MOST_GATHERED))
     count = _missing(state)
     gathered = tl.where(count >= tl.load(root + _LEAST_GATHERED), tl.minimum(count, tl.load(root + _MOST_GATHERED)), 0)
     staged = tl.minimum(tl.load(state + _S_MISSING) >> 32, tl.load(root + _STAGING_UNITS))
@@ -682,10 +683,10 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
         source, row_bytes = _source(root, key, is_row)
         place = tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -1)
-        target = tl.where(place < -1, (-2 - place).to(tl.int64) * _PAD_UNIT, 1 << 62)
-        is_gathered = (place < -1) & (target + row_bytes <= staged)
-        tl.store(listed + 2 + 2 * at, tl.where(is_gathered, source | ((row_bytes // 16) << 48), 0), is_row)
-        tl.store(listed + 3 + 2 * at, target, is_row)
+        unit = tl.where(place < -1, -2 - place, 2**31 - 1)
+        is_gathered = (place < -1) & (unit.to(tl.int64) * _PAD_UNIT + row_bytes <= staged)
+        tl.store(listed + 2 + at, tl.where(is_gathered, source | ((row_bytes // _PAD_UNIT) << 48), 0), is_row)
+        tl.store(units + at, unit, is_row)
 
 
 @triton.jit(do_not_specialize=["root", "ticket", "copied"])
@@ -704,46 +705,50 @@ def bring(root: tl.int64, ticket: tl.int64, copied: tl.int64, PIECES: tl.constex
 
 
 @triton.jit(do_not_specialize=["root", "ticket"])
-def fetch(root: tl.int64, ticket: tl.int64, GATHERS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def fetch(root: tl.int64, ticket: tl.int64, GATHERS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """ROWS missing keys a turn: their rows, from the host to the ticket's pad, where they have room there.
 
-    GATHERS: but for those that the CPU gathered. WORDS: of a row that are copied at once.
+    GATHERS: but for those that the CPU gathered. REST: instead, those without room, to the slots that they got. WORDS: of
+    a row that are copied at once.
     """
     root = _i64(root)
+    ticket = _i64(ticket)
     state = _i64(tl.load(root + _STATE))
     count = _missing(state)
-    pad = tl.load(_i64(ticket) + _K_PAD)
+    wanted = tl.load(state + _S_MISSING) >> 32
     staged = tl.zeros((), tl.int64)
-    if GATHERS:
+    if REST:
+        count = tl.where(wanted + tl.load(root + _WIDEST_UNITS) <= tl.load(ticket + _K_PAD_UNITS), 0, count)
+    elif GATHERS:
         staged = tl.load(state + _S_GATHERED)
+        count = tl.where((wanted * _PAD_UNIT <= staged) & (count <= tl.load(root + _MOST_GATHERED)), 0, count)
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
         source, row_bytes = _source(root, key, is_row)
         place = tl.load(_i32(tl.load(root + _PLACES)) + at, is_row, -1)
-        start = (-2 - place).to(tl.int64) * _PAD_UNIT
-        is_fetched = place < -1
-        if GATHERS:
+        if REST:
+            is_fetched = place >= 0
+            target = tl.load(root + _ARENA) + place.to(tl.int64) * row_bytes
+        else:
+            start = (-2 - place).to(tl.int64) * _PAD_UNIT
             is_gathered = (at < tl.load(root + _MOST_GATHERED)) & (start + row_bytes <= staged)
-            is_fetched = is_fetched & (is_gathered == 0)
-        _copy_rows(pad + start, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS)
+            is_fetched = (place < -1) & (is_gathered == 0)
+            target = tl.load(ticket + _K_PAD) + start
+        _copy_rows(target, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS)
 
 
 @triton.jit(do_not_specialize=["root"])
-def take_in(root: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """ROWS missing keys a turn: each that is taken in gets its slot. One that has no room in the pad is fetched there and then.
-
-    WORDS: of a row that are copied at once.
-    """
+def take_in(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK missing keys a turn: each that is taken in gets its slot; where it has no room in the pad, that is its location."""
     root = _i64(root)
     state = _i64(tl.load(root + _STATE))
     count = _missing(state)
-    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
-        at = block * ROWS + tl.arange(0, ROWS)
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
         is_row = at < count
         key = tl.load(_i64(tl.load(root + _MISSING)) + at, is_row, 0)
-        source, row_bytes = _source(root, key, is_row)
         of_class = _class_state(root, tl.load(_table(root, key >> _ID_BITS) + _T_CLASS, is_row, 0))
         ranks = _i32(tl.load(root + _RANKS)) + at
         rank = tl.load(ranks, is_row, -1)
@@ -758,14 +763,8 @@ def take_in(root: tl.int64, LFU: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.con
             tl.store(_i32(_score(root, node)), score, is_taken)
         places = _i32(tl.load(root + _PLACES)) + at
         has_room = tl.load(places, is_row, -1) < -1
+        tl.store(places, _location(root, node, is_taken), is_taken & (has_room == 0))
         tl.store(ranks, tl.where(is_taken & has_room, node, -1), is_row)
-        is_direct = is_taken & (has_room == 0)
-        if tl.max(is_direct.to(tl.int32), 0) > 0:
-            location = _location(root, node, is_direct)
-            tl.store(places, location, is_direct)
-            target = tl.load(root + _ARENA) + location.to(tl.int64) * row_bytes
-            _copy_rows(target, source, tl.where(is_direct, row_bytes, 0), ROWS, WORDS)
-
         taken = tl.sum(is_taken.to(tl.int64), 0)
         padded = tl.sum((is_row & has_room & (is_taken == 0)).to(tl.int64), 0)
         tl.atomic_add(state + _S_INSERTED, taken, sem="relaxed")

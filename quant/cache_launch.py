@@ -64,5 +64,6 @@ class Kernels:
         self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=TURN), Kernel(k.end, 1, BLOCK=TURN)
         tile = {"ROWS": self.rows, "WORDS": words}
         self.list_rows, self.bring = Kernel(k.list_rows, 4, BLOCK=TURN), Kernel(k.bring, _ROW_WARPS, PIECES=_PIECES)
-        self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, **tile)
-        self.take_in, self.place = Kernel(k.take_in, _ROW_WARPS, **lfu, **tile), Kernel(k.place, _ROW_WARPS, **tile)
+        self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
+        self.fetch_rest = Kernel(k.fetch, _ROW_WARPS, GATHERS=False, REST=True, **tile)
+        self.take_in, self.place = Kernel(k.take_in, 4, **lfu, BLOCK=TURN), Kernel(k.place, _ROW_WARPS, **tile)

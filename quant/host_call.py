@@ -5,7 +5,6 @@ without the interpreter, which copies them to a staging area; what comes next on
 """
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from quant.errors import MissingBackend, QuantError
 
 _PIECES, _PIECE_BYTES = 4, 1 << 20  # parts that are copied while the next one is gathered
-_ALIGNMENT = 16
+_UNIT = 16
 
 
 class HostGather:
@@ -31,10 +30,11 @@ class HostGather:
         except ImportError as error:
             raise MissingBackend(f"quant._native does not import ({error}); serve with --threads 1, or build it") from error
         self.rows = rows
-        self.list = torch.zeros(2 + 2 * rows, dtype=torch.int64, pin_memory=is_cuda)
+        self.list = torch.zeros(2 + rows + (rows + 1) // 2, dtype=torch.int64, pin_memory=is_cuda)
         self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
         self._head = self.list.numpy()[:2]
         self._threads = threads
+        self._requests: dict[int, list[tuple[int, int, NDArray[np.int64]]]] = {}
         self._function = _native.gather_rows()
         self._launch = _cuda_launch() if is_cuda else None
 
@@ -43,16 +43,20 @@ class HostGather:
         """Of the staging area that were filled some batch ago, as far as the device has come."""
         return int(self._head[1])
 
-    def pieces(self, size: int) -> list[tuple[int, int]]:
-        """The staging area in parts [from, to) that are each worth a copy, if `size` bytes are likely; the last to its end."""
-        count = max(1, min(_PIECES, size // _PIECE_BYTES))
-        cuts = [size * n // count // _ALIGNMENT * _ALIGNMENT for n in range(count)]
-        return list(zip(cuts, [*cuts[1:], self.staging.numel()], strict=True))
+    def requests(self, size: int) -> list[tuple[int, int, NDArray[np.int64]]]:
+        """Parts of the staging area, if `size` bytes are likely: from and to which byte, and what `__call__` is told of each.
 
-    def requests(self, pieces: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        """What `__call__` reads of each part; to be kept until the stream has come past it."""
-        same = (self.list.data_ptr(), self.staging.data_ptr(), self._threads)
-        return np.array([(*same, *piece) for piece in pieces], np.int64)
+        The last one is to the staging area's end. They stay, since a stream may be far behind; sizes should be multiples of much.
+        """
+        if size not in self._requests:
+            count = max(1, min(_PIECES, size // _PIECE_BYTES))
+            cuts = [size * n // count // _UNIT * _UNIT for n in range(count)]
+            same = (self.list.data_ptr(), self.list.data_ptr() + 16 + 8 * self.rows, self.staging.data_ptr(), self._threads)
+            self._requests[size] = [
+                (first, end, np.array([*same, first // _UNIT, end // _UNIT], np.int64))
+                for first, end in zip(cuts, [*cuts[1:], self.staging.numel()], strict=True)
+            ]
+        return self._requests[size]
 
     def __call__(self, stream: int | None, request: NDArray[np.int64]) -> None:
         """Gathers what the list says of a part once the stream is there; None: now."""

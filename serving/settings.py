@@ -39,9 +39,9 @@ class ServerSettings(RootSettings):
     )
     placement: Literal["auto", "hbm", "cached", "hybrid", "uvm", "host"] = Field(
         "auto",
-        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, as hbm and uvm "
-        "in part, in shared memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the smallest, "
-        "the rest cached",
+        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, some as hbm "
+        "and some as uvm, in shared memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the "
+        "smallest, the rest cached",
     )
     hbm_budget: ByteSize | None = Field(
         None,
