@@ -1,0 +1,178 @@
+"""Rows of a registered segment and batches of ids for them, looked up through our cache, FBGEMM's, or none."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import console
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from make_model import publish_random
+
+from loader.registration import Registration
+from loader.versions import Model
+from quant import Lookup, Pooling, Precision, RowFormat, Table, choose
+from quant.cache import Cache
+from quant.cache_settings import CacheSettings, Policy
+from quant.cache_statistics import Statistics
+from quant.contract import DeviceTable
+from quant.fused import Fused, PreparedLookup
+
+DEVICE = torch.device("cuda:0")
+DIM = 128
+ROW_BYTES = RowFormat.INT8.row_bytes(DIM)
+INDEX_BYTES = 44  # of a slot, beside its row
+MOST_MISSING = 640_000  # rows of a batch, for which there is room in a pad
+WARM, TIMED = 60, 30
+
+
+class Workload:
+    """A registered segment of int8 tables, and batches of ids for them on the device: int64 [tables * ids]."""
+
+    def __init__(
+        self, root: Path, tables: int, rows: int, ids: int, zipf: float, batches: int, bag_length: int = 1, seed: int = 0
+    ) -> None:
+        self.tables, self.rows, self.ids, self.bag_length = tables, rows, ids, bag_length
+        self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
+        name = f"{tables}x{rows}"
+        if not (root / name).exists():
+            console.print(f"making {tables} tables of {rows:,} rows")
+            publish_random(root, name, {f"t{i:02}": (rows, DIM, "int8") for i in range(tables)})
+        self.segment = Model(root, name).attach(verify="header")
+        self.registration = Registration(self.segment, DEVICE)
+        self.batches = [self.draw(zipf) for _ in range(batches)]
+
+    def draw(self, zipf: float, shift: int = 0) -> torch.Tensor:
+        """Ids by Zipf's law over the rows, hot ids scattered; `shift` moves which rows are hot."""
+        uniform = torch.rand(self.tables * self.ids, dtype=torch.float64, device=DEVICE, generator=self.generator)
+        power = 1 - zipf
+        ranks = (((self.rows + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
+        return ((ranks.clamp(max=self.rows).long() - 1) * 2654435761 + shift) % self.rows
+
+    def seen(self, t: int) -> tuple[Table, torch.Tensor]:
+        """A table, and its rows where the device reads them."""
+        stored = self.segment.header.tables[t]
+        return self.segment.tables[stored.name], self.registration.view(stored.offset, stored.bytes)
+
+    def prepare(self, fused: Fused, tables: Sequence[DeviceTable]) -> PreparedLookup:
+        pooling = Pooling.SUM if self.bag_length > 1 else Pooling.NONE
+        lookups, at, bags = [], 0, self.ids // self.bag_length
+        for n, table in enumerate(tables):
+            lk = Lookup(table, pooling, 8 * self.ids * n, self.ids, at, Precision.FP16, bags=bags, bag_length=self.bag_length)
+            lookups.append(lk)
+            at += lk.out_bytes
+        return fused.prepare(fused.plan(lookups))
+
+    def ours(self, share: float, policy: Policy, **more: Any) -> "Ours":
+        fused = Fused(str(DEVICE), choose())
+        pads = more.get("pads", 1) * min(self.tables * self.ids, MOST_MISSING) * ROW_BYTES
+        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES)) + pads
+        cache = fused.open_cache(budget, ROW_BYTES, CacheSettings(policy, pad_fraction=pads / budget, **more))
+        tables = [fused.cached(*self.seen(t)) for t in range(self.tables)]
+        return Ours(cache, fused._stream, self.prepare(fused, tables))
+
+    def uncached(self, in_hbm: bool) -> PreparedLookup:
+        fused = Fused(str(DEVICE), choose(), gather_from=1 << 60)
+        hold = fused.hold if in_hbm else fused.view
+        return self.prepare(fused, [hold(*self.seen(t)) for t in range(self.tables)])
+
+    def split(self, share: int) -> PreparedLookup:
+        """Of every 1024 rows `share` in HBM, the others read in place."""
+        fused = Fused(str(DEVICE), choose())
+        return self.prepare(fused, [fused.split(*self.seen(t), share) for t in range(self.tables)])
+
+    def fbgemm(self, share: float, policy: Policy) -> Callable[[torch.Tensor], torch.Tensor]:
+        """FBGEMM's module over the same memory; its cache holds as many rows."""
+        specs = [(f"t{t}", self.rows, DIM, SparseType.INT8, EmbeddingLocation.MANAGED_CACHING) for t in range(self.tables)]
+        module = IntNBitTableBatchedEmbeddingBagsCodegen(
+            specs,
+            pooling_mode=PoolingMode.SUM if self.bag_length > 1 else PoolingMode.NONE,
+            device=DEVICE,
+            output_dtype=SparseType.FP16,
+            row_alignment=16,
+            bounds_check_mode=BoundsCheckMode.NONE,
+            cache_algorithm=CacheAlgorithm.LFU if policy.is_lfu else CacheAlgorithm.LRU,
+            cache_load_factor=share,
+            gather_uvm_cache_stats=True,
+        )
+        module.weights_physical_offsets = [t.offset for t in self.segment.header.tables]
+        module.initialize_logical_weights_placements_and_offsets()
+        module.weights_uvm = self.registration.view(0, self.segment.size)
+        module.weight_initialized = True
+        offsets = torch.arange(0, self.tables * self.ids + 1, self.bag_length, device=DEVICE)
+        self.module = module
+        return lambda ids: torch.as_tensor(module(ids, offsets))
+
+    def fbgemm_hit_rate(self, theirs: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]) -> float:
+        """Ids whose row FBGEMM's cache holds when their batch comes, counted in its state: with LFU it counts no misses."""
+        firsts = torch.arange(self.tables, device=DEVICE) * self.rows
+        hits = []
+        for batch in batches:
+            keys = (batch.view(self.tables, -1) + firsts[:, None]).view(-1)
+            hits.append(float(torch.isin(keys, self.module.lxu_cache_state.view(-1)).float().mean()))
+            theirs(batch)
+        return statistics.mean(hits)
+
+
+class Ours:
+    """A lookup through a cache, on the cache's stream."""
+
+    def __init__(self, cache: Cache, stream: Any, lookup: PreparedLookup) -> None:
+        self.cache, self.stream, self.lookup = cache, stream, lookup
+        self.outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=DEVICE)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self.lookup(ids.view(torch.uint8), self.outputs)
+        return self.outputs
+
+    def capture(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The same, as a graph that is replayed."""
+        inputs = torch.zeros(self.lookup.in_bytes, dtype=torch.uint8, device=DEVICE)
+        captured = self.lookup.capture(inputs, self.outputs)
+
+        def call(ids: torch.Tensor) -> torch.Tensor:
+            inputs.copy_(ids.view(torch.uint8), non_blocking=True)
+            captured()
+            return self.outputs
+
+        return call
+
+
+def steady_ms(call: Callable[[torch.Tensor], Any], batches: Sequence[torch.Tensor]) -> float:
+    """Median milliseconds of a call, over batches in turn."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
+    marks[0].record()
+    for batch, mark in zip(batches, marks[1:], strict=True):
+        call(batch)
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+
+def per_batch(before: Statistics, after: Statistics, batches: int) -> dict[str, float]:
+    ids, hits, fetched, in_place = (
+        sum(getattr(t, name) for t in after.tables.values()) - sum(getattr(t, name) for t in before.tables.values())
+        for name in ("ids", "hits", "fetched", "in_place")
+    )
+    return {"hit rate": hits / ids, "fetched": fetched / batches, "in place": in_place / batches}
+
+
+def check(work: Workload, ours: Ours, reference: PreparedLookup, batch: torch.Tensor) -> None:
+    """The same bytes as without a cache."""
+    wanted = torch.empty_like(ours.outputs)
+    reference(batch.view(torch.uint8), wanted)
+    ours.outputs.fill_(0xEE)
+    found = ours(batch)
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted), f"{int((found != wanted).sum())} bytes differ"
+
+
+def copy_gb_s(work: Workload) -> float:
+    """The speed of a copy from the segment to the device."""
+    target = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    source = work.registration.view(0, target.numel())
+    return 1e3 * target.numel() / 1e9 / steady_ms(lambda _: target.copy_(source), [target] * 8)

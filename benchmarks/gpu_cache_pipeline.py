@@ -1,0 +1,96 @@
+"""The cache with batches prefetched ahead of a dense part of 2 ms, against all tables in HBM.
+
+    python benchmarks/gpu_cache_pipeline.py     # 26 tables x 500 k rows, 4096 bags of 20 ids, Zipf 1.05, 20 % of rows cached
+
+Two kinds of dense part: products of large matrices, and layers of an MLP. Rows that are missing are read by the GPU, or gathered
+by the CPU and brought by the copy engine; once with batches in which every id hits, which shows what finding rows costs alone.
+"""
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from cache_workload import DEVICE, TIMED, WARM, Workload, per_batch, steady_ms
+from common import console, report, shared_folder
+
+from quant.cache_settings import Policy
+
+
+def products() -> Callable[[], object]:
+    """One product of matrices; its programs fill a multiprocessor."""
+    side = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    return lambda: side @ side
+
+
+def layers() -> Callable[[], object]:
+    """A layer of an MLP over a batch of 4096."""
+    x = torch.randn(4096, 2048, device=DEVICE, dtype=torch.bfloat16)
+    layer = torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.LayerNorm(2048), torch.nn.ReLU())
+    layer = layer.to(DEVICE, torch.bfloat16).requires_grad_(False)
+    return lambda: layer(x)
+
+
+def pipeline(work: Workload, kind: Callable[[], Callable[[], object]]) -> list[dict[str, Any]]:
+    """Batches prefetched ahead on the cache's streams, while the compute stream looks up and then works for 2 ms."""
+    part = kind()
+    times = max(1, round(2.0 / steady_ms(lambda _: part(), [work.batches[0]] * 20)))
+    reference = work.uncached(True)
+    outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    dense = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(dense):
+        for _ in range(times):
+            part()
+
+    def all_hbm(batch: torch.Tensor) -> None:
+        reference(batch.view(torch.uint8), outputs)
+        dense.replay()
+
+    warm, timed = work.batches[:WARM], work.batches[WARM:]
+    steady_ms(all_hbm, warm)
+    found = []
+    for ahead, threads, hits in ((0, 0, False), (1, 0, False), (1, 16, False), (2, 16, False), (1, 16, True)):
+        ours = work.ours(0.2, Policy.LFU, pads=ahead + 1, gather_threads=threads)
+        tickets: list[Any] = []
+        loader = torch.cuda.Stream()
+        batches = work.batches[-1:] * len(work.batches) if hits else work.batches
+        inputs = [b.view(torch.uint8) for b in batches]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in inputs]
+        before = None
+        for n, mark in enumerate(marks):
+            if n == WARM:
+                before = ours.cache.statistics(wait=True)
+            while len(tickets) <= min(n + ahead, len(inputs) - 1):
+                with torch.cuda.stream(loader):  # where inputs come from; it waits for no dense part
+                    tickets.append(ours.lookup.prefetch(inputs[len(tickets)]))
+            ours.lookup(inputs[n], ours.outputs, tickets[n])
+            dense.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        assert before is not None
+        counts = per_batch(before, ours.cache.statistics(wait=True), len(timed))
+        ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[WARM:]))
+        reference(inputs[-1], outputs)
+        torch.cuda.synchronize()
+        assert torch.equal(outputs, ours.outputs)
+        steady_ms(all_hbm, timed[:10])
+        base_ms = steady_ms(all_hbm, timed)  # beside it: the clock of a GPU under load changes
+        row = {"dense": kind.__name__, "ahead": ahead, "CPU threads": threads, "ms": ms, "all_hbm_ms": base_ms}
+        found.append({**row, "ratio": ms / base_ms, **counts})
+        console.print(found[-1])
+        del ours, tickets
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    with shared_folder() as root:
+        work = Workload(root, 26, 500_000, 4096 * 20, 1.05, WARM + TIMED, 20)
+        rows = pipeline(work, products) + pipeline(work, layers)
+        report("gpu_cache_pipeline", "prefetched ahead of 2 ms of dense work", rows, gpu=torch.cuda.get_device_name(DEVICE))
+
+
+if __name__ == "__main__":
+    main()

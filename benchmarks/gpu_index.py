@@ -1,0 +1,88 @@
+"""The cache's index alone: 128 M slots, 1 M keys a call, at several loads, full, and after 100 M inserts and evictions.
+
+python benchmarks/gpu_index.py
+"""
+
+from typing import Any
+
+import torch
+from cache_workload import DEVICE, per_batch, steady_ms
+from common import console, report
+
+from quant.cache import Cache
+from quant.cache_launch import cache_jobs, cached_bytes
+from quant.cache_settings import CacheSettings, Policy
+from quant.fused_plan import CacheJob
+
+
+def index() -> list[dict[str, Any]]:
+    """Keys of rows of 16 bytes that lie in HBM, so that what is timed is the index: LRU, 1 M keys a call."""
+    slots, keys, rows = 128 << 20, 1 << 20, 1 << 28
+    table = torch.empty(rows * 16, dtype=torch.uint8, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        cache = Cache(
+            DEVICE,
+            int(slots * (16 + 20 + 8.2)),
+            CacheSettings(Policy.LRU, pad_fraction=0.0),
+            smallest_row_bytes=16,
+            stream=stream,
+        )
+        number = cache.register(table.data_ptr(), rows, 16)
+        total = cache.slots
+        order = torch.randperm(rows, device=DEVICE)
+        jobs = [CacheJob(number, 0, keys, 0)]
+        memory = torch.empty(cached_bytes(jobs), dtype=torch.uint8, device=DEVICE)
+        written, launched = cache_jobs(jobs, memory.data_ptr(), False)
+        memory[: len(written)].copy_(torch.frombuffer(bytearray(written), dtype=torch.uint8))
+
+        def call(ids: torch.Tensor) -> None:
+            cache.prefetch(launched, ids.view(torch.uint8)).release()
+
+        found = []
+        done = 0
+
+        def insert(until: int) -> float:
+            nonlocal done
+            parts = []
+            while done < until:
+                at = done % rows
+                parts.append(order[at : at + keys])
+                done += keys
+            return steady_ms(call, parts) if parts else float("nan")
+
+        def add(label: str, insert_ms: float, held: torch.Tensor) -> None:
+            ids = [held[torch.randint(0, held.numel(), (keys,), device=DEVICE)] for _ in range(12)]
+            before = cache.statistics(wait=True)
+            hit_ms = steady_ms(call, ids)
+            after = cache.statistics(wait=True)
+            hits = per_batch(before, after, len(ids))["hit rate"]
+            find_ms = steady_ms(lambda i: cache.probe(launched, i.view(torch.uint8)), ids)
+            found.append(
+                {
+                    "state": label,
+                    "load": after.occupied / total,
+                    "find G keys/s": keys / find_ms / 1e6,
+                    "prefetch of hits G keys/s": keys / hit_ms / 1e6,
+                    "insert G keys/s": keys / insert_ms / 1e6,
+                    "hit rate": hits,
+                    "mean chain": cache.mean_chain(),
+                    "locked out": after.locked_out,
+                }
+            )
+            console.print(found[-1])
+
+        for load in (0.5, 0.75, 1.0):
+            ms = insert(int(total * load) // keys * keys)
+            add(f"filled to {load}", ms, order[:done])
+        ms = insert(done + 16 * keys)
+        add("full: each insert evicts", ms, order[done - total // 2 : done])
+        insert(done + 84 * keys)
+        ms = insert(done + 16 * keys)
+        held = torch.cat([order, order])[done - total // 2 : done]
+        add("after 100 M inserts and evictions", ms, held)
+    return found
+
+
+if __name__ == "__main__":
+    report("gpu_index", "the index alone, 1 M keys a call", index(), gpu=torch.cuda.get_device_name(DEVICE))
