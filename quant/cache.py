@@ -30,34 +30,22 @@ from quant import cache_kernel as k
 from quant.cache_check import check
 from quant.cache_kernel import ClassField, ClassState, Counter, Root, State, TableField, TicketField
 from quant.cache_launch import MARKS, TURN, CacheJobs, Kernels, cache_jobs, cached_bytes
+from quant.cache_pages import Pages, page_bytes, slots_of_page
 from quant.cache_settings import CacheSettings
 from quant.cache_statistics import Statistics, statistics_of
 from quant.errors import QuantError
 from quant.fused_plan import CacheJob
 from quant.host_call import HostGather
 
-_SCORE_BYTES = 4
 _PARTS = 7  # of 4 bytes an id
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers, and their bytes
 _MOST_STAGED = 64 << 20
 _COPY_UNIT = 1 << 16
 _MOST_LACKED = (2**31 - 1) * k.PAD_UNIT  # bytes of rows that a batch may lack
-_SMALLEST_PAGE, _LARGEST_PAGE = 8 << 10, 256 << 10
 _WARM_IDS = 1 << 16
-_PAGES_AT_ONCE = 256
 _SNAPSHOT_EVERY = 16  # tickets
 _REBALANCE_EVERY = 256
 _REBALANCE_FROM = 1.25  # coldness of victims, one class's to another's
-
-
-@dataclass
-class _Class:
-    """Rows of one size: slots of a page, and the pages that are theirs."""
-
-    row_bytes: int
-    slots: int
-    pages: list[int]
-    page_list: torch.Tensor
 
 
 @dataclass
@@ -71,6 +59,11 @@ class _Cached:
     bits: torch.Tensor
     first_ranks: torch.Tensor
     marks: torch.Tensor
+
+
+def map_bytes(rows: int) -> int:
+    """What a table of so many rows takes of the device beside a cache's budget: a quarter of a byte a row."""
+    return -(-rows // k.ROWS_PER_MARK) * 4 * (2 * k.WORDS + 1)
 
 
 class Ticket:
@@ -148,39 +141,33 @@ class Cache:
         self._lock = threading.RLock()
         self._abandoned: deque[_Berth] = deque()
         self._forgotten: deque[int] = deque()
-        self._classes: list[_Class] = []
         self._tables: dict[int, _Cached] = {}
         self._out = 0
         self._ids = 0
         self.generation = 0
         self.tickets = 0
-        page = self.page_bytes = self.settings.page_bytes or _page_bytes(budget_bytes)
+        page = self.settings.page_bytes or page_bytes(budget_bytes)
         pad_bytes = min(self.settings.pad_bytes, int(budget_bytes * self.settings.pad_fraction / self.settings.pads)) // 16 * 16
-        slots = _slots_of_page(page, smallest_row_bytes)
+        slots = slots_of_page(page, smallest_row_bytes)
         # Buckets are 4 bytes, ghosts 8, each at most twice as many as slots.
         index_bytes = slots * (24 if self.settings.policy.is_lfu else 8)
-        self._pages = (budget_bytes - pad_bytes * self.settings.pads) // (page + index_bytes)
-        if self._pages < 1 or slots < 1:
+        pages = (budget_bytes - pad_bytes * self.settings.pads) // (page + index_bytes)
+        if pages < 1 or slots < 1:
             raise QuantError(
                 f"a cache of {budget_bytes:,} bytes holds no page of {page:,} bytes beside {self.settings.pads} pads of "
                 f"{pad_bytes:,}; raise the budget (--hbm-budget)"
             )
-        self._node_bits = max(1, slots.bit_length())
-        if (self._pages << self._node_bits) >= 2**31:
-            raise QuantError(f"a cache of {budget_bytes:,} bytes has more slots than int32 counts; lower the budget")
         with self._on_stream():
-            self._arena = torch.empty(self._pages * page + pad_bytes * self.settings.pads + 16, dtype=torch.uint8, device=device)
+            size = pages * page + pad_bytes * self.settings.pads
+            self._arena = torch.empty(size + 16, dtype=torch.uint8, device=device)
             skipped = -self._arena.data_ptr() % 16
-            self._arena = self._arena[skipped : skipped + self._pages * page + pad_bytes * self.settings.pads]
-            self._page_view = self._arena[: self._pages * page].view(self._pages, page)
-            self._page_table = self._filled(-1, 2 * self._pages)
+            self._arena = self._arena[skipped : skipped + size]
+            self._pages = Pages(self._arena[: pages * page].view(pages, page), smallest_row_bytes, self._note_dropped)
+            self._page_table = self._filled(-1, 2 * pages)
             self._state = self._zeros(len(State) + k.CLASSES * len(ClassState))
             self._berths_out = self._zeros(k.BERTHS)
             self._root = self._zeros(len(Root))
-        self._page_class = np.full((self._pages, 2), -1, np.int32)
-        self._unassigned = list(range(self._pages))
-        self._limbo: list[tuple[int, int]] = []  # page, class to come
-        first_pad = self._arena.data_ptr() + self._pages * page
+        first_pad = self._arena.data_ptr() + pages * page
         pad_units = pad_bytes // k.PAD_UNIT
         self._gather: HostGather | None = None
         self._pad_bytes = pad_bytes
@@ -191,6 +178,7 @@ class Cache:
         self._heads = self._ghosts = self._scratch = self._page_table[:0]
         self._tables_on_device = self._classes_on_device = self._counters = self._state[:0]
         self._marks = self._page_table[:0]
+        self._page_lists: list[torch.Tensor] = []
         self._snapshot_event: Any = None
         self._snapshot: tuple[torch.Tensor, torch.Tensor, dict[int, tuple[str, int]]] | None = None
         self._last_state: torch.Tensor | None = None
@@ -201,12 +189,7 @@ class Cache:
     @property
     def slots(self) -> int:
         """Rows that the cache can hold, with the pages as they are divided now."""
-        return sum(c.slots * len(c.pages) for c in self._classes)
-
-    @property
-    def _widest(self) -> int:
-        """Bytes of the widest rows."""
-        return max((c.row_bytes for c in self._classes), default=0)
+        return self._pages.slots
 
     @property
     def slots_at(self) -> int:
@@ -261,29 +244,22 @@ class Cache:
     def forget(self, number: int) -> None:
         """Lets go of a table; no lookup of it may be planned or under way but those whose tickets are out."""
         with self._lock, self._on_stream():
-            k.forget[(self._pages,)](self._root.data_ptr(), number, BLOCK=TURN * 4)
+            k.forget[(self._pages.count,)](self._root.data_ptr(), number, BLOCK=TURN * 4)
             self._relink()
             del self._tables[number]
             self._describe()
 
     def _class_of(self, row_bytes: int) -> int:
-        for n, c in enumerate(self._classes):
-            if c.row_bytes == row_bytes:
-                return n
-        slots = _slots_of_page(self.page_bytes, row_bytes)
-        if self._pages * self.page_bytes // row_bytes >= 2**31:
-            raise QuantError(
-                f"a cache of {self._pages * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes than int32 counts; "
-                "lower the budget (--hbm-budget)"
-            )
-        if not 0 < slots < 1 << self._node_bits or len(self._classes) == k.CLASSES:
-            raise QuantError(
-                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
-                f"expected 1 to {(1 << self._node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
-            )
-        self._classes.append(_Class(row_bytes, slots, [], self._page_table[:0]))
-        self._kernels = self._kernels_for(self._widest)
-        return len(self._classes) - 1
+        known = len(self._pages.classes)
+        number = self._pages.class_of(row_bytes)
+        if number == known:
+            self._kernels = self._kernels_for(self._pages.widest)
+        return number
+
+    def _note_dropped(self, number: int, rows: torch.Tensor) -> None:
+        at = len(State) + number * len(ClassState) + ClassState.OCCUPIED
+        self._state[at] -= rows
+        self._state[State.FREED] += rows
 
     def _kernels_for(self, widest_row_bytes: int) -> Kernels:
         """Kernels for rows up to this size."""
@@ -292,94 +268,22 @@ class Cache:
             self._gather = HostGather(_MOST_GATHERED, min(self._pad_bytes, _MOST_STAGED), threads, self.device.type == "cuda")
         return Kernels(self.settings.policy.is_lfu, threads > 0, widest_row_bytes, self._is_interpreted)
 
-    def _wanted_pages(self) -> list[int]:
-        """Pages of each class by the bytes of its tables, none more than they fill."""
-        full = [0] * len(self._classes)
-        for t in self._tables.values():
-            full[t.row_class] += t.rows
-        full = [-(-rows // c.slots) for rows, c in zip(full, self._classes, strict=True)]
-        total = sum(full)
-        if total == 0:
-            return full
-        wanted = [min(f, max(1, self._pages * f // total)) if f else 0 for f in full]
-        while sum(wanted) > self._pages:
-            wanted[int(np.argmax(wanted))] -= 1
-        for n in sorted(range(len(full)), key=lambda n: full[n] - wanted[n], reverse=True):
-            wanted[n] += min(full[n] - wanted[n], self._pages - sum(wanted))
-        return wanted
-
     def _assign(self) -> None:
-        """Gives every class its pages, taking some from others where it must."""
-        wanted = self._wanted_pages()
-        if min((w for w, f in zip(wanted, self._classes, strict=True) if self._uses(f)), default=1) < 1:
-            raise QuantError(
-                f"a cache of {self._pages} pages of {self.page_bytes:,} bytes cannot hold {len(self._classes)} sizes of "
-                "rows; raise the budget (--hbm-budget)"
-            )
-        coming = [sum(1 for _, c in self._limbo if c == n) for n in range(len(self._classes))]
-        have = [len(c.pages) + coming[n] for n, c in enumerate(self._classes)]
-        takers = [n for n in range(len(wanted)) for _ in range(wanted[n] - have[n])]
-        if not takers:
-            return
-        fresh = [self._unassigned.pop() for _ in takers[: len(self._unassigned)]]
-        given: dict[int, list[int]] = {}
-        for page, taker in zip(fresh, takers, strict=False):
-            given.setdefault(taker, []).append(page)
-        for taker, pages in given.items():
-            self._give(pages, taker)
-        for taker in takers[len(fresh) :]:
-            donor = max(range(len(wanted)), key=lambda n: len(self._classes[n].pages) - wanted[n])
-            if len(self._classes[donor].pages) <= wanted[donor]:
-                break  # the rest comes when pages that are on their way have arrived, and are moved
-            self._take(donor, [self._classes[donor].pages[-1]], taker)
-        self._relink()
-        self._settle()
-
-    def _uses(self, c: _Class) -> bool:
-        return any(self._classes[t.row_class] is c for t in self._tables.values())
-
-    def _take(self, donor: int, pages: list[int], taker: int) -> None:
-        """Empties pages of a class. They go to another one when no ticket that is out now can read them any more."""
-        c = self._classes[donor]
-        index = torch.tensor(pages, device=self.device)
-        nodes = self._page_view[index, : k.NODE_BYTES * c.slots].view(torch.int64)
-        held = (nodes[:, ::2] >= 0).sum()
-        at = len(State) + donor * len(ClassState) + ClassState.OCCUPIED
-        self._state[at] -= held
-        self._state[State.FREED] += held
-        self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
-        c.pages = [p for p in c.pages if p not in set(pages)]
-        self._page_class[pages] = -1
-        self._limbo += [(p, taker) for p in pages]
-
-    def _give(self, pages: list[int], taker: int) -> None:
-        c = self._classes[taker]
-        index = torch.tensor(pages, device=self.device)
-        self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
-        c.pages += pages
-        starts = np.array(pages, np.int64) * self.page_bytes + k.NODE_BYTES * c.slots
-        self._page_class[pages, 0] = taker
-        self._page_class[pages, 1] = -(-starts // c.row_bytes)
+        """Gives every class its pages."""
+        rows = [0] * len(self._pages.classes)
+        for t in self._tables.values():
+            rows[t.row_class] += t.rows
+        if self._pages.assign(rows):
+            self._relink()
+            self._settle()
 
     def _settle(self) -> None:
         """Gives pages that were taken to their new class, where no ticket is out that may read them."""
-        if self._limbo and self._out == 0:
+        if self._pages.moving and self._out == 0:
             for berth in self._berths:
                 _wait(berth.released)
-            coming: dict[int, list[int]] = {}
-            for page, taker in self._limbo:
-                coming.setdefault(taker, []).append(page)
-            self._limbo.clear()
-            for taker, pages in coming.items():
-                self._give(pages, taker)
+            self._pages.settle()
             self._describe()
-
-    def _empty_nodes(self, slots: int) -> torch.Tensor:
-        """Bytes of nodes without a key, uint8 [16 * slots]."""
-        nodes = np.zeros((slots, 4), np.int32)
-        nodes[:, :3] = -1
-        nodes[:, 3] = -(2**30)
-        return torch.from_numpy(nodes.reshape(-1).view(np.uint8)).to(self.device)
 
     def _relink(self) -> None:
         """Builds all chains anew, for as many buckets as there are slots."""
@@ -390,7 +294,7 @@ class Cache:
             self._ghosts = self._filled(-(2**30), 2 * buckets if self.settings.policy.is_lfu else 2)
             self._describe()
         self._heads.fill_(-1)
-        k.link_all[(self._pages,)](self._root.data_ptr(), BLOCK=TURN * 4)
+        k.link_all[(self._pages.count,)](self._root.data_ptr(), BLOCK=TURN * 4)
 
     def _describe(self) -> None:
         """Writes what the kernels read of tables and classes. Launches that were captured before no longer fit."""
@@ -401,18 +305,19 @@ class Cache:
         for number, t in self._tables.items():
             row = tables[number]
             row[TableField.ADDRESS], row[TableField.ROWS] = t.address, t.rows
-            row[TableField.ROW_BYTES], row[TableField.CLASS] = self._classes[t.row_class].row_bytes, t.row_class
+            row[TableField.ROW_BYTES], row[TableField.CLASS] = self._pages.classes[t.row_class].row_bytes, t.row_class
             row[TableField.BITS], row[TableField.FIRST_RANKS] = t.bits.data_ptr(), t.first_ranks.data_ptr()
             row[TableField.MARK_AT] = t.marks.data_ptr()
             firsts = np.arange(0, t.marks.numel(), MARKS, dtype=np.int32)
             marks.append(np.stack([np.full_like(firsts, number), firsts], 1))
         classes = np.zeros((k.CLASSES, len(ClassField)), np.int64)
-        for n, c in enumerate(self._classes):
-            c.page_list = self._sent(np.array(c.pages or [0], np.int32))
-            classes[n] = (c.row_bytes, c.slots, c.page_list.data_ptr(), len(c.pages))
+        of_page, lists = self._pages.device_arrays()
+        self._page_lists = [self._sent(pages) for pages in lists]
+        for n, (c, pages) in enumerate(zip(self._pages.classes, self._page_lists, strict=True)):
+            classes[n] = (c.row_bytes, c.slots, pages.data_ptr(), len(c.pages))
         self._tables_on_device, self._classes_on_device = self._sent(tables.reshape(-1)), self._sent(classes.reshape(-1))
         self._marks = self._sent(np.concatenate(marks).reshape(-1) if marks else np.zeros(0, np.int32))
-        self._page_table.copy_(torch.from_numpy(self._page_class.reshape(-1)))
+        self._page_table.copy_(torch.from_numpy(of_page))
         self._write_root()
 
     def _write_root(self) -> None:
@@ -421,10 +326,10 @@ class Cache:
         root = dict.fromkeys(Root, 0)
         root |= {
             Root.ARENA: self._arena.data_ptr(),
-            Root.PAGE_BYTES: self.page_bytes,
+            Root.PAGE_BYTES: self._pages.page_bytes,
             Root.PAGES: self._page_table.data_ptr(),
-            Root.PAGE_COUNT: self._pages,
-            Root.NODE_BITS: self._node_bits,
+            Root.PAGE_COUNT: self._pages.count,
+            Root.NODE_BITS: self._pages.node_bits,
             Root.HEADS: self._heads.data_ptr(),
             Root.BUCKET_MASK: self._heads.numel() - 1,
             Root.TABLES: self._tables_on_device.data_ptr(),
@@ -442,8 +347,8 @@ class Cache:
             Root.PLACES: part[4],
             Root.VICTIMS: part[5],
             Root.VICTIM_BUCKETS: part[6],
-            Root.MOST_SLOTS: max((c.slots for c in self._classes), default=0),
-            Root.WIDEST_UNITS: self._widest // k.PAD_UNIT,
+            Root.MOST_SLOTS: self._pages.most_slots,
+            Root.WIDEST_UNITS: self._pages.widest // k.PAD_UNIT,
         }
         if self._gather is not None:
             root |= {
@@ -481,9 +386,9 @@ class Cache:
         with self._lock, self._on_stream():
             if _is_capturing():
                 return self._capture(jobs, inputs, takes_all)
-            if jobs.ids * self._widest > _MOST_LACKED:
+            if jobs.ids * self._pages.widest > _MOST_LACKED:
                 raise QuantError(
-                    f"a batch of {jobs.ids:,} ids of rows of up to {self._widest} bytes may lack more than "
+                    f"a batch of {jobs.ids:,} ids of rows of up to {self._pages.widest} bytes may lack more than "
                     f"{_MOST_LACKED:,} bytes at once; split it"
                 )
             self._clear_up()
@@ -500,7 +405,7 @@ class Cache:
                 self._release(berth)
                 raise
             ticket = Ticket(self, berth)
-            if self.tickets % _REBALANCE_EVERY == 0 and len(self._classes) > 1:
+            if self.tickets % _REBALANCE_EVERY == 0 and len(self._pages.classes) > 1:
                 self._rebalance()
             if self.tickets % _SNAPSHOT_EVERY == 0:
                 self._begin_snapshot()
@@ -513,13 +418,9 @@ class Cache:
             table.bits.zero_()
             table.marks.zero_()
         self._scratch.fill_(-1)
-        for n, c in enumerate(self._classes):
-            at = len(State) + n * len(ClassState) + ClassState.OCCUPIED
-            self._state[State.FREED] += self._state[at]
-            self._state[at] = 0
-            for first in range(0, len(c.pages), _PAGES_AT_ONCE):
-                index = torch.tensor(c.pages[first : first + _PAGES_AT_ONCE], device=self.device)
-                self._page_view[index, : k.NODE_BYTES * c.slots] = self._empty_nodes(c.slots)
+        self._pages.empty()
+        for n in range(len(self._pages.classes)):  # what was counted, and broken off before it had its key
+            self._note_dropped(n, self._state[len(State) + n * len(ClassState) + ClassState.OCCUPIED].clone())
         self._relink()
 
     def follow_current_stream(self) -> None:
@@ -584,9 +485,9 @@ class Cache:
             self._after(self._aside, berth.ready)
             return
         self._fetch(berth, min(self.settings.row_programs, rows))
-        run.choose(len(self._classes), stream, root, int(takes_all))
+        run.choose(len(self._pages.classes), stream, root, int(takes_all))
         run.admit(turns, stream, root)
-        parts = self._pages * -(-max(c.slots for c in self._classes) // run.part)
+        parts = self._pages.count * -(-self._pages.most_slots // run.part)
         for evict in run.evict:
             evict(min(most, parts), stream, root)
         run.unlink(turns, stream, root)
@@ -669,15 +570,14 @@ class Cache:
         if self._last_state is None:
             return
         of_class = self._last_state[len(State) :].view(-1, len(ClassState)).tolist()
-        busy = [n for n, c in enumerate(self._classes) if of_class[n][ClassState.ADMITTED] and len(c.pages) > 1]
+        busy = [n for n, c in enumerate(self._pages.classes) if of_class[n][ClassState.ADMITTED] and len(c.pages) > 1]
         if len(busy) < 2:
             return
         by_coldness = sorted(busy, key=lambda n: of_class[n][ClassState.COLDEST])
         warm, cold = by_coldness[0], by_coldness[-1]
         if of_class[cold][ClassState.COLDEST] > _REBALANCE_FROM * max(1, of_class[warm][ClassState.COLDEST]):
-            pages = self._classes[cold].pages
-            count = min(len(pages) - 1, max(1, self._pages // 100))
-            self._take(cold, pages[-count:], warm)
+            most = len(self._pages.classes[cold].pages) - 1
+            self._pages.take(cold, min(most, max(1, self._pages.count // 100)), warm)
             self._relink()
 
     # ---- what it holds ----
@@ -704,10 +604,10 @@ class Cache:
 
     def _names(self) -> dict[int, tuple[str, int]]:
         """Number of each table -> its name, and bytes of its rows."""
-        return {number: (t.name, self._classes[t.row_class].row_bytes) for number, t in self._tables.items()}
+        return {number: (t.name, self._pages.classes[t.row_class].row_bytes) for number, t in self._tables.items()}
 
     def _statistics_of(self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]]) -> Statistics:
-        return statistics_of(state, counters, names, len(self._classes), self.slots)
+        return statistics_of(state, counters, names, len(self._pages.classes), self.slots)
 
     def statistics(self, wait: bool = False) -> Statistics:
         """Counts as of some tickets ago, without waiting; `wait`: as of now."""
@@ -726,18 +626,23 @@ class Cache:
             return self._statistics or self._statistics_of(torch.zeros(self._state.shape, dtype=torch.int64), torch.zeros(0), {})
 
     def hot(self, number: int, count: int | None = None) -> NDArray[np.int64]:
-        """Ids of a table that the cache holds, the hottest first, `count` at most. Waits for the device."""
-        with self._lock, self._on_stream():
-            keys, ranks = [], []
-            for node_keys, used, scores in self._nodes(self._tables[number].row_class):
-                mine = (node_keys >> k.ID_BITS) == number
-                keys.append(node_keys[mine].cpu())
-                ranks.append((scores if self.settings.policy.is_lfu else used)[mine].cpu())
+        """Ids of a table that the cache holds, the hottest first, `count` at most. Waits for the device; batches come between."""
+        keys, ranks = [], []
+        with self._lock:
+            row_class = self._tables[number].row_class
+            parts = self._pages.parts(row_class)
+        for part in parts:
+            with self._lock, self._on_stream():
+                nodes = self._pages.nodes(row_class, [p for p in part if self._pages.of_page[p, 0] == row_class])
+                mine = (nodes.keys >> k.ID_BITS) == number
+                found = torch.stack([nodes.keys[mine], (nodes.scores if self.settings.policy.is_lfu else nodes.uses)[mine]])
+            keys.append(found[0].cpu())
+            ranks.append(found[1].cpu())
         if not keys:
             return np.zeros(0, np.int64)
         order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]
-        found: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
-        return found
+        ids: NDArray[np.int64] = (torch.cat(keys)[order] & ((1 << k.ID_BITS) - 1)).numpy()
+        return ids
 
     def warm(self, number: int, ids: NDArray[np.int64]) -> None:
         """Takes rows of a table in, whatever their scores, for lookups to come; nothing is waited for."""
@@ -757,15 +662,6 @@ class Cache:
         with self._lock, self._on_stream():
             heads = int((self._heads != -1).sum())
             return self._statistics_of(self._state.cpu(), self._counters.cpu(), {}).occupied / max(1, heads)
-
-    def _nodes(self, row_class: int, pages_at_once: int = _PAGES_AT_ONCE) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Keys, uses and scores of a class's slots, int64, int32, int32 [pages, slots], some pages at a time."""
-        c = self._classes[row_class]
-        for first in range(0, len(c.pages), pages_at_once):
-            index = torch.tensor(c.pages[first : first + pages_at_once], device=self.device)
-            nodes = self._page_view[index, : k.NODE_BYTES * c.slots]
-            scores = self._page_view[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
-            yield nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores
 
     def check_integrity(self, row_of: Any = None) -> None:
         """Raises AssertionError, with numbers, where the cache is not what it should be. Waits for the device.
@@ -807,13 +703,3 @@ def _wait(event: Any) -> None:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _page_bytes(budget_bytes: int) -> int:
-    """A power of 2, some hundredth of the budget."""
-    return max(_SMALLEST_PAGE, min(_LARGEST_PAGE, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
-
-
-def _slots_of_page(page_bytes: int, row_bytes: int) -> int:
-    """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
-    return max(0, (page_bytes - row_bytes + 1) // (k.NODE_BYTES + _SCORE_BYTES + row_bytes))

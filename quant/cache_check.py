@@ -15,14 +15,15 @@ def check(cache: "Cache", row_of: Any = None) -> None:
     with cache._lock, cache._on_stream():
         arena, heads = cache._arena.cpu().numpy(), cache._heads.cpu().numpy()
         state = cache._state.cpu().numpy()
-        page_bytes, in_page = cache.page_bytes, (1 << cache._node_bits) - 1
+        pages = cache._pages
+        page_bytes, in_page = pages.page_bytes, (1 << pages.node_bits) - 1
         alive: dict[int, int] = {}
-        occupied = [0] * len(cache._classes)
-        for n, c in enumerate(cache._classes):
+        occupied = [0] * len(pages.classes)
+        for n, c in enumerate(pages.classes):
             for page in c.pages:
                 keys = arena[page * page_bytes :][: NODE_BYTES * c.slots].view(np.int64)[::2]
                 for place in np.flatnonzero(keys >= 0):
-                    alive[page << cache._node_bits | int(place)] = int(keys[place])
+                    alive[page << pages.node_bits | int(place)] = int(keys[place])
                     occupied[n] += 1
             told = int(state[len(State) + n * len(ClassState) + ClassState.OCCUPIED])
             assert told == occupied[n], f"class {n}: {occupied[n]} keys in its slots, {told} counted"
@@ -35,15 +36,15 @@ def check(cache: "Cache", row_of: Any = None) -> None:
                 assert node not in reached, f"node {node} is reached twice, again from bucket {bucket}"
                 reached.add(node)
                 assert _hash(alive[node]) % heads.size == bucket, f"key {alive[node]} lies in bucket {bucket}"
-                at = (node >> cache._node_bits) * page_bytes + (node & in_page) * NODE_BYTES
+                at = (node >> pages.node_bits) * page_bytes + (node & in_page) * NODE_BYTES
                 node = int(arena[at + 8 : at + 12].view(np.int32)[0])
         assert len(reached) == len(alive), f"{len(alive)} keys in slots, {len(reached)} in chains: a conflict miss"
         for t in cache._tables.values():
             assert not t.bits.any() and not t.marks.any(), "a map still names rows of a batch that is over"
         if row_of is not None:
             for node, key in alive.items():
-                row_class, first_row = cache._page_class[node >> cache._node_bits]
-                size = cache._classes[row_class].row_bytes
+                row_class, first_row = pages.of_page[node >> pages.node_bits]
+                size = pages.classes[row_class].row_bytes
                 held = arena[int(first_row + (node & in_page)) * size :][:size].tobytes()
                 number, id = key >> ID_BITS, key & ((1 << ID_BITS) - 1)
                 assert held == row_of(number, id), f"the slot of row {id} of table {number} holds other bytes"

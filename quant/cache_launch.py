@@ -13,6 +13,7 @@ from quant.launch import Kernel
 _PROBE, _PROBE_WARPS = 128, 1  # ids at once
 _TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
 TURN, _PART = 256, 512
+_LINK = 512
 _PIECES = 2048  # of 16 bytes, that a program copies at once
 _SAMPLE = 1024
 MARKS = 1
@@ -66,4 +67,4 @@ class Kernels:
         self.list_rows, self.bring = Kernel(k.list_rows, 4, BLOCK=TURN), Kernel(k.bring, _ROW_WARPS, PIECES=_PIECES)
         self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
         self.fetch_rest = Kernel(k.fetch, _ROW_WARPS, GATHERS=False, REST=True, **tile)
-        self.take_in, self.place = Kernel(k.take_in, 4, **lfu, BLOCK=TURN), Kernel(k.place, _ROW_WARPS, **tile)
+        self.take_in, self.place = Kernel(k.take_in, 4, **lfu, BLOCK=_LINK), Kernel(k.place, _ROW_WARPS, **tile)

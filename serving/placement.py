@@ -166,12 +166,14 @@ class Placer:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if tables and fused.cache is None:
+            from quant.cache import map_bytes
             from quant.cache_settings import CacheSettings
 
             threads = self._settings.threads
             is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES
             settings = CacheSettings(gather_threads=threads if is_wide else 0)
-            cache = fused.open_cache(budget_bytes, min(t.row_bytes for t in tables), settings)
+            maps = 2 * sum(map_bytes(t.rows) for t in tables)  # of a version and its successor
+            cache = fused.open_cache(max(0, budget_bytes - maps), min(t.row_bytes for t in tables), settings)
             self._held += budget_bytes
             logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, fused.description)
 
