@@ -27,7 +27,7 @@ DIM = 128
 ROW_BYTES = RowFormat.INT8.row_bytes(DIM)
 INDEX_BYTES = 44  # of a slot, beside its row
 MOST_MISSING = 640_000  # rows of a batch, for which there is room in a pad
-WARM, TIMED = 60, 30
+WARM, TIMED, FRESH = 60, 30, 5  # batches; the last ones for hit rates
 
 
 class Workload:

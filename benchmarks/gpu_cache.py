@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cache_workload import DEVICE, ROW_BYTES, TIMED, WARM, Workload, check, copy_gb_s, per_batch, steady_ms
+from cache_workload import DEVICE, FRESH, ROW_BYTES, TIMED, WARM, Workload, check, copy_gb_s, per_batch, steady_ms
 from common import console, report, shared_folder
 
 from quant.cache_settings import Policy
@@ -28,7 +28,7 @@ from quant.fused import PreparedLookup
 def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:
     """threads: of the CPU that gather what is missing; 0: the GPU reads it."""
     copy = copy_gb_s(work)
-    warm, timed = work.batches[:WARM], work.batches[WARM:]
+    warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
     keys = work.tables * work.ids
     in_hbm = work.tables * work.rows * ROW_BYTES < 30e9
     reference = work.uncached(in_hbm)
@@ -43,7 +43,7 @@ def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequen
         fbgemm_ms = steady_ms(theirs, timed)
         # Calls, requested, unique, unique misses, unique conflict misses, conflict misses.
         stats = work.module.get_uvm_cache_stats().tolist()
-        fbgemm_hits = work.fbgemm_hit_rate(theirs, timed[:5])
+        fbgemm_hits = work.fbgemm_hit_rate(theirs, work.batches[-FRESH:])
         del theirs
         work.module = None
         torch.cuda.empty_cache()
@@ -88,7 +88,7 @@ def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequen
 
 def hybrid(work: Workload) -> list[dict[str, Any]]:
     """A fifth of the rows in HBM, and no id hotter than another, so that a cache earns nothing: a static split beside others."""
-    warm, timed = work.batches[: WARM // 3], work.batches[WARM:]
+    warm, timed = work.batches[: WARM // 3], work.batches[WARM:-FRESH]
     reference = work.uncached(True)
     found = []
 
@@ -176,7 +176,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, root: Path) -> None:
     gpu = torch.cuda.get_device_name(DEVICE)
-    batches = WARM + TIMED
+    batches = WARM + TIMED + FRESH
     if options.tables:
         work = Workload(root, 26, 500_000, 4096 * 20, 1.05, batches, 20)
         report("gpu_cache_tables", "26 tables, pooled", compare(work, (0.05, 0.2), "26 tables"), gpu=gpu)

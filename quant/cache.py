@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from quant import cache_kernel as k
 from quant.cache_check import check
 from quant.cache_kernel import ClassField, ClassState, Counter, Root, State, TableField, TicketField
-from quant.cache_launch import MARKS, TURN, CacheJobs, Kernels, cache_jobs, cached_bytes
+from quant.cache_launch import MARKS, TURN, UNLINK, CacheJobs, Kernels, cache_jobs, cached_bytes
 from quant.cache_pages import Pages, page_bytes, slots_of_page
 from quant.cache_settings import CacheSettings
 from quant.cache_statistics import Statistics, statistics_of
@@ -38,6 +38,7 @@ from quant.fused_plan import CacheJob
 from quant.host_call import HostGather
 
 _PARTS = 7  # of 4 bytes an id
+_FEW = 528  # programs of kernels that have little to do where little is missing; starting many takes long
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers, and their bytes
 _MOST_STAGED = 64 << 20
 _COPY_UNIT = 1 << 16
@@ -473,8 +474,8 @@ class Cache:
         """A batch's kernels: rows are fetched aside while it is decided which are taken in."""
         root, ticket = self._root.data_ptr(), berth.record.data_ptr()
         stream, run, most = self._stream_handle(), self._kernels, 1 if self._is_interpreted else self.settings.programs
-        turns = min(most, -(-jobs.ids // TURN))
-        rows = -(-jobs.ids // run.rows)
+        few = min(most, _FEW)
+        rows = min(few, -(-jobs.ids // run.rows))
         probe = (root, jobs.at, jobs.blocks_at, jobs.blocks, inputs_at, berth.locations.data_ptr())
         run.begin(1, stream, root, ticket)
         if jobs.blocks:
@@ -486,19 +487,19 @@ class Cache:
             return
         self._fetch(berth, min(self.settings.row_programs, rows))
         run.choose(len(self._pages.classes), stream, root, int(takes_all))
-        run.admit(turns, stream, root)
+        run.admit(min(few, -(-jobs.ids // TURN)), stream, root)
         parts = self._pages.count * -(-self._pages.most_slots // run.part)
         for evict in run.evict:
             evict(min(most, parts), stream, root)
-        run.unlink(turns, stream, root)
-        run.take_in(turns, stream, root)
-        run.fetch_rest(min(most, rows), stream, root, ticket)
+        run.unlink(min(few, -(-jobs.ids // UNLINK)), stream, root)
+        run.take_in(min(few, -(-jobs.ids // TURN)), stream, root)
+        run.fetch_rest(rows, stream, root, ticket)
         run.resolve(min(most, jobs.blocks), stream, *probe)
         self._order(self._aside, self._stream)
         self._after(self._aside, berth.ready)
         aside = self._aside_handle()
-        run.place(min(most, rows), aside, root, ticket)
-        run.end(turns, aside, root)
+        run.place(rows, aside, root, ticket)
+        run.end(min(few, -(-jobs.ids // TURN)), aside, root)
         self._after(self._aside, self._placed)
 
     def _fetch(self, berth: _Berth, programs: int) -> None:

@@ -501,7 +501,7 @@ def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.co
                         warmest = middle - 1
                 need = (tl.sum((is_key & (key_cold < warmest)).to(tl.int64), 0) * lacked + keys - 1) // keys
         # All slots of a cache that is not large, eight a victim of one that is; and a quarter more against the samples' error.
-        window = tl.minimum(tl.maximum(need * 8, 1 << 22), total)
+        window = tl.minimum(tl.maximum(need * 8, 1 << 20), total)
         wanted = tl.where(total > SAMPLE, (need * sampled * 5) // (window * 4) + 1, need)
         wanted = tl.minimum(wanted, sampled)
         free = tl.sum((cold == _FREE_COLDNESS).to(tl.int64), 0)

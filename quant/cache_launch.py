@@ -14,6 +14,7 @@ _PROBE, _PROBE_WARPS = 128, 1  # ids at once
 _TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
 TURN, _PART = 256, 512
 _LINK = 512
+UNLINK, _UNLINK_WARPS = 1024, 4
 _PIECES = 2048  # of 16 bytes, that a program copies at once
 _SAMPLE = 1024
 MARKS = 1
@@ -57,12 +58,12 @@ class Kernels:
         block = TURN * 4 if is_interpreted else _PROBE
         lfu, lanes = {"LFU": is_lfu}, {"CLASS_LANES": k.CLASSES}
         self.begin, self.release = Kernel(k.begin, 1, **lanes), Kernel(k.release, 1)
-        self.probe, self.resolve = Kernel(k.probe, _PROBE_WARPS, **lfu, BLOCK=block), Kernel(k.resolve, 1, BLOCK=block)
+        self.probe, self.resolve = Kernel(k.probe, _PROBE_WARPS, **lfu, BLOCK=block), Kernel(k.resolve, _PROBE_WARPS, BLOCK=block)
         self.enumerate = Kernel(k.enumerate_missing, 4, **lfu, MARKS=MARKS)
         self.choose = Kernel(k.choose, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
         self.admit = Kernel(k.admit, 4, **lfu, BLOCK=TURN)
         self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
-        self.unlink, self.end = Kernel(k.unlink, 1, BLOCK=TURN), Kernel(k.end, 1, BLOCK=TURN)
+        self.unlink, self.end = Kernel(k.unlink, _UNLINK_WARPS, BLOCK=UNLINK), Kernel(k.end, 4, BLOCK=TURN)
         tile = {"ROWS": self.rows, "WORDS": words}
         self.list_rows, self.bring = Kernel(k.list_rows, 4, BLOCK=TURN), Kernel(k.bring, _ROW_WARPS, PIECES=_PIECES)
         self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
