@@ -141,7 +141,7 @@ static verdict execute(const job *jobs, int64_t n, int threads) {
     share shares[MAX_THREADS];
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
-    run_parts(threads, work, shares);
+    run_parts(threads, threads, work, shares);
     return v;
 }
 
@@ -150,7 +150,7 @@ static verdict execute(const job *jobs, int64_t n, int threads) {
  * list[0]: how many; from list[2] on, the address of each in 48 bits with its bytes / 16 above. units: where in `staging` each goes,
  * in 16 bytes; they ascend. Those are gathered that go to the units [from, to). */
 typedef struct { const volatile int64_t *list; const int32_t *units; uint8_t *staging; int64_t threads, from, to; } request;
-enum { ROWS_A_THREAD = 512, ROWS_AHEAD = 16 };
+enum { ROWS_A_PART = 512, ROWS_AHEAD = 16 };
 static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
 typedef struct { const request *request; int64_t first, rows; int parts; } gathering;
 
@@ -195,10 +195,10 @@ static int64_t first_at(const request *r, int64_t unit) {
 
 static void gather_rows(void *argument) {
     const request *r = argument;
-    int64_t first = first_at(r, r->from), rows = first_at(r, r->to) - first, parts = rows / ROWS_A_THREAD + 1;
+    int64_t first = first_at(r, r->from), rows = first_at(r, r->to) - first;
     if (rows <= 0) return;
-    gathering g = {r, first, rows, (int)(parts < r->threads ? parts : r->threads)};
-    run_parts(g.parts, gather_part, &g);
+    gathering g = {r, first, rows, (int)(rows / ROWS_A_PART + 1)}; /* more parts than threads: some of those are interrupted */
+    run_parts(g.parts, (int)r->threads, gather_part, &g);
 }
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {

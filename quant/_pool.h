@@ -1,7 +1,8 @@
 /* Threads that stay: helpers park until a task comes, so that a call of some 10 µs can be shared.
  *
- * run_parts(parts, function, argument): function(argument, part) for each part, on the caller and on helpers; returns when
- * all are done. Any thread may call. Helpers are made when first needed, take no signals, and are made anew after a fork.
+ * run_parts(parts, threads, function, argument): function(argument, part) for each part, on the caller and on helpers, each
+ * taking the next one; returns when all are done. Any thread may call. Helpers are made when first needed, take no signals, and are
+ * made anew after a fork.
  */
 #ifndef POOL_H
 #define POOL_H
@@ -59,17 +60,18 @@ static void need_helpers(int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void run_parts(int parts, part_function *function, const void *argument) {
-    if (parts == 1) {
-        function(argument, 0);
+static void run_parts(int parts, int threads, part_function *function, const void *argument) {
+    if (parts == 1 || threads == 1) {
+        for (int part = 0; part < parts; part++) function(argument, part);
         return;
     }
+    if (threads > parts) threads = parts;
     task t = {function, argument, parts, 0, parts, NULL};
     pthread_mutex_lock(&pool_lock);
-    need_helpers(parts - 1);
+    need_helpers(threads - 1);
     t.after = pool_tasks;
     pool_tasks = &t;
-    for (int n = 1; n < parts; n++) pthread_cond_signal(&pool_has_task);
+    for (int n = 1; n < threads; n++) pthread_cond_signal(&pool_has_task);
     while (t.next < t.parts) run_part(&t);
     while (t.left) pthread_cond_wait(&pool_task_done, &pool_lock);
     pthread_mutex_unlock(&pool_lock);
