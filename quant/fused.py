@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -40,6 +41,7 @@ from quant.contract import (
     Table,
     Variant,
 )
+from quant.device_memory import DeviceMemory
 from quant.errors import BadIds, MissingBackend, QuantError
 
 try:
@@ -132,6 +134,10 @@ class Fused(Backend):
         self._buffers = Buffers(self.device)
         self._bag_starts = Kernel(fused_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
         self._lookups: dict[Any, Kernel] = {}
+        self._stashable: weakref.WeakSet[DeviceTable] = weakref.WeakSet()
+        self._copies = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._is_stashed = False
+        self._restored: Any = None
         self.cache: Cache | None = None
 
     @property
@@ -164,12 +170,20 @@ class Fused(Backend):
 
     # ---- tables ----
 
-    def hold(self, table: Table, source: torch.Tensor | None = None, variant: Variant | None = None) -> DeviceTable:
+    def hold(
+        self, table: Table, source: torch.Tensor | None = None, variant: Variant | None = None, *, stashable: bool = False
+    ) -> DeviceTable:
         """Copies a table to the device's memory, and waits for it.
 
         source: its rows, uint8 [bytes], where they copy faster (registered memory). variant: of all tables that are used
-        together with this one. QuantError: it does not fit.
+        together with this one. stashable: `stash` gives its memory back. QuantError: it does not fit.
         """
+        if stashable:
+            pages = DeviceMemory(table.packed.size, self.device)
+            _copy(pages.tensor, _bytes_of(table) if source is None else source, is_pinned=source is not None)
+            held = DeviceTable(table, pages.tensor.data_ptr(), True, (pages, source), variant or Variant.of(table))
+            self._stashable.add(held)
+            return held
         try:
             memory = torch.empty(table.packed.size, dtype=torch.uint8, device=self.device)
             _copy(memory, _bytes_of(table) if source is None else source, is_pinned=source is not None)
@@ -179,6 +193,49 @@ class Fused(Backend):
                 f"--placement uvm ({error})"
             ) from error
         return DeviceTable(table, memory.data_ptr(), True, memory, variant or Variant.of(table))
+
+    def stash(self) -> int:
+        """Gives back the memory of all tables that were held for it, after lookups that are under way; returns how many bytes.
+
+        Nothing is copied: the rows lie with the host. The next lookup brings them back, or `restore` before it.
+        """
+        with self._lock:
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)
+            given = [pages for pages, _ in self._stashed_memory() if pages.is_taken]
+            for pages in given:
+                pages.give_back()
+            self._restored = None
+            self._is_stashed = self._is_stashed or bool(given)
+            return sum(pages.size for pages in given)
+
+    def restore(self) -> None:
+        """Begins to bring stashed tables back, on a stream of its own, which the next lookup waits for; nobody else does.
+
+        QuantError: there is no room for all; make some, and call again, or look up.
+        """
+        with self._lock:
+            if not self._is_stashed:
+                return
+            with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+                for held in list(self._stashable):
+                    pages, source = held.memory
+                    if not pages.is_taken:
+                        pages.take()
+                        pages.tensor.copy_(_bytes_of(held.host) if source is None else source, non_blocking=True)
+                if self._copies is not None:
+                    self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._restored.record()
+            self._is_stashed = False
+
+    def _stashed_memory(self) -> list[tuple[DeviceMemory, torch.Tensor | None]]:
+        return [held.memory for held in list(self._stashable)]
+
+    def _await_tables(self) -> None:
+        """What comes next on the current stream finds stashed tables in their place."""
+        self.restore()
+        if self._restored is not None and not torch.cuda.is_current_stream_capturing():
+            self._restored.wait()
 
     def view(self, table: Table, rows: torch.Tensor | None, variant: Variant | None = None) -> DeviceTable:
         """A table that the device reads where the host holds it. rows: uint8 [bytes] on the device, over registered memory.
@@ -342,6 +399,8 @@ class Fused(Backend):
 
         flags int32 [jobs], zeros, on the device or page-locked: 1 where an id or a length of the job is wrong.
         """
+        if self._stashable:
+            self._await_tables()
         locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.pad)
         if ticket is not None:
             ticket.wait()
@@ -524,6 +583,7 @@ class CapturedLookup:
         with self._alone(), torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
             if cache is not None and cache.generation != self._generation:
                 self._capture()
+            self._fused._await_tables()
             self._graph.replay()
         if current != stream:
             current.wait_stream(stream)

@@ -117,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--batch", type=_count(1), default=4096, help="rows scored at once (default: %(default)s)")
     p.add_argument("--shard-rows", type=_count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
 

@@ -306,6 +306,8 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
     server = ServerSettings(**{**given(options, ServerSettings), "root": root})
+    if options.stash and (not server.devices or server.placement not in ("auto", "hbm")):
+        raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
     settings = EvalSettings(
         options.data,
         options.out,
@@ -317,6 +319,7 @@ def evaluate(options: argparse.Namespace) -> int:
         options.max_ne_increase,
         options.engine,
         options.ray_address,
+        options.stash,
     )
     with progress_bar("evaluating") as progress:
         report = run(candidates, settings, server, progress)

@@ -95,10 +95,14 @@ def _in_cache(table: Table | DeviceTable | None) -> InCache | None:
 
 
 class Placer:
-    """Places the tables of versions for one worker. fused None: the worker has no GPU, every table stays with the CPU."""
+    """Places the tables of versions for one worker. fused None: the worker has no GPU, every table stays with the CPU.
 
-    def __init__(self, settings: ServerSettings, cpu: CpuBackend) -> None:
+    stashable: what is held in the GPU's memory can be given back for a while (`Fused.stash`).
+    """
+
+    def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False) -> None:
         self.fused: Fused | None = None
+        self._stashable = stashable
         self._settings, self._cpu = settings, cpu
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -184,7 +188,8 @@ class Placer:
         self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], share: int
     ) -> dict[str, Table | DeviceTable]:
         registration = None
-        if set(placements.values()) - {Placement.HBM, Placement.HOST} and not fused.is_interpreted:
+        copied_once = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
+        if set(placements.values()) - copied_once and not fused.is_interpreted:
             registration = Registration(segment, fused.device)
             logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
         variant = Variant.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
@@ -194,7 +199,7 @@ class Placer:
             rows = None if registration is None else registration.view(stored.offset, stored.bytes)
             match placements[stored.name]:
                 case Placement.HBM:
-                    tables[stored.name] = fused.hold(table, rows, variant)
+                    tables[stored.name] = fused.hold(table, rows, variant, stashable=self._stashable)
                 case Placement.CACHED:
                     name = f"{segment.header.model}/{stored.name}"
                     tables[stored.name] = fused.cached(table, rows, variant, name)

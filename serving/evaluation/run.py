@@ -35,7 +35,8 @@ Progress = Callable[[int, int], None]  # (rows done, rows in all)
 class EvalSettings:
     """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at once.
 
-    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its own, here).
+    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its own, here). stash:
+    tables leave the GPU's memory while the dense part runs.
     """
 
     data: Path
@@ -48,6 +49,7 @@ class EvalSettings:
     max_ne_increase: float | None = None
     engine: str = "local"
     ray_address: str | None = None
+    stash: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,9 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
             if i.feature is not None and len(found) != 1:
                 raise ServingError(f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}")
     parts = settings.out / "parts"
-    return Job(server.root, tuple(candidates), label, columns, settings.slice_by, settings.batch_rows, parts, server)
+    return Job(
+        server.root, tuple(candidates), label, columns, settings.slice_by, settings.batch_rows, parts, server, settings.stash
+    )
 
 
 def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shards: Sequence[Shard]) -> None:

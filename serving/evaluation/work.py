@@ -1,7 +1,8 @@
 """What one process of an evaluation does: attach the versions once, then score shard after shard, a file of scores each."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data."""
+    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data. stash: tables leave
+    the GPU's memory while the dense part runs."""
 
     root: Path
     candidates: tuple[Candidate, ...]
@@ -47,6 +49,7 @@ class Job:
     batch_rows: int
     parts: Path
     settings: ServerSettings
+    stash: bool = False
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -95,8 +98,9 @@ class Evaluator:
     def __init__(self, job: Job) -> None:
         self.job = job
         settings, backend = job.settings, choose(job.settings.backend)
-        placer = Placer(settings, backend)
+        placer = Placer(settings, backend, stashable=job.stash)
         placer.open()
+        self._fused = placer.fused if job.stash else None
         self.served: list[Served] = []
         for candidate in job.candidates:
             model, version = attach_or_publish(job, candidate)
@@ -112,6 +116,16 @@ class Evaluator:
             scorer = self.served[-1].scorer
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
+
+    @contextmanager
+    def _tables_away(self) -> Iterator[None]:
+        """Gives the GPU's memory to the dense part, where that is wanted; tables come back while the next batch is read."""
+        if self._fused is None:
+            yield
+            return
+        self._fused.stash()
+        yield
+        self._fused.restore()
 
     def score(self, shard: Shard) -> pa.Table:
         """A shard's rows: row, label, score_0 (and score_1, slice). DataError: the data does not fit the model."""
@@ -160,7 +174,8 @@ class Evaluator:
             inputs = b"".join(part.data for part in parts)
             buffer = batch.run(inputs)
             assert batch.scoring is not None
-            batch.scoring.run(inputs, buffer)
+            with self._tables_away():
+                batch.scoring.run(inputs, buffer)
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
         scores = batch.scoring.output.view(buffer)

@@ -333,19 +333,21 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
         (("nothing", path), "nothing"),
         (("plain@x", path), "expected MODEL, MODEL@VERSION or a model.toml"),
         (("plain", path, "--max-ne-increase", 0), "say --against"),
+        (("ctr", path, "--stash"), "--stash gives back what tables take of a GPU's memory; name one with --devices"),
     ):
         result = evaluate(root, *arguments, "--out", tmp_path / "out")
         assert result.returncode == 1
         assert message in result.stderr
 
 
-def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path) -> None:
-    """Workers spread over devices, lookups by the fused kernel."""
+@pytest.mark.parametrize("options", [(), ("--stash", "--placement", "hbm")], ids=["resident", "stashed"])
+def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Workers spread over devices, lookups by the fused kernel; tables in place, and away while the dense part runs."""
     publish(root, tmp_path)
     columns = data(600)
     device = tables.serve_device()
     out = tmp_path / "out"
-    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200)
+    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200, *options)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5)
 

@@ -1,0 +1,234 @@
+"""Embedding weights stashed while a model's dense part runs: memory and step time, in training and for tables that are served.
+
+    python benchmarks/gpu_stash.py     # 12 GiB of tables, a dense part of 36 layers over a batch of 65,536
+
+Training: twelve nn.EmbeddingBag of 1 GiB, sparse gradients, SGD; the ways are compared bit by bit after the same steps.
+`blocking` does as the prototype of "Embedding Memory Stashing": it waits on the CPU until the copy is done, and comes back in
+one hook before the embeddings' backward. Served tables: 12 GiB of int8 in HBM over a registered segment, given and brought back.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import console, report, shared_folder
+from make_model import publish_random
+
+from loader.registration import Registration
+from loader.versions import Model
+from quant import Lookup, Pooling, Precision, choose
+from quant.fused import Fused
+from serving.stash import points, stash_embedding_weights
+
+DEVICE = torch.device("cuda:0")
+TABLES, ROWS, DIM = 12, 2 << 20, 128
+BATCH, IDS, WIDTH, LAYERS = 65_536, 4, 8192, 36
+WARM, STEPS = 2, 4
+GIB = 1 << 30
+
+
+class Ranker(torch.nn.Module):
+    """Bags, then layers; `between` is called once the bags are looked up, `layer_done` after each layer with its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            self.bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES))
+            self.first = torch.nn.Linear(TABLES * DIM, WIDTH, dtype=torch.bfloat16)
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), torch.nn.ReLU()) for _ in range(LAYERS)
+            )
+
+    def forward(self, ids: list[torch.Tensor], between: Callable[..., Any], layer_done: Callable[..., Any]) -> torch.Tensor:
+        pooled = [bag(i) for bag, i in zip(self.bags, ids, strict=True)]
+        between(self, pooled)
+        x = self.first(torch.cat(pooled, 1).bfloat16())
+        for n, layer in enumerate(self.layers):
+            x = layer(x)
+            layer_done(n, x)
+        return x.float().square().mean()
+
+
+def train(model: Ranker, way: str, where: tuple[int, int], stream: torch.cuda.Stream) -> dict[str, Any]:
+    """Steps one way; times, peaks, the memory along the last step, and what came out."""
+    dense = torch.optim.SGD([*model.first.parameters(), *model.layers.parameters()], lr=1e-4)
+    sparse = torch.optim.SGD(model.bags.parameters(), lr=0.1)
+    generator = torch.Generator(device=DEVICE).manual_seed(1)
+    free_at, start_at = where
+    restore: Any = None
+    timeline: list[tuple[str, float]] = []
+
+    def note(label: str) -> None:
+        timeline.append((label, torch.cuda.memory_allocated() / GIB))
+
+    def between(model: Ranker, pooled: list[torch.Tensor]) -> None:
+        nonlocal restore
+        note("lookup")
+        if way == "none":
+            return
+        restore = stash_embedding_weights(model.bags, stream, frees=way == "at once")
+        if way == "blocking":
+            torch.cuda.synchronize()
+            restore.free()
+            pooled[-1].register_hook(restore)
+        elif way == "at points":
+            restore.free_at(model.layers[free_at])
+        if way != "blocking":
+            restore.wait_at(*pooled)
+
+    def layer_done(n: int, x: torch.Tensor) -> None:
+        if n % 4 == 3:
+            note(f"layer {n + 1}")
+            x.register_hook(lambda _: note(f"backward {n + 1}"))
+        if restore is not None and way != "blocking" and n == start_at:
+            restore.start_at(x)
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times, losses = [], []
+    for step in range(WARM + STEPS):
+        ids = [torch.randperm(ROWS, device=DEVICE, generator=generator)[: BATCH * IDS].view(BATCH, IDS) for _ in range(TABLES)]
+        timeline.clear()
+        if step == WARM:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        loss = model(ids, between, layer_done)
+        loss.backward()
+        dense.step()
+        sparse.step()
+        dense.zero_grad()
+        sparse.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+        losses.append(loss.item())
+        note("step")
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    sums = [int(w.weight.view(torch.int32).sum(dtype=torch.int64)) for w in model.bags]
+    return {
+        "way": way,
+        "step_ms": 1e3 * statistics.median(times[WARM:]),
+        "peak_GiB": peak / GIB,
+        "reserved_GiB": reserved / GIB,
+        "result": [losses, sums],
+        "timeline": list(timeline),
+    }
+
+
+def layer_times(model: Ranker) -> tuple[list[float], list[float]]:
+    """Milliseconds of each layer's forward and backward."""
+    x = torch.randn(BATCH, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(layer: torch.nn.Module) -> tuple[float, float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        marks[0].record()
+        out = layer(x)
+        marks[1].record()
+        out.backward(x)
+        marks[2].record()
+        torch.cuda.synchronize()
+        return marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])
+
+    run(model.layers[0])
+    forward, backward = run(model.layers[0])
+    model.zero_grad()
+    return [forward] * LAYERS, [backward] * LAYERS
+
+
+def training() -> list[dict[str, Any]]:
+    bytes_away = TABLES * ROWS * DIM * 4
+    found: list[dict[str, Any]] = []
+    stream = torch.cuda.Stream()
+    for way in ("none", "blocking", "at once", "at points", "none again"):
+        model = Ranker()
+        forward, backward = layer_times(model)
+        pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+        onto = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        onto.copy_(pinned, non_blocking=True)
+        marks[0].record()
+        onto.copy_(pinned, non_blocking=True)
+        marks[1].record()
+        torch.cuda.synchronize()
+        copy_ms = marks[0].elapsed_time(marks[1]) * bytes_away / pinned.numel()
+        del onto, pinned
+        where = points(forward, backward, 1.1 * copy_ms)
+        row = train(model, way.split()[0] if way == "none again" else way, where, stream)
+        row |= {"way": way, "copy_ms": copy_ms, "free at layer": where[0], "start at layer": where[1]}
+        found.append(row)
+        console.print({k: v for k, v in row.items() if k not in ("timeline", "result")})
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    for row in found:
+        assert row["result"] == found[0]["result"], f"{row['way']} gave other bits"
+        row["same bits"] = True
+        row["times the step"] = row["step_ms"] / found[0]["step_ms"]
+        row["peak falls by, of the stashed"] = (found[0]["peak_GiB"] - row["peak_GiB"]) * GIB / bytes_away
+        row["reserved falls by, of the stashed"] = (found[0]["reserved_GiB"] - row["reserved_GiB"]) * GIB / bytes_away
+        del row["result"]
+    return found
+
+
+def served() -> list[dict[str, Any]]:
+    """Tables that a worker serves: given back, brought back, looked up."""
+    rows = 11_000_000  # of 144 bytes, eight times
+    with shared_folder() as root:
+        publish_random(root, "stash", {f"t{i}": (rows, DIM, "int8") for i in range(8)})
+        segment = Model(root, "stash").attach(verify="header")
+        registration = Registration(segment, DEVICE)
+        fused = Fused(str(DEVICE), choose())
+        held = []
+        for stored in segment.header.tables:
+            source = registration.view(stored.offset, stored.bytes)
+            held.append(fused.hold(segment.tables[stored.name], source, stashable=True))
+        size = 8 * BATCH * DIM * 2
+        lookups = [
+            Lookup(t, Pooling.SUM, 8 * BATCH * IDS * n, BATCH * IDS, BATCH * DIM * 2 * n, Precision.FP16, BATCH, None, IDS)
+            for n, t in enumerate(held)
+        ]
+        prepared = fused.prepare(fused.plan(lookups))
+        ids = torch.randint(0, rows, (8 * BATCH * IDS,), device=DEVICE).view(torch.uint8)
+        wanted, out = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+        prepared(ids, wanted)
+        found = []
+        for _ in range(3):
+            before = torch.cuda.mem_get_info()[0]
+            started = time.perf_counter()
+            given = fused.stash()
+            stashed = time.perf_counter()
+            freed = torch.cuda.mem_get_info()[0] - before
+            began = time.perf_counter()
+            fused.restore()
+            returned = time.perf_counter()
+            prepared(ids, out)
+            torch.cuda.synchronize()
+            done = time.perf_counter()
+            assert torch.equal(out, wanted)
+            found.append(
+                {
+                    "GB": given / 1e9,
+                    "freed, of them": freed / given,
+                    "stash_ms": 1e3 * (stashed - started),
+                    "restore_returns_ms": 1e3 * (returned - began),
+                    "until_looked_up_ms": 1e3 * (done - began),
+                    "GB/s": given / 1e9 / (done - began),
+                }
+            )
+            console.print(found[-1])
+        return found
+
+
+def main() -> None:
+    gpu = torch.cuda.get_device_name(DEVICE)
+    report("gpu_stash_served", "12 GiB of served tables given back and brought back", served(), gpu=gpu)
+    report("gpu_stash", "12 GiB of embedding weights stashed in training", training(), gpu=gpu)
+
+
+if __name__ == "__main__":
+    main()
