@@ -193,6 +193,11 @@ class Cache:
         return self._pages.slots
 
     @property
+    def _host_bytes(self) -> int:
+        """Of the rows of all tables."""
+        return sum(t.rows * self._pages.classes[t.row_class].row_bytes for t in self._tables.values())
+
+    @property
     def slots_at(self) -> int:
         """The address that locations of slots count from."""
         return self._arena.data_ptr()
@@ -387,13 +392,15 @@ class Cache:
         with self._lock, self._on_stream():
             if _is_capturing():
                 return self._capture(jobs, inputs, takes_all)
-            if jobs.ids * self._pages.widest > _MOST_LACKED:
+            if min(jobs.ids * self._pages.widest, self._host_bytes) > _MOST_LACKED:
                 raise QuantError(
                     f"a batch of {jobs.ids:,} ids of rows of up to {self._pages.widest} bytes may lack more than "
                     f"{_MOST_LACKED:,} bytes at once; split it"
                 )
             self._clear_up()
             self._settle()
+            if (self.tickets + 1) % _REBALANCE_EVERY == 0 and len(self._pages.classes) > 1:
+                self._rebalance()
             if jobs.ids > self._ids:
                 self.reserve(jobs.ids)
             berth = self._berth(jobs.ids)
@@ -406,15 +413,13 @@ class Cache:
                 self._release(berth)
                 raise
             ticket = Ticket(self, berth)
-            if self.tickets % _REBALANCE_EVERY == 0 and len(self._pages.classes) > 1:
-                self._rebalance()
             if self.tickets % _SNAPSHOT_EVERY == 0:
                 self._begin_snapshot()
             return ticket
 
     def _empty(self) -> None:
         """Drops every row, and what a batch left behind that was launched in part."""
-        self._order(self._stream, self._aside)
+        self.join_all()
         for table in self._tables.values():
             table.bits.zero_()
             table.marks.zero_()
@@ -423,6 +428,10 @@ class Cache:
         for n in range(len(self._pages.classes)):  # what was counted, and broken off before it had its key
             self._note_dropped(n, self._state[len(State) + n * len(ClassState) + ClassState.OCCUPIED].clone())
         self._relink()
+
+    def follow_itself(self) -> None:
+        """What comes next on the current stream comes after the last ticket's work, what runs aside included."""
+        _wait(self._placed)
 
     def follow_current_stream(self) -> None:
         """What the cache does next comes after what is on the current stream."""
@@ -439,7 +448,7 @@ class Cache:
     def _capture(self, jobs: CacheJobs, inputs: torch.Tensor, takes_all: bool) -> Ticket:
         """A prefetch that a graph will replay, with a berth of its own. Room for its ids must have been reserved."""
         assert jobs.ids <= self._ids and self._free_berths, "reserve, and leave a berth, before a graph is captured"
-        berth = self._free_berths.popleft()
+        berth = self._take_berth()
         assert berth.locations.numel() >= jobs.ids
         self._launch(jobs, inputs.data_ptr(), berth, takes_all)
         return Ticket(self, berth)
@@ -465,9 +474,15 @@ class Cache:
             berth = _Berth(self.device, len(self._berths), self.slots_at, 0)
             self._berths.append(berth)
             self._free_berths.append(berth)
-        berth = self._free_berths.popleft()
+        berth = self._take_berth()
         _wait(berth.released)  # the lookup that read its locations and its pad
         self._fit(berth, ids)
+        return berth
+
+    def _take_berth(self) -> _Berth:
+        """The one with a pad that is free for longest; where there is none, one without."""
+        berth = next((b for b in self._free_berths if b.pad_bytes), self._free_berths[0])
+        self._free_berths.remove(berth)
         return berth
 
     def _launch(self, jobs: CacheJobs, inputs_at: int, berth: _Berth, takes_all: bool) -> None:
@@ -546,8 +561,13 @@ class Cache:
             self._order(self._stream, stream)
 
     def join(self) -> None:
-        """Ends a capture: the graph is done when what runs aside is."""
+        """What comes next on the cache's stream comes after what runs aside: a graph that is captured ends so."""
         self._order(self._stream, self._aside)
+
+    def join_all(self) -> None:
+        """As `join`, where a launch broke off: after copies too that nothing came after."""
+        self._order(self._stream, self._copies)
+        self.join()
 
     def _release(self, berth: _Berth, is_over: bool = True) -> None:
         """is_over: others may use the berth; not so where a graph will release it each time."""
@@ -636,9 +656,8 @@ class Cache:
             with self._lock, self._on_stream():
                 nodes = self._pages.nodes(row_class, [p for p in part if self._pages.of_page[p, 0] == row_class])
                 mine = (nodes.keys >> k.ID_BITS) == number
-                found = torch.stack([nodes.keys[mine], (nodes.scores if self.settings.policy.is_lfu else nodes.uses)[mine]])
-            keys.append(found[0].cpu())
-            ranks.append(found[1].cpu())
+                keys.append(nodes.keys[mine].cpu())
+                ranks.append((nodes.scores if self.settings.policy.is_lfu else nodes.uses)[mine].cpu())
         if not keys:
             return np.zeros(0, np.int64)
         order = torch.cat(ranks).argsort(descending=True, stable=True)[:count]

@@ -505,7 +505,8 @@ def choose(root: tl.int64, takes_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.co
         wanted = tl.where(total > SAMPLE, (need * sampled * 5) // (window * 4) + 1, need)
         wanted = tl.minimum(wanted, sampled)
         free = tl.sum((cold == _FREE_COLDNESS).to(tl.int64), 0)
-        wanted = tl.where(free * total * 4 > need * sampled * 5, 1, wanted)  # there are enough that hold nothing
+        # Where there are enough that hold nothing, those alone; few of them in the sample say little.
+        wanted = tl.where((free >= 16) & (free * total * 4 > need * sampled * 5), 1, wanted)
         least = tl.full((), -(2**31) + 1, tl.int64)
         most = tl.full((), 2**31 - 1, tl.int64)
         while least < most:

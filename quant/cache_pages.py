@@ -128,7 +128,8 @@ class Pages:
         """Empties a class's last pages. They go to another one with `settle`, when no ticket that is out now can read them."""
         c = self.classes[donor]
         pages = c.pages[-count:]
-        self._drop(donor, pages)
+        self._dropped(donor, (self.nodes(donor, pages).keys >= 0).sum())
+        self._clear(c, pages)
         del c.pages[-count:]
         self.of_page[pages] = -1
         self.moving += [(p, taker) for p in pages]
@@ -139,21 +140,19 @@ class Pages:
         self.moving.clear()
 
     def empty(self) -> None:
-        """Drops every row."""
+        """Drops every row. When each slot was used stays, for whoever may still read it."""
         for n, c in enumerate(self.classes):
-            for first in range(0, len(c.pages), _PAGES_AT_ONCE):
-                self._drop(n, c.pages[first : first + _PAGES_AT_ONCE])
-
-    def _drop(self, number: int, pages: list[int]) -> None:
-        self._dropped(number, (self.nodes(number, pages).keys >= 0).sum())
-        self._clear(self.classes[number], pages)
+            for pages in self.parts(n):
+                self._dropped(n, (self.nodes(n, pages).keys >= 0).sum())
+                index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
+                self._memory.view(torch.int64)[index, : 2 * c.slots : 2] = -1
 
     def _clear(self, c: RowClass, pages: list[int]) -> None:
         """Makes nodes that hold no key, and were not used for long."""
         node = np.zeros((c.slots, 4), np.int32)
         node[:, :3] = -1
         node[:, 3] = -(2**30)
-        index = torch.tensor(pages, device=self._memory.device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
         empty = torch.from_numpy(node.reshape(-1).view(np.uint8)).to(self._memory.device)
         self._memory[index, : k.NODE_BYTES * c.slots] = empty
 
@@ -172,7 +171,7 @@ class Pages:
     def nodes(self, number: int, pages: Sequence[int]) -> Nodes:
         """What pages of a class hold."""
         c = self.classes[number]
-        index = torch.tensor(pages, device=self._memory.device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
         nodes = self._memory[index, : k.NODE_BYTES * c.slots]
         scores = self._memory[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
         return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores)

@@ -349,6 +349,8 @@ class Fused(Backend):
                 try:
                     return self._run(requests, timed)
                 except BaseException:
+                    if self.cache is not None:
+                        self.cache.join_all()
                     self._stream.synchronize()  # what is under way reads and writes the buffers of the next batch
                     raise
 
@@ -583,6 +585,8 @@ class CapturedLookup:
         with self._alone(), torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
             if cache is not None and cache.generation != self._generation:
                 self._capture()
+            if cache is not None:
+                cache.follow_itself()
             self._fused._await_tables()
             self._graph.replay()
         if current != stream:

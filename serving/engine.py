@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
-_WARM_UP_BAGS = (2, 32)  # ids of a bag
+_WARM_UP_BAGS = (2, 32, 64)  # ids of a bag: of each shape that `quant.fused_plan.Shapes` knows
 _PLANS = 256  # layouts of requests that a version remembers
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 

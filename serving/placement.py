@@ -1,9 +1,10 @@
 """Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with the CPU."""
 
+import bisect
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -48,9 +49,9 @@ def plan_placements(
     ServingError: hbm was asked for and the budget does not hold every table.
     """
     tables = list(tables)
+    holds_all = sum(t.bytes for t in tables) <= budget_bytes
     if wanted == Placement.HYBRID:
-        share = _share(tables, budget_bytes)
-        whole = Placement.HBM if share == SPLIT_BLOCK else Placement.UVM if share == 0 else Placement.HYBRID
+        whole = Placement.HBM if holds_all else Placement.HYBRID if _share(tables, budget_bytes) else Placement.UVM
         return {t.name: whole for t in tables}
     if wanted == Placement.HBM and (total := sum(t.bytes for t in tables)) > budget_bytes:
         raise ServingError(
@@ -59,8 +60,8 @@ def plan_placements(
         )
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
-    holds_all = sum(t.bytes for t in tables) <= budget_bytes
-    opens_cache = not (holds_all or cache_is_open) and budget_bytes - budget_bytes // _SMALL_SHARE >= _SMALLEST_CACHE
+    for_cache = budget_bytes - budget_bytes // _SMALL_SHARE - 2 * _map_bytes(tables)
+    opens_cache = not (holds_all or cache_is_open) and for_cache >= _SMALLEST_CACHE
     left = budget_bytes // _SMALL_SHARE if opens_cache else budget_bytes
     others = Placement.CACHED if opens_cache or cache_is_open else Placement.UVM
     placements = {}
@@ -71,14 +72,23 @@ def plan_placements(
     return placements
 
 
-def _share(tables: Iterable[StoredTable], budget_bytes: int) -> int:
-    """Rows of SPLIT_BLOCK that the budget holds, of every table alike."""
-    return min(SPLIT_BLOCK, SPLIT_BLOCK * budget_bytes // max(1, sum(_whole_blocks(t) for t in tables)))
+def _share(tables: Sequence[StoredTable], budget_bytes: int) -> int:
+    """Rows of SPLIT_BLOCK, all of them at most but one, that the budget holds of every table alike."""
+    shares = range(SPLIT_BLOCK)
+    return max(0, bisect.bisect_right(shares, budget_bytes, key=lambda share: _split_bytes(tables, share)) - 1)
 
 
-def _whole_blocks(t: StoredTable) -> int:
-    """Bytes of a table as if its last SPLIT_BLOCK rows were all there."""
-    return -(-t.rows // SPLIT_BLOCK) * SPLIT_BLOCK * (t.bytes // t.rows)
+def _split_bytes(tables: Iterable[StoredTable], share: int) -> int:
+    """What split tables take of a GPU's memory."""
+    blocks = ((*divmod(t.rows, SPLIT_BLOCK), t.row_bytes) for t in tables)
+    return sum((whole * share + min(rest, share)) * row_bytes for whole, rest, row_bytes in blocks)
+
+
+def _map_bytes(tables: Iterable[StoredTable | Table]) -> int:
+    """What cached tables take of a GPU's memory beside their rows."""
+    from quant.cache import map_bytes
+
+    return sum(map_bytes(t.rows) for t in tables)
 
 
 class Placed:
@@ -145,8 +155,11 @@ class Placer:
             hbm_bytes = sum(t.bytes for t in segment.header.tables if placements[t.name] is Placement.HBM)
             split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
             share = _share(split, left)
-            hbm_bytes += sum(_whole_blocks(t) for t in split) // SPLIT_BLOCK * share
-            self._open_cache(fused, segment, placements, left - hbm_bytes)
+            hbm_bytes += _split_bytes(split, share)
+            if self.cache is None:  # it is opened with room for these tables' maps
+                self._open_cache(fused, segment, placements, left - hbm_bytes)
+            else:
+                hbm_bytes += _map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
             placed = Placed(self._tables(fused, segment, placements, share), placements, hbm_bytes)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
@@ -169,15 +182,18 @@ class Placer:
     def _open_cache(self, fused: "Fused", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
-        if tables and fused.cache is None:
-            from quant.cache import map_bytes
+        if tables:
             from quant.cache_settings import CacheSettings
 
             threads = self._settings.threads
             is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES
             settings = CacheSettings(gather_threads=threads if is_wide else 0)
-            maps = 2 * sum(map_bytes(t.rows) for t in tables)  # of a version and its successor
-            cache = fused.open_cache(max(0, budget_bytes - maps), min(t.row_bytes for t in tables), settings)
+            if (maps := 2 * _map_bytes(tables)) >= budget_bytes:  # of a version and its successor
+                raise ServingError(
+                    f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
+                    f"leaves {max(0, budget_bytes):,}; raise --hbm-budget, or choose --placement uvm"
+                )
+            cache = fused.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
             self._held += budget_bytes
             logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, fused.description)
 

@@ -196,6 +196,30 @@ def test_a_ticket_that_is_let_go_is_released() -> None:
     assert t.cache.statistics(wait=True).evicted == 20
 
 
+def test_a_pad_is_taken_where_one_is_free() -> None:
+    """Once more tickets were out than there are pads, one that is out alone still gets one."""
+    t = Tables(9_000, settings(pads=1, pad_fraction=0.3), {"a": (1000, 48)})
+    burst = [t.prefetch({0: run(10, first)})[0] for first in (0, 100, 200)]
+    assert [ticket.pad != t.cache.slots_at for ticket in burst] == [True, False, False]
+    for ticket in burst:
+        ticket.release()
+    for first in (300, 400, 500):
+        ticket, ids, _ = t.prefetch({0: run(10, first)})
+        assert ticket.pad != t.cache.slots_at
+        t.check(ticket, ids)
+        ticket.release()
+    t.check_integrity()
+
+
+def test_pages_that_moved_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hot ids are read some pages at a time; those that went to another class in between hold other rows by then."""
+    t = Tables(60_000, settings(), {"a": (300, 48), "b": (300, 144)})
+    t.look_up({0: run(100), 1: run(30)})
+    pages = t.cache._pages
+    monkeypatch.setattr(pages, "parts", lambda n: [[p] for p in pages.classes[n].pages] + [[p] for p in pages.classes[1].pages])
+    assert sorted(t.cache.hot(0).tolist()) == list(range(100))
+
+
 def test_ids_out_of_range_are_left_to_the_lookup() -> None:
     t = Tables(9_000, settings(), {"a": (10, 48)})
     ticket, _, _ = t.prefetch({0: np.array([0, -1, 10, 2**40, 9])})
@@ -357,19 +381,29 @@ def test_prefetched_and_forwarded() -> None:
 def test_a_lookup_is_a_graph() -> None:
     """Prefetch and lookup of a batch, hits and misses, wait for nothing: they can be captured, and replayed on other ids."""
     backend = Fused(tables.DEVICE, choose())
-    backend.open_cache(40_000, 48, CacheSettings(pads=2))
+    backend.open_cache(40_000, 48, CacheSettings(pads=3, gather_threads=2, gather_from=5))
     table = table_of(RowFormat.INT8, 40)
     cached = backend.cached(table, registered(table))
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 50, 0)]))
     inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device)
     outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
     captured = lookup.capture(inputs, outputs)
-    for seed in range(20):
+    others, found = torch.zeros_like(inputs), torch.empty_like(outputs)
+    for seed in range(30):
+        other = np.random.default_rng(100 + seed).integers(0, 200, 50)
+        others.copy_(torch.from_numpy(other).view(torch.uint8))
+        ticket = lookup.prefetch(others) if seed % 3 == 0 else None  # is out while the graph runs
+        if seed % 3 == 1:
+            lookup(others, found)
         batch = np.random.default_rng(seed).integers(0, 200, 50)
         inputs.copy_(torch.from_numpy(batch).view(torch.uint8))
         if seed == 10:
             backend.cached(table_of(RowFormat.INT8, 40, rows=30_000), registered(table_of(RowFormat.INT8, 40, rows=30_000)))
         captured()
+        if ticket is not None:
+            lookup(others, found, ticket)
+        if seed % 3 != 2:
+            np.testing.assert_array_equal(found.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, other))
         np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, batch))
     backend.cache.check_integrity()  # type: ignore[union-attr]
     captured.close()
@@ -442,9 +476,9 @@ KERNELS = {
     "begin": (dict(CLASS_LANES=64), 1), "release": ({}, 1), "probe": (dict(**LFU, BLOCK=128), 1),
     "enumerate_missing": (dict(**LFU, MARKS=1), 4), "choose": (dict(**LFU, SAMPLE=1024, CLASS_LANES=64), 8),
     "admit": (dict(**LFU, BLOCK=256), 4), "evict": (dict(ANY=False, **LFU, BLOCK=512, CLASS_LANES=64), 1),
-    "unlink": (dict(BLOCK=256), 1), "take_in": (dict(**LFU, BLOCK=256), 4), "list_rows": (dict(BLOCK=256), 4),
+    "unlink": (dict(BLOCK=1024), 4), "take_in": (dict(**LFU, BLOCK=512), 4), "list_rows": (dict(BLOCK=256), 4),
     "bring": (dict(PIECES=2048), 8), "fetch": (dict(GATHERS=True, REST=False, **TILE), 8), "place": (TILE, 8),
-    "resolve": (dict(BLOCK=128), 1), "end": (dict(BLOCK=256), 1), "link_all": (dict(BLOCK=1024), 4),
+    "resolve": (dict(BLOCK=128), 1), "end": (dict(BLOCK=256), 4), "link_all": (dict(BLOCK=1024), 4),
     "forget": (dict(BLOCK=1024), 4),
 }
 for name, (constants, warps) in KERNELS.items():

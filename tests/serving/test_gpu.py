@@ -241,7 +241,11 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert plan_placements(stored, "uvm", 0) == dict.fromkeys("abc", uvm)
     assert plan_placements(stored, "hybrid", 0) == dict.fromkeys("abc", uvm)
     assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
-    assert plan_placements(stored, "hybrid", 3 * 1024 * 16) == dict.fromkeys("abc", hbm)
+    assert plan_placements(stored, "hybrid", 1279) == dict.fromkeys("abc", Placement.HYBRID)
+    assert plan_placements(stored, "hybrid", 1280) == dict.fromkeys("abc", hbm)
+    wide = plan_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])
+    assert plan_placements(wide, "auto", 900 << 20) == {"w": uvm}  # the cache's maps alone take a GiB
+    assert plan_placements(wide, "auto", 2 << 30) == {"w": Placement.CACHED}
     with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
         plan_placements(stored, "hbm", 1279)
 
