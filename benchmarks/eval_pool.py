@@ -87,10 +87,10 @@ def make(folder: Path, root: Path, rows: int) -> torch.Tensor:
     return torch.from_numpy(table)
 
 
-def plain(table: torch.Tensor, data: Path) -> tuple[np.ndarray, float]:
-    """Scores and rows a second of the loop."""
+def plain(table: torch.Tensor, data: Path, device: str = "cpu") -> tuple[np.ndarray, float]:
+    """Scores and rows a second of the loop, one thread of the CPU, its tensors on `device`."""
     torch.set_num_threads(1)
-    bag, dense = torch.nn.EmbeddingBag.from_pretrained(table, mode="sum"), Dense().eval()
+    bag, dense = torch.nn.EmbeddingBag.from_pretrained(table.to(device), mode="sum"), Dense().eval().to(device)
     scores, started = [], time.perf_counter()
     with torch.inference_mode():
         for batch in pq.ParquetFile(data).iter_batches(BATCH):
@@ -98,9 +98,9 @@ def plain(table: torch.Tensor, data: Path) -> tuple[np.ndarray, float]:
             for name in NAMES:
                 ids, offsets = batch.column(name).flatten().to_numpy(), batch.column(name).offsets.to_numpy()
                 start = torch.from_numpy((offsets[:-1] - offsets[0]).astype(np.int64))
-                vectors.append(bag(torch.from_numpy(ids.copy()), start))
-            numbers = torch.from_numpy(batch.column("dense").flatten().to_numpy().copy()).view(-1, DENSE)
-            scores.append(dense(*vectors, numbers).numpy())
+                vectors.append(bag(torch.from_numpy(ids.copy()).to(device), start.to(device)))
+            numbers = torch.from_numpy(batch.column("dense").flatten().to_numpy().copy()).view(-1, DENSE).to(device)
+            scores.append(dense(*vectors, numbers).cpu().numpy())
     found = np.concatenate(scores)
     return found, len(found) / (time.perf_counter() - started)
 

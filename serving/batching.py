@@ -1,4 +1,4 @@
-"""Dynamic batching: requests that arrive while the GPU works, or within a set delay, go to it together.
+"""Dynamic batching: requests that arrive while the GPU works, or within a set delay, go to it together, lookups and scores.
 
 One batch is on the GPU at a time, driven by a thread of its own; the event loop reads and writes requests meanwhile. Without
 a delay nothing ever waits for company: a batch is what came while the one before it ran.
@@ -19,11 +19,12 @@ import numpy as np
 
 from quant import BadIds
 from serving import metrics
-from serving.engine import Batch
+from serving.engine import Batch, score_together
 from serving.errors import ApiError, Kind
 
 if TYPE_CHECKING:
     from quant.fused import Fused
+    from quant.fused_batch import Times
 
 logger = logging.getLogger("tableside")
 
@@ -56,7 +57,7 @@ class Batcher:
         self._cache_metrics = metrics.CacheMetrics(str(fused.device))
 
     async def run(self, batch: Batch, inputs: Any) -> Result:
-        """A request's vectors, uint8 [out_bytes]. ApiError: its ids or lengths are wrong, or the device is lost."""
+        """A request's vectors and scores, uint8 [out_bytes]. ApiError: it is wrong, its scorer refuses, or the device is lost."""
         if self._lost is not None:
             raise self._lost
         future = asyncio.get_running_loop().create_future()
@@ -112,8 +113,7 @@ class Batcher:
         timed = self._batches % _TIMED_EVERY == 0
         started = time.perf_counter()
         try:
-            requests = [(w.batch.plan, w.inputs) for w in taken]
-            running = asyncio.get_running_loop().run_in_executor(self._thread, self._fused.run_timed, requests, timed)
+            running = asyncio.get_running_loop().run_in_executor(self._thread, self._work, taken, timed)
         except RuntimeError as error:  # no thread, or this worker is closing
             for w in taken:
                 _fail(w, error)
@@ -123,6 +123,36 @@ class Batcher:
         running.add_done_callback(functools.partial(self._done, taken))
         for w in taken:
             self._metrics.waited(started - w.since)
+
+    def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Result | ApiError], Times | None]":
+        """On the thread: looks everything up at once, then scores the requests of each scorer at once."""
+        found, times = self._fused.run_timed([(w.batch.plan, w.inputs) for w in taken], timed)
+        answers: list[Result | ApiError] = []
+        to_score: dict[int, list[int]] = {}
+        for n, (w, result) in enumerate(zip(taken, found, strict=True)):
+            if isinstance(result, BadIds):
+                answers.append(w.batch.refusal(result))
+                continue
+            answers.append(w.batch.with_scores(result))
+            if w.batch.scoring is not None:
+                to_score.setdefault(id(w.batch.scoring.scorer), []).append(n)
+        for members in to_score.values():
+            self._score(taken, answers, members)
+        return answers, times
+
+    def _score(self, taken: list[_Waiting], answers: list[Result | ApiError], members: list[int]) -> None:
+        """Scores requests in one call; where that is refused, each on its own, so that only those at fault are."""
+        started = time.perf_counter()
+        requests = [(taken[n].batch.scoring, taken[n].inputs, answers[n]) for n in members]
+        try:
+            score_together(requests)  # type: ignore[arg-type]
+        except ApiError as error:
+            if len(members) > 1:
+                for n in members:
+                    self._score(taken, answers, [n])
+                return
+            answers[members[0]] = error
+        metrics.SCORE_SECONDS.labels(taken[members[0]].batch.model).observe(time.perf_counter() - started)
 
     def _done(self, taken: list[_Waiting], running: "asyncio.Future[Any]") -> None:
         self._is_running = False
@@ -136,8 +166,8 @@ class Batcher:
                 return
             results, times = running.result()
             for w, result in zip(taken, results, strict=True):
-                if isinstance(result, BadIds):
-                    _fail(w, w.batch.refusal(result))
+                if isinstance(result, ApiError):
+                    _fail(w, result)
                 elif not w.future.done():
                     w.future.set_result(result)
             self._metrics.answered(len(taken), times)

@@ -22,7 +22,7 @@ from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Poolin
 from quant.errors import Problem
 from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
 from serving.placement import Placed, Placer
-from serving.scorer import Scorer, open_scorer
+from serving.scorer import Floats, Scorer, open_scorer
 
 if TYPE_CHECKING:
     from quant.cache import Cache
@@ -101,19 +101,32 @@ class Scoring:
     output: Output
 
     def run(self, inputs: Any, buffer: np.ndarray[Any, Any]) -> None:
-        """From the request's inputs and the vectors in `buffer` to the scores in `buffer`."""
-        arrays = [
+        """From the request's inputs and the vectors in `buffer` to the scores in `buffer`. ApiError: the scorer refuses."""
+        score_together([(self, inputs, buffer)])
+
+    def arrays(self, inputs: Any, buffer: np.ndarray[Any, Any]) -> list[Floats]:
+        """What the scorer takes, fp32 [rows, width] each."""
+        return [
             s.view(buffer).astype(np.float32, copy=False)
             if isinstance(s, Output)
             else np.frombuffer(inputs, np.float32, s.rows * s.width, s.at).reshape(s.rows, s.width)
             for s in self.sources
         ]
-        try:
-            # Copied where that is needed for a scorer to get aligned memory that it may write to.
-            self.output.view(buffer)[:] = self.scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in arrays])
-        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise bad_request(f"the scorer does not take these {self.output.shape[0]} rows: {reason}") from error
+
+
+def score_together(requests: Sequence[tuple[Scoring, Any, np.ndarray[Any, Any]]]) -> None:
+    """As `Scoring.run`, of several requests for one scorer: (scoring, inputs, buffer) each. ApiError: it refuses them."""
+    arrays = [scoring.arrays(inputs, buffer) for scoring, inputs, buffer in requests]
+    together = arrays[0] if len(requests) == 1 else [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
+    rows = [scoring.output.shape[0] for scoring, _, _ in requests]
+    try:
+        # Copied where that is needed for a scorer to get aligned memory that it may write to.
+        scores = requests[0][0].scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
+        for (scoring, _, buffer), part in zip(requests, np.split(scores, np.cumsum(rows)[:-1]), strict=True):
+            scoring.output.view(buffer)[:] = part
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
 
 
 class Batch:
@@ -154,6 +167,11 @@ class Batch:
         except BadIds as error:
             raise self.refusal(error) from None
         return out
+
+    def with_scores(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The vectors of a backend that knows of no scores, and room for these."""
+        missing = self.out_bytes - buffer.size
+        return np.concatenate([buffer, np.empty(missing, np.uint8)]) if missing else buffer
 
     def check(self, inputs: Any) -> None:
         """ApiError: lengths that no kernel looks at are wrong."""

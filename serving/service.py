@@ -146,11 +146,9 @@ class Service:
             buffer = await beside(batch.run, inputs) if is_large else batch.run(inputs)
         else:
             batch.check(inputs)
-            buffer = await self._batcher.run(batch, inputs)
+            return await self._batcher.run(batch, inputs)
         if batch.scoring is None:
             return buffer
-        if buffer.size < batch.out_bytes:  # the GPU knows of no scores
-            buffer = np.concatenate([buffer, np.empty(batch.out_bytes - buffer.size, np.uint8)])
         started = time.perf_counter()
         if is_large or batch.scoring.output.shape[0] > INLINE_SCORES:
             await beside(batch.scoring.run, inputs, buffer)

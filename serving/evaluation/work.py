@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from loader.load import LoadSettings, load
 from loader.model import read_model
 from loader.versions import Model
 from quant import choose
-from serving.engine import DenseInput, Engine, FeatureInput, Served
+from serving.engine import Batch, DenseInput, Engine, FeatureInput, Served
 from serving.errors import ApiError, ServingError
 from serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from serving.placement import Placer
@@ -101,6 +102,8 @@ class Evaluator:
         placer = Placer(settings, backend, stashable=job.stash)
         placer.open()
         self._fused = placer.fused if job.stash else None
+        looks_ahead = placer.fused is not None and not job.stash
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-lookup") if looks_ahead else None
         self.served: list[Served] = []
         for candidate in job.candidates:
             model, version = attach_or_publish(job, candidate)
@@ -137,13 +140,13 @@ class Evaluator:
     def _table(self, shard: Shard) -> pa.Table:
         labels, slices, starts = [], [], []
         scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
-        for rows in read(shard, self.job.wanted, self.job.batch_rows):
+        for rows, looked_up in self._looked_up(shard):
             labels.append(labels_of(rows, self.job.label))
             starts.append(np.arange(rows.start, rows.start + rows.size))
             if self.job.slice_by is not None:
                 slices.append(texts_of(rows, self.job.slice_by))
-            for served, found in zip(self.served, scores, strict=True):
-                found.append(self._score(served, rows))
+            for served, batch, found in zip(self.served, looked_up, scores, strict=True):
+                found.append(self._score(served, rows, batch))
         columns: dict[str, Any] = {"row": np.concatenate(starts), "label": np.concatenate(labels)}
         columns |= {f"score_{n}": np.concatenate(found) for n, found in enumerate(scores)}
         if self.job.slice_by is not None:
@@ -152,7 +155,24 @@ class Evaluator:
             raise DataError(f"{shard.file}: {len(columns['row'])} rows were read where {shard.rows} were; it changed meanwhile")
         return pa.table(columns)
 
-    def _score(self, served: Served, rows: Rows) -> NDArray[np.float32]:
+    def _looked_up(self, shard: Shard) -> Iterator[tuple[Rows, list["_LookedUp"]]]:
+        """Batches of rows with their vectors; where a GPU looks up, the next one is, while the dense part of this one runs."""
+        batches = (
+            (rows, [self._lookup(s, rows) for s in self.served]) for rows in read(shard, self.job.wanted, self.job.batch_rows)
+        )
+        if self._beside is None:
+            yield from batches
+            return
+        coming = self._beside.submit(next, batches, None)
+        while (found := coming.result()) is not None:
+            coming = self._beside.submit(next, batches, None)
+            try:
+                yield found
+            except BaseException:
+                coming.cancel()
+                raise
+
+    def _lookup(self, served: Served, rows: Rows) -> "_LookedUp":
         scorer = served.scorer
         assert scorer is not None
         features, dense, at = [], [], 0
@@ -172,16 +192,31 @@ class Evaluator:
         try:
             batch = served.batch(features, dense, score=True)
             inputs = b"".join(part.data for part in parts)
-            buffer = batch.run(inputs)
-            assert batch.scoring is not None
-            with self._tables_away():
-                batch.scoring.run(inputs, buffer)
+            return _LookedUp(batch, inputs, batch.run(inputs))
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
-        scores = batch.scoring.output.view(buffer)
+
+    def _score(self, served: Served, rows: Rows, found: "_LookedUp") -> NDArray[np.float32]:
+        scoring = found.batch.scoring
+        assert scoring is not None
+        try:
+            with self._tables_away():
+                scoring.run(found.inputs, found.buffer)
+        except ApiError as error:
+            raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
+        scores = scoring.output.view(found.buffer)
         if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
             raise DataError(
                 f"{rows.where(0)} and on: scores of {served.header.model} lie in [{scores.min()}, {scores.max()}]; expected "
                 "probabilities: end the scorer with a sigmoid"
             )
         return scores.copy()
+
+
+@dataclass(frozen=True)
+class _LookedUp:
+    """A batch of rows with the inputs of its request, and its vectors."""
+
+    batch: Batch
+    inputs: bytes
+    buffer: NDArray[np.uint8]

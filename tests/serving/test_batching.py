@@ -18,9 +18,10 @@ from quant.cache_statistics import Statistics, TableStatistics
 from quant.errors import Problem
 from serving import metrics
 from serving.batching import Batcher
-from serving.engine import Engine
+from serving.engine import DenseInput, Engine, Output, Scoring
 from serving.errors import ApiError, ServingError
 from serving.placement import Placement, Placer
+from serving.scorer import Scorer
 from serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
@@ -34,7 +35,7 @@ class Device:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
-        self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(4, np.uint8) for _ in requests]
+        self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(12, np.uint8) for _ in requests]
         self.lost = False
 
     def run_timed(self, requests: list[Any], timed: bool) -> Any:
@@ -49,12 +50,32 @@ class Request:
     """Stands for a Batch."""
 
     plan = None
+    model = "played"
 
-    def __init__(self, staged_bytes: int = 100) -> None:
-        self.staged_bytes = staged_bytes
+    def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
+        self.staged_bytes, self.scoring = staged_bytes, scoring
+
+    def with_scores(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return buffer
 
     def refusal(self, error: BadIds) -> ApiError:
         return ApiError(400, "bad_id", str(error.value))  # type: ignore[arg-type]
+
+
+class Halves(Scorer):
+    """Half of what it is given; refuses zeros."""
+
+    kind = "program"
+
+    def __init__(self) -> None:
+        self.inputs = ()
+        self.rows: list[int] = []
+
+    def run(self, arrays: list[Any]) -> Any:
+        self.rows.append(len(arrays[0]))
+        if (arrays[0] == 0).any():
+            raise ValueError("a zero")
+        return arrays[0][:, 0] / 2
 
 
 async def answers(batcher: Batcher, requests: list[Request]) -> list[Any]:
@@ -171,6 +192,32 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     del engines
     gc.collect()
     assert placer._held == 0
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_scores_of_a_batch_are_computed_together(bad: int | None) -> None:
+    """One call for the requests of one scorer; where it refuses, each is asked alone, and only the one at fault is told so."""
+    scorer = Halves()
+
+    async def run() -> list[Any]:
+        batcher = Batcher(Device(), 8, 0.05)  # type: ignore[arg-type]
+        waiting = []
+        for n in range(3):
+            values = np.full((n + 1, 1), 0.0 if n == bad else 2.0 * n + 2, np.float32)
+            scoring = Scoring(scorer, (DenseInput("x", 0, n + 1, 1),), Output("score", 0, 4 * (n + 1), (n + 1,), False))
+            waiting.append(batcher.run(Request(scoring=scoring), values.tobytes()))  # type: ignore[arg-type]
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        batcher.close()
+        return found
+
+    found = asyncio.run(run())
+    assert scorer.rows == ([6] if bad is None else [6, 1, 2, 3])
+    for n, answer in enumerate(found):
+        if n == bad:
+            assert isinstance(answer, ApiError)
+            assert answer.message == "the scorer does not take these 2 rows: a zero"
+        else:
+            assert answer.view(np.float32)[: n + 1].tolist() == [n + 1.0] * (n + 1)
 
 
 def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(

@@ -333,7 +333,7 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
         (("nothing", path), "nothing"),
         (("plain@x", path), "expected MODEL, MODEL@VERSION or a model.toml"),
         (("plain", path, "--max-ne-increase", 0), "say --against"),
-        (("ctr", path, "--stash"), "--stash gives back what tables take of a GPU's memory; name one with --devices"),
+        (("plain", path, "--stash"), "--stash gives back what tables take of a GPU's memory; name one with --devices"),
     ):
         result = evaluate(root, *arguments, "--out", tmp_path / "out")
         assert result.returncode == 1
