@@ -26,7 +26,7 @@ from serving.evaluation.run import EvalSettings, evaluate
 from serving.evaluation.work import Candidate
 from serving.settings import ServerSettings
 
-SHARD = 16_384
+SHARD = 32_768
 
 
 class Memory:
@@ -68,8 +68,8 @@ def pool(root: Path, folder: Path, gpus: int, stash: bool, expected: np.ndarray)
     parts = sorted((out / "parts").glob("*.parquet"))
     scores = np.concatenate([pq.read_table(p).column("score_0").to_numpy() for p in parts])
     assert np.abs(scores - expected).max() < 0.02, "int8 scores are not near those of fp32"
-    ends = sorted(p.stat().st_mtime for p in parts)
-    rate = (len(parts) - gpus) * SHARD / (ends[-1] - ends[gpus - 1])
+    ends = sorted((p.stat().st_mtime, pq.read_metadata(p).num_rows) for p in parts)
+    rate = sum(rows for _, rows in ends[gpus:]) / (ends[-1][0] - ends[gpus - 1][0])
     row = {"what": f"{gpus} GPU" + ("s" if gpus > 1 else "") + (", --stash" if stash else ""), "rows_per_s": rate}
     return row | {"whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,8 @@ from serving.errors import ApiError, ServingError
 from serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from serving.placement import Placer
 from serving.settings import ServerSettings
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Evaluator:
         placer.open()
         self._fused = placer.fused if job.stash else None
         looks_ahead = placer.fused is not None and not job.stash
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-lookup") if looks_ahead else None
+        self._threads = [ThreadPoolExecutor(1, f"tableside-{what}") for what in ("read", "lookup")] if looks_ahead else []
         self.served: list[Served] = []
         for candidate in job.candidates:
             model, version = attach_or_publish(job, candidate)
@@ -156,21 +158,19 @@ class Evaluator:
         return pa.table(columns)
 
     def _looked_up(self, shard: Shard) -> Iterator[tuple[Rows, list["_LookedUp"]]]:
-        """Batches of rows with their vectors; where a GPU looks up, the next one is, while the dense part of this one runs."""
-        batches = (
-            (rows, [self._lookup(s, rows) for s in self.served]) for rows in read(shard, self.job.wanted, self.job.batch_rows)
-        )
-        if self._beside is None:
-            yield from batches
+        """Batches of rows with their vectors; where a GPU looks up, those to come are read and looked up while one is scored."""
+        read_rows = self._ahead(read(shard, self.job.wanted, self.job.batch_rows), 0)
+        return self._ahead(((rows, [self._lookup(s, rows) for s in self.served]) for rows in read_rows), 1)
+
+    def _ahead(self, items: Iterator[_Item], thread: int) -> Iterator[_Item]:
+        """The items, the next of which is made on a thread of its own meanwhile, if there are threads."""
+        if not self._threads:
+            yield from items
             return
-        coming = self._beside.submit(next, batches, None)
-        while (found := coming.result()) is not None:
-            coming = self._beside.submit(next, batches, None)
-            try:
-                yield found
-            except BaseException:
-                coming.cancel()
-                raise
+        coming = self._threads[thread].submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = self._threads[thread].submit(next, items, None)
+            yield item
 
     def _lookup(self, served: Served, rows: Rows) -> "_LookedUp":
         scorer = served.scorer
