@@ -109,7 +109,7 @@ def train(model: Ranker, way: str, where: tuple[int, int], stream: torch.cuda.St
         losses.append(loss.item())
         note("step")
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    sums = [int(w.weight.view(torch.int32).sum(dtype=torch.int64)) for w in model.bags]
+    sums = [fingerprint(p) for p in model.parameters()]
     return {
         "way": way,
         "step_ms": 1e3 * statistics.median(times[WARM:]),
@@ -118,6 +118,16 @@ def train(model: Ranker, way: str, where: tuple[int, int], stream: torch.cuda.St
         "result": [losses, sums],
         "timeline": list(timeline),
     }
+
+
+def fingerprint(weights: torch.Tensor) -> int:
+    """Of all bits and their places: sums of 16-bit words times odd numbers that grow with their place, modulo 2 ** 64."""
+    words = weights.detach().reshape(-1).view(torch.int16)
+    total = 0
+    for first in range(0, words.numel(), 1 << 26):
+        part = words[first : first + (1 << 26)].long()
+        total += int((part * (2 * torch.arange(first, first + part.numel(), device=DEVICE) + 1)).sum())
+    return total
 
 
 def layer_times(model: Ranker) -> tuple[list[float], list[float]]:

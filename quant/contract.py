@@ -123,6 +123,7 @@ class InCache:
     slots_at: int
 
 
+MEMORY_UNIT = 2 << 20  # bytes, in which a GPU's memory is given out where it can be given back (`quant.device_memory`)
 SPLIT_BLOCK = 1024  # rows, of which a split table has as many on the device as it has of any other
 
 

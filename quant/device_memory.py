@@ -110,7 +110,11 @@ class _CudaPages:
                 )
             try:
                 self._call("cuMemMap", self._at, self._size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-                self._call("cuMemSetAccess", self._at, self._size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                try:
+                    self._call("cuMemSetAccess", self._at, self._size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                except BaseException:
+                    self._driver.cuMemUnmap(self._at, self._size)
+                    raise
             except BaseException:
                 self._driver.cuMemRelease(handle)
                 raise

@@ -222,7 +222,11 @@ class Fused(Backend):
                     pages, source = held.memory
                     if not pages.is_taken:
                         pages.take()
-                        pages.tensor.copy_(_bytes_of(held.host) if source is None else source, non_blocking=True)
+                        try:
+                            pages.tensor.copy_(_bytes_of(held.host) if source is None else source, non_blocking=True)
+                        except BaseException:
+                            pages.give_back()
+                            raise
                 if self._copies is not None:
                     self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._restored.record()
@@ -524,7 +528,7 @@ class PreparedLookup:
         turn 1 where an id or a length is wrong; that row was not read. ticket: of these inputs; it is released. None: the call
         begins with `prefetch`.
         """
-        with self._on_device():
+        with self._fused._lock, self._on_device():  # nobody stashes tables in between
             ticket = ticket or self.prefetch(inputs)
             self._fused.launch(self._launches.groups, self.flags, inputs, outputs, self._scratch, ticket)
 

@@ -124,10 +124,10 @@ class Batcher:
         for w in taken:
             self._metrics.waited(started - w.since)
 
-    def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Result | ApiError], Times | None]":
+    def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Result | Exception], Times | None]":
         """On the thread: looks everything up at once, then scores the requests of each scorer at once."""
         found, times = self._fused.run_timed([(w.batch.plan, w.inputs) for w in taken], timed)
-        answers: list[Result | ApiError] = []
+        answers: list[Result | Exception] = []
         to_score: dict[int, list[int]] = {}
         for n, (w, result) in enumerate(zip(taken, found, strict=True)):
             if isinstance(result, BadIds):
@@ -135,18 +135,21 @@ class Batcher:
                 continue
             answers.append(w.batch.with_scores(result))
             if w.batch.scoring is not None:
-                to_score.setdefault(id(w.batch.scoring.scorer), []).append(n)
+                scorer = w.batch.scoring.scorer
+                to_score.setdefault(id(scorer) if scorer.is_row_wise else -n, []).append(n)
         for members in to_score.values():
             self._score(taken, answers, members)
         return answers, times
 
-    def _score(self, taken: list[_Waiting], answers: list[Result | ApiError], members: list[int]) -> None:
+    def _score(self, taken: list[_Waiting], answers: list[Result | Exception], members: list[int]) -> None:
         """Scores requests in one call; where that is refused, each on its own, so that only those at fault are."""
         started = time.perf_counter()
         requests = [(taken[n].batch.scoring, taken[n].inputs, answers[n]) for n in members]
         try:
             score_together(requests)  # type: ignore[arg-type]
-        except ApiError as error:
+        except Exception as error:  # whatever a scorer raises is of these requests alone, unless the device is lost
+            if self._fused.is_lost():
+                raise RuntimeError(f"{self._fused.description} was lost to a scorer") from error
             if len(members) > 1:
                 for n in members:
                     self._score(taken, answers, [n])
@@ -166,7 +169,7 @@ class Batcher:
                 return
             results, times = running.result()
             for w, result in zip(taken, results, strict=True):
-                if isinstance(result, ApiError):
+                if isinstance(result, Exception):
                     _fail(w, result)
                 elif not w.future.done():
                     w.future.set_result(result)

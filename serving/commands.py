@@ -306,8 +306,6 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
     server = ServerSettings(**{**given(options, ServerSettings), "root": root})
-    if options.stash and (not server.devices or server.placement not in ("auto", "hbm")):
-        raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
     settings = EvalSettings(
         options.data,
         options.out,

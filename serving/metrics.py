@@ -39,7 +39,12 @@ STAGE_SECONDS = Histogram(
     ["model", "protocol", "stage"],
     buckets=_SECONDS,
 )
-SCORE_SECONDS = Histogram("tableside_score_seconds", "Seconds that the scorer took for a request.", ["model"], buckets=_SECONDS)
+SCORE_SECONDS = Histogram(
+    "tableside_score_seconds",
+    "Seconds that the scorer took for a request, or for those of a GPU's batch together.",
+    ["model"],
+    buckets=_SECONDS,
+)
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
 VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
 ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])

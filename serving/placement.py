@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
-from quant.contract import INTERPRETER, SPLIT_BLOCK, InCache, Variant
+from quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant
 from serving.errors import ServingError
 from serving.settings import ServerSettings
 
@@ -156,6 +156,8 @@ class Placer:
             split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
             share = _share(split, left)
             hbm_bytes += _split_bytes(split, share)
+            if self._stashable:
+                hbm_bytes += sum(-t.bytes % MEMORY_UNIT for t in segment.header.tables if placements[t.name] is Placement.HBM)
             if self.cache is None:  # it is opened with room for these tables' maps
                 self._open_cache(fused, segment, placements, left - hbm_bytes)
             else:

@@ -37,6 +37,15 @@ class ProgramScorer(Scorer):
         if small.shape[0] != 2 or large.shape[0] != 3 or small.ndim > 2:
             raise ServingError(f"the scorer gives {list(small.shape)} for a batch of 2; expected [batch], or [batch, n]")
         self.width = small.shape[1] if small.ndim == 2 else None
+        self.is_row_wise = self._scores_rows_alone()
+
+    def _scores_rows_alone(self) -> bool:
+        """Whether rows get the same scores beside others."""
+        rng = np.random.default_rng(0)
+        rows = [rng.standard_normal((4, i.width)).astype(np.float32) for i in self.inputs]
+        together = self.run(rows)
+        alone = np.concatenate([self.run([a[n : n + 2] for a in rows]) for n in (0, 2)])
+        return bool(np.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True))
 
     def run(self, arrays: list[Floats]) -> Floats:
         with torch.inference_mode():

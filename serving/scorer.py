@@ -16,11 +16,13 @@ Floats = NDArray[np.float32]
 
 
 class Scorer(ABC):
-    """inputs: what `run` takes, in order. width: None for one score a row, else scores of a row. Any thread may call."""
+    """inputs: what `run` takes, in order. width: None for one score a row, else scores of a row. is_row_wise: a row's score does
+    not depend on the rows beside it. Any thread may call."""
 
     kind: str
     inputs: tuple[ScorerInput, ...]
     width: int | None = None
+    is_row_wise: bool = True
 
     @abstractmethod
     def run(self, arrays: list[Floats]) -> Floats:

@@ -11,11 +11,14 @@ others when the copy is done, as far as the host knows by then; a host that runs
 Freed at a later point (`free_at`), it is anybody's in the order of the stream, which waits there for what is left of the copy.
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from serving.errors import ServingError
@@ -26,12 +29,13 @@ class StashError(ServingError):
 
 
 class _Weights:
-    """The storage of some embedding weights, and the host's copy of it."""
+    """The storage of some embedding weights, the host's copy of it, and the modules that use it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
+        self.tensor, self.device = tensor, tensor.device
         self.storage = tensor.untyped_storage()
         self.bytes = self.storage.nbytes()
+        self.users: list[torch.nn.Module] = []
         self.host: torch.Tensor | None = None
         self.is_freed = False
 
@@ -40,7 +44,9 @@ class _Weights:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.bytes,), (1,))
 
 
-_host_copies, _stashed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()  # by weights: theirs; the `Restore` that has them
+_host_copies = WeakTensorKeyDictionary()
+_last: "dict[int, weakref.ref[Restore]]" = {}  # by storage: the last one that had it, while that one lives
+_watches_optimizers: list[Any] = []
 
 
 def stash_embedding_weights(
@@ -56,109 +62,143 @@ def stash_embedding_weights(
     copies; None: one of its own. most_bytes: the largest weights that are no more than this together. frees: False: the memory is
     freed by the result's `free` or at its `free_at`. Returns what brings them back: call it, or register it as a hook.
 
-    A module whose weights are away brings them back by itself when it is called, saved or loaded. StashError: there are none,
-    some are stashed already, or the host has no memory for them; then all are as before.
+    They come back by themselves when one of `modules` that uses them is called, when its state_dict is taken or loaded, and when
+    an optimizer that has them makes a step. Nothing else may touch them before: another module that shares them, copy.deepcopy,
+    or pickling a whole module would find no memory there. StashError: there are no such weights, some are stashed already,
+    cannot be freed, or the host has no memory for them; then all are as before.
     """
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+    names = ", ".join(type(m).__name__ for m in given) or "no module"
     found = _embedding_weights(given)
     if not found:
-        names = ", ".join(type(m).__name__ for m in given) or "no module"
         raise StashError(f"{names}: no embedding weights; expected nn.EmbeddingBag, nn.Embedding or a module with weights_dev")
-    if away := [owner for owner, tensor in found if tensor in _stashed]:
-        raise StashError(f"weights of {len(away)} modules ({type(away[0]).__name__}) are stashed already; restore them first")
+    for w in found:
+        if (before := _holder(w.storage)) is not None and before.is_out:
+            raise StashError(f"weights of {type(w.users[0]).__name__} are stashed already; restore them first")
     chosen = _largest(found, most_bytes)
+    if not chosen:
+        smallest = min(w.bytes for w in found)
+        raise StashError(f"{names}: no weights of {most_bytes:,} bytes or less; the smallest are {smallest:,}; raise most_bytes")
+    for w in chosen:
+        what = f"weights of {type(w.users[0]).__name__}, {w.bytes:,} bytes,"
+        if w.bytes != w.tensor.numel() * w.tensor.element_size():
+            raise StashError(f"{what} are a part of a larger storage, which others use; give them memory of their own")
+        if not w.storage.resizable():
+            raise StashError(f"{what} lie in memory that torch did not allocate (numpy's, shared); it cannot be freed")
     return Restore(chosen, stream, frees)
 
 
-def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Module, torch.Tensor]]:
-    """(module, tensor) of all embedding weights that take memory; of several that share theirs, the first."""
-    found: dict[int, tuple[torch.nn.Module, torch.Tensor]] = {}
-    for module in modules:
-        for owner in module.modules():
-            is_embedding = isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag)
-            tensor = owner.weight if is_embedding else getattr(owner, "weights_dev", None)
-            if isinstance(tensor, torch.Tensor) and (tensor in _stashed or tensor.untyped_storage().nbytes()):
-                found.setdefault(tensor.untyped_storage()._cdata, (owner, tensor))
+def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[_Weights]:
+    """All embedding weights that take memory, those that share it once, each with the modules among `modules` that use it."""
+    found: dict[int, _Weights] = {}
+    for module in (m for given in modules for m in given.modules()):
+        is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        tensor = module.weight if is_embedding else getattr(module, "weights_dev", None)
+        if isinstance(tensor, torch.Tensor) and (tensor.untyped_storage().nbytes() or _holder(tensor.untyped_storage())):
+            found.setdefault(tensor.untyped_storage()._cdata, _Weights(tensor))
+    for module in dict.fromkeys(m for given in modules for m in given.modules()):
+        its = [*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)]
+        storages = {t.untyped_storage()._cdata for t in its if isinstance(t, torch.Tensor)}
+        for storage in storages & found.keys():
+            found[storage].users.append(module)
     return list(found.values())
 
 
-def _largest(
-    found: list[tuple[torch.nn.Module, torch.Tensor]], most_bytes: int | None
-) -> list[tuple[torch.nn.Module, torch.Tensor]]:
-    left = sum(t.untyped_storage().nbytes() for _, t in found) if most_bytes is None else most_bytes
+def _largest(found: list[_Weights], most_bytes: int | None) -> list[_Weights]:
+    left = sum(w.bytes for w in found) if most_bytes is None else most_bytes
     chosen = []
-    for owner, tensor in sorted(found, key=lambda pair: pair[1].untyped_storage().nbytes(), reverse=True):
-        if (size := tensor.untyped_storage().nbytes()) <= left:
-            chosen.append((owner, tensor))
-            left -= size
+    for w in sorted(found, key=lambda w: w.bytes, reverse=True):
+        if w.bytes <= left:
+            chosen.append(w)
+            left -= w.bytes
     return chosen
+
+
+def _holder(storage: torch.UntypedStorage) -> "Restore | None":
+    """The last one that had a storage."""
+    last = _last.get(storage._cdata)
+    return None if last is None else last()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Brings back what an optimizer is about to change."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (holder := _holder(parameter.untyped_storage())) is not None:
+                holder()
 
 
 class Restore:
     """Stashed weights on their way out, away, or on their way back. Callable, as a hook too: `start`, then `wait`.
 
-    bytes: of the weights that it has.
+    bytes: of the weights that it has. is_out: they are not on their way back yet.
     """
 
-    def __init__(
-        self, found: list[tuple[torch.nn.Module, torch.Tensor]], stream: "torch.cuda.Stream | None", frees: bool
-    ) -> None:
-        self._tensors = [tensor for _, tensor in found]
-        self._weights = [_Weights(tensor) for tensor in self._tensors]
-        self.bytes = sum(w.bytes for w in self._weights)
-        cuda = [w.device for w in self._weights if w.device.type == "cuda"]
-        if len(set(cuda)) > 1:
-            raise StashError(
-                f"the weights lie on {', '.join(sorted({str(d) for d in cuda}))}; stash those of each GPU on their own"
-            )
-        self._device = cuda[0] if cuda else None
-        self._stream = stream
-        if stream is None and self._device is not None:
+    def __init__(self, weights: list[_Weights], stream: "torch.cuda.Stream | None", frees: bool) -> None:
+        self._weights = weights
+        self.bytes = sum(w.bytes for w in weights)
+        devices = {w.device for w in weights if w.device.type == "cuda"}
+        if len(devices) > 1 or (stream is not None and devices and {stream.device} != devices):
+            named = ", ".join(sorted(str(d) for d in devices))
+            raise StashError(f"the weights lie on {named}; stash those of each GPU on their own, with a stream of that GPU")
+        self._device = next(iter(devices), None)
+        self._stream = stream if devices else None
+        if self._stream is None and self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._copied: Any = None
         self._back: Any = None
+        self.is_out = False
         self._hooks: list[Any] = []
-        self._owners = [owner for owner, _ in found]
-        self._copy_out()
-        if frees:
-            self._free_now()
+        for w in weights:
+            w.host = _host_copy(w)
+            if (before := _holder(w.storage)) is not None:
+                before()  # which was on its way back
+                before._remove_hooks()
+        try:
+            self._copy_out()
+            if frees:
+                self._free_now()
+        except RuntimeError as error:
+            self()
+            raise StashError(f"{self.bytes:,} bytes of weights could not be stashed, and are in their place: {error}") from error
 
     # ---- out ----
 
     def _copy_out(self) -> None:
-        for tensor, w in zip(self._tensors, self._weights, strict=True):
-            w.host = _host_copy(tensor, w)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._on_stream():
+        self._after_current_stream()
+        with self._copying():
             for w in self._weights:
                 assert w.host is not None
                 w.host.copy_(w.seen(), non_blocking=True)
             self._copied = self._mark()
-        for owner, tensor in zip(self._owners, self._tensors, strict=True):
-            _stashed[tensor] = self
-            self._hooks += [
-                owner.register_forward_pre_hook(lambda *_: self()),
-                owner.register_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
-                owner.register_load_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
-            ]
+        self.is_out = True
+        for w in self._weights:
+            _last[w.storage._cdata] = weakref.ref(self, partial(_forget, w.storage._cdata))
+            for user in w.users:
+                self._hooks += [
+                    user.register_forward_pre_hook(lambda *_: self()),
+                    user.register_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
+                    user.register_load_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
+                ]
+        if not _watches_optimizers:
+            _watches_optimizers.append(register_optimizer_step_pre_hook(_before_step))
 
     def _free_now(self) -> None:
         """Frees all, and tells the allocator what still reads it."""
         for w in self._weights:
-            if self._stream is not None and w.device.type == "cuda":
+            if self._stream is not None:
                 w.seen().record_stream(self._stream)
             w.storage.resize_(0)
             w.is_freed = True
 
     def free(self, *_: Any, share: float = 1.0) -> None:
         """Frees what is not yet free, or `share` of all, for what comes next on the current stream, which waits for the copy."""
-        if self._copied is None or self._back is not None:
-            return
         left = share * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
-            if not w.is_freed and left > 0:
+            if self.is_out and not w.is_freed and left > 0:
                 self._wait_for(self._copied)
+                if self._device is not None:  # it may have been allocated for another stream
+                    w.seen().record_stream(torch.cuda.current_stream(self._device))
                 w.storage.resize_(0)
                 w.is_freed = True
                 left -= w.bytes
@@ -173,37 +213,41 @@ class Restore:
     def start(self, *_: Any) -> None:
         """Begins to bring the weights back, after what is on the current stream; that does not wait.
 
-        StashError: there is no room. What came is there, the rest is in the host's copies: make room, and call again.
+        StashError: there is no room. All that was away still is, and the host has it: make room, and call again.
         """
-        if self._copied is None or self._back is not None:
+        if not self.is_out:
             return
         away = [w for w in self._weights if w.is_freed]
+        grown: list[_Weights] = []
         for w in away:
             try:
                 w.storage.resize_(w.bytes)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                missing = sum(w.bytes for w in away if w.storage.nbytes() == 0)
+                grown.append(w)
+            except RuntimeError as error:  # torch.OutOfMemoryError is one
+                for back in grown:
+                    back.storage.resize_(0)
                 raise StashError(
-                    f"{missing:,} bytes of embedding weights have no room on {w.device}; the host's copy is whole: make room, "
-                    f"and restore again ({str(error).splitlines()[0]})"
+                    f"{sum(w.bytes for w in away):,} bytes of embedding weights have no room on {w.device}; the host's copy is "
+                    f"whole: make room, and restore again ({str(error).splitlines()[0]})"
                 ) from error
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._on_stream():
+        self._after_current_stream()
+        with self._copying():
             for w in away:
                 assert w.host is not None
                 w.seen().copy_(w.host, non_blocking=True)
                 w.is_freed = False
             self._back = self._mark()
+        self.is_out = False
 
     def wait(self, *_: Any) -> None:
-        """What comes next on the current stream finds the weights in their place; the CPU does not wait."""
-        if self._copied is None:
-            return
+        """What comes next on the current stream finds the weights in their place; the CPU does not wait. Each stream that uses
+        them is to wait."""
         self.start()
         self._wait_for(self._copied)  # who changes them next must not change what is being copied out
         self._wait_for(self._back)
-        self._end()
+        for w in self._weights:  # they may have been stashed again meanwhile
+            if (holder := _holder(w.storage)) is not None and holder is not self and holder.is_out:
+                holder.wait()
 
     def __call__(self, *_: Any) -> None:
         """Brings the weights back: as `start` and `wait`. The arguments of hooks are not looked at. Again: nothing."""
@@ -218,39 +262,49 @@ class Restore:
         for tensor in outputs:
             tensor.register_hook(self.wait)  # type: ignore[no-untyped-call]
 
-    def _end(self) -> None:
+    def _remove_hooks(self) -> None:
+        """Of modules; not from within them, since torch walks state_dict's hooks as they are."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for tensor in self._tensors:
-            _stashed.pop(tensor, None)  # type: ignore[no-untyped-call]
-        self._copied = None
 
-    def _on_stream(self) -> Any:
-        return torch.cuda.stream(self._stream)  # of None: nothing
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):  # a stream of None: nothing
+            yield
+
+    def _after_current_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _mark(self) -> Any:
         if self._stream is None:
-            return True
+            return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def _wait_for(self, event: Any) -> None:
-        if self._stream is not None:
+        if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def _host_copy(tensor: torch.Tensor, w: _Weights) -> torch.Tensor:
-    """Page-locked memory for a tensor's storage, uint8 [bytes]: the same each time."""
-    host: torch.Tensor | None = _host_copies.get(tensor)  # type: ignore[no-untyped-call]
+def _forget(storage: int, reference: "weakref.ref[Restore]") -> None:
+    if _last.get(storage) is reference:
+        del _last[storage]
+
+
+def _host_copy(w: _Weights) -> torch.Tensor:
+    """Page-locked memory for weights, uint8 [bytes]: the same each time."""
+    host: torch.Tensor | None = _host_copies.get(w.tensor)  # type: ignore[no-untyped-call]
     if host is None or host.numel() != w.bytes:
         try:
-            host = torch.empty(w.bytes, dtype=torch.uint8, pin_memory=w.device.type == "cuda")
+            with torch.inference_mode(False):
+                host = torch.empty(w.bytes, dtype=torch.uint8, device="cpu", pin_memory=w.device.type == "cuda")
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise StashError(f"the host has no {w.bytes:,} bytes to page-lock for embedding weights ({reason})") from error
-        _host_copies[tensor] = host
+        _host_copies[w.tensor] = host
     return host
 
 

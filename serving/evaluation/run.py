@@ -77,6 +77,8 @@ def evaluate(
 
     LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored stays in OUT.
     """
+    if settings.stash and (not server.devices or server.placement != "hbm"):
+        raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
     segments = [Model(server.root, c.model).attach(c.version, "header") for c in candidates]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]

@@ -147,8 +147,9 @@ class Evaluator:
             starts.append(np.arange(rows.start, rows.start + rows.size))
             if self.job.slice_by is not None:
                 slices.append(texts_of(rows, self.job.slice_by))
-            for served, batch, found in zip(self.served, looked_up, scores, strict=True):
-                found.append(self._score(served, rows, batch))
+            with self._tables_away():
+                for served, batch, found in zip(self.served, looked_up, scores, strict=True):
+                    found.append(self._score(served, rows, batch))
         columns: dict[str, Any] = {"row": np.concatenate(starts), "label": np.concatenate(labels)}
         columns |= {f"score_{n}": np.concatenate(found) for n, found in enumerate(scores)}
         if self.job.slice_by is not None:
@@ -200,8 +201,7 @@ class Evaluator:
         scoring = found.batch.scoring
         assert scoring is not None
         try:
-            with self._tables_away():
-                scoring.run(found.inputs, found.buffer)
+            scoring.run(found.inputs, found.buffer)
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
         scores = scoring.output.view(found.buffer)

@@ -70,11 +70,12 @@ class Halves(Scorer):
     def __init__(self) -> None:
         self.inputs = ()
         self.rows: list[int] = []
+        self.error: Exception = ValueError("a zero")
 
     def run(self, arrays: list[Any]) -> Any:
         self.rows.append(len(arrays[0]))
         if (arrays[0] == 0).any():
-            raise ValueError("a zero")
+            raise self.error
         return arrays[0][:, 0] / 2
 
 
@@ -194,10 +195,23 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     assert placer._held == 0
 
 
-@pytest.mark.parametrize("bad", [None, 1])
-def test_scores_of_a_batch_are_computed_together(bad: int | None) -> None:
-    """One call for the requests of one scorer; where it refuses, each is asked alone, and only the one at fault is told so."""
+@pytest.mark.parametrize(
+    ("bad", "error", "is_row_wise", "calls"),
+    [
+        (None, None, True, [6]),
+        (None, None, False, [1, 2, 3]),
+        (1, ValueError("a zero"), True, [6, 1, 2, 3]),
+        (1, TypeError("a zero"), True, [6, 1, 2, 3]),
+    ],
+)
+def test_scores_of_a_batch_are_computed_together(
+    bad: int | None, error: Exception | None, is_row_wise: bool, calls: list[int]
+) -> None:
+    """One call for the requests of a scorer that sees each row alone; where it fails, each is asked alone, and only the one at
+    fault is told so."""
     scorer = Halves()
+    scorer.is_row_wise = is_row_wise
+    scorer.error = error or scorer.error
 
     async def run() -> list[Any]:
         batcher = Batcher(Device(), 8, 0.05)  # type: ignore[arg-type]
@@ -211,11 +225,13 @@ def test_scores_of_a_batch_are_computed_together(bad: int | None) -> None:
         return found
 
     found = asyncio.run(run())
-    assert scorer.rows == ([6] if bad is None else [6, 1, 2, 3])
+    assert scorer.rows == calls
     for n, answer in enumerate(found):
-        if n == bad:
+        if n == bad and isinstance(error, ValueError):
             assert isinstance(answer, ApiError)
             assert answer.message == "the scorer does not take these 2 rows: a zero"
+        elif n == bad:
+            assert answer is error
         else:
             assert answer.view(np.float32)[: n + 1].tolist() == [n + 1.0] * (n + 1)
 

@@ -208,7 +208,7 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     publish(root, tmp_path)
     columns = data(20_000)
     path, out = write(tmp_path, columns), tmp_path / "out"
-    arguments = ("ctr", path, "--out", out, "--shard-rows", 400, "--batch", 8)
+    arguments = ("ctr", path, "--out", out, "--shard-rows", 400, "--batch", 4)
     process = begin(root, *arguments)
     until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
     below = processes_below(process.pid)

@@ -18,6 +18,7 @@ from loader.model import parse_model
 from loader.versions import Model
 from quant import Pooling, choose
 from serving.client import AsyncClient, Client, ClientError
+from serving.scorer import open_scorer
 
 TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
 FEATURES = {
@@ -215,6 +216,22 @@ def test_large_batches_of_scores(served: Server) -> None:
         one = client.score("ctr", {f: ids[2999:] for f, ids in features.items()}, {"context": context[2999:]})
     assert scores.shape == (3000,)
     np.testing.assert_allclose(scores[2999:], one, rtol=1e-5)
+
+
+class Centred(Ctr):
+    """Scores around their mean over the batch."""
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(user, clicked, context)
+        return scores - scores.mean(0)
+
+
+@pytest.mark.parametrize(("module", "is_row_wise"), [(Ctr, True), (Centred, False)])
+def test_scorers_that_look_at_other_rows_are_known(root: Path, tmp_path: Path, module: type[Ctr], is_row_wise: bool) -> None:
+    """They are not asked about several requests at once."""
+    publish(root, tmp_path, {"program": "scorer.pt2"}, module=module(8, 4, 3))
+    scorer = open_scorer(Model(root, "ctr").attach())
+    assert scorer is not None and scorer.is_row_wise is is_row_wise
 
 
 def test_scorer_and_tables_are_swapped_as_one(start: Callable[..., Server], root: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Embedding weights out of memory and back: the same bits as without, nothing lost on the way, and room while they are away."""
 
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +156,7 @@ def test_a_dense_part_that_fails_loses_nothing() -> None:
     model, before, _ = stashed()
     with pytest.raises(RuntimeError):
         model.layers[0](torch.zeros(1, 1, device=device()))
-    with pytest.raises(StashError, match=r"weights of 2 modules .* are stashed already; restore them first"):
+    with pytest.raises(StashError, match=r"weights of EmbeddingBag are stashed already; restore them first"):
         stash_embedding_weights(model)
     model(torch.zeros(1, 2, dtype=torch.long, device=device()))
     assert holds(model, before)
@@ -174,10 +176,97 @@ def test_no_room_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", full)
-        with pytest.raises(StashError, match=r"256,000 bytes of embedding weights have no room on .*; the host's copy is whole"):
+        with pytest.raises(StashError, match=r"768,000 bytes of embedding weights have no room on .*; the host's copy is whole"):
             restore()
+        assert model.sizes() == [0, 0]
     restore()
     assert holds(model, before)
+
+
+def test_two_batches_before_either_backward() -> None:
+    """The hook of the first batch's stash finds the weights away with the second's, and brings those back."""
+    torch.manual_seed(0)
+    bag = torch.nn.EmbeddingBag(10, 4).to(device())
+    sizes: list[int] = []
+    losses = []
+    for _ in range(2):
+        out = bag(torch.zeros(1, 1, dtype=torch.long, device=device()))
+        restore = stash_embedding_weights(bag)
+        out.register_hook(restore)
+        out.register_hook(lambda _: sizes.append(bag.weight.untyped_storage().nbytes()))
+        losses.append(out.sum())
+    before = sizes.copy()
+    for loss in losses:
+        loss.backward()
+    assert (before, sizes) == ([], [160, 160])
+    restore()
+    assert bag.weight.isfinite().all()
+
+
+def test_modules_that_share_weights_bring_them_back() -> None:
+    """Whichever of them is called; one copy of what they share."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Embedding(10, 4).to(device()), torch.nn.Linear(4, 10, bias=False).to(device())
+    second.weight = first.weight
+    before = first.weight.detach().clone()
+    both = torch.nn.ModuleList([first, second])
+    assert stash_embedding_weights(both).bytes == 160
+    second(torch.zeros(1, 4, device=device()))
+    assert torch.equal(first.weight, before)
+    assert stash_embedding_weights(both).bytes == 160
+    both.state_dict()
+    assert torch.equal(first.weight, before)
+
+
+def test_an_optimizer_finds_what_it_changes() -> None:
+    """Gradients of a batch before, while the weights of this one are away and nothing brought them back."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.zeros(1, 2, dtype=torch.long, device=device())).backward()
+    stash_embedding_weights(model)
+    optimizer.step()
+    assert model.sizes() == FULL
+    assert model.bag.weight.isfinite().all()
+
+
+def test_hooks_of_others_stay_in_order() -> None:
+    """Of two hooks before state_dict both run, each once, though the first of them is ours."""
+    model, before, _ = stashed()
+    calls: list[int] = []
+    model.bag.register_state_dict_pre_hook(lambda *_: calls.append(1))
+    model.state_dict()
+    assert calls == [1] and holds(model, before)
+
+
+def test_a_model_that_is_dropped_while_stashed_is_let_go() -> None:
+    model, _, restore = stashed()
+    gone = weakref.ref(model.bag)
+    del model, restore
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_host_copy_is_a_plain_one() -> None:
+    """Made under inference mode and another default device, it serves outside them."""
+    other = Model()
+    before = [other.bag.weight.detach().clone(), other.sequence.weight.detach().clone()]
+    with torch.inference_mode(), torch.device("meta"):
+        stash_embedding_weights(other)()
+    stash_embedding_weights(other)()
+    assert holds(other, before)
+
+
+def test_memory_of_others_is_not_freed() -> None:
+    """numpy's, or a part of a larger storage."""
+    whole = torch.zeros(20, 4)
+    bag = torch.nn.EmbeddingBag.from_pretrained(whole[:10])
+    with pytest.raises(StashError, match=r"320 bytes, are a part of a larger storage"):
+        stash_embedding_weights(bag)
+    bag = torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(np.zeros((10, 4), np.float32)))
+    with pytest.raises(StashError, match=r"160 bytes, lie in memory that torch did not allocate"):
+        stash_embedding_weights([Model(), bag])
+    with pytest.raises(StashError, match=r"no weights of 100 bytes or less; the smallest are 256,000"):
+        stash_embedding_weights(Model().sequence, most_bytes=100)
 
 
 def test_modules_without_embeddings_are_refused() -> None:
@@ -241,7 +330,7 @@ def test_the_room_is_there() -> None:
     table = table_of(RowFormat.FP32, 1024, rows=20_000)
     held = backend.hold(table, stashable=True)
     free = torch.cuda.mem_get_info()[0]
-    assert torch.cuda.mem_get_info()[0] - free < backend.stash() + (4 << 20)
-    assert torch.cuda.mem_get_info()[0] - free >= table.packed.size
+    assert backend.stash() == table.packed.size
+    assert table.packed.size <= torch.cuda.mem_get_info()[0] - free < table.packed.size + (4 << 20)
     backend.restore()
     assert held.memory[0].is_taken
