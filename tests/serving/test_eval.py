@@ -209,7 +209,9 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     columns = data(20_000)
     path, out = write(tmp_path, columns), tmp_path / "out"
     arguments = ("ctr", path, "--out", out, "--shard-rows", 400, "--batch", 4)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would this one's
     process = begin(root, *arguments)
+    signal.signal(signal.SIGINT, before)
     until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
     below = processes_below(process.pid)
     process.send_signal(how)
