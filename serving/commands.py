@@ -294,12 +294,13 @@ def score(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Scores a data set; prints the figures. Exit code 3: the gate did not pass."""
-    from serving.evaluation.run import EvalSettings
+    from serving.evaluation.run import EvalSettings, check_out
     from serving.evaluation.run import evaluate as run
 
     root = _root(options)
     names = [options.model, *([options.against] if options.against else [])]
-    candidates = [_candidate(name, root) for name in names]
+    check_out(options.out)
+    candidates = [_candidate(name, root, options.out) for name in names]
     for source in options.source or []:
         spec = read_model(source)
         candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
@@ -325,14 +326,19 @@ def evaluate(options: argparse.Namespace) -> int:
     return 3 if report.passed is False else 0
 
 
-def _candidate(text: str, root: Path) -> "Candidate":
-    """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated."""
+def _candidate(text: str, root: Path, out: Path) -> "Candidate":
+    """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated: once for each OUT."""
+    from serving.evaluation.sources import remember, remembered
     from serving.evaluation.work import Candidate
 
     if text.endswith(".toml"):
         spec = read_model(Path(text))
+        if (known := remembered(out, Path(text), spec, root)) is not None:
+            console.print(f"{text} was loaded as {spec.name} version {known} when this evaluation began")
+            return Candidate(spec.name, known, source=Path(text).resolve())
         with progress_bar(f"loading {spec.name}") as progress:
             loaded = load_model(spec, root, LoadSettings(activate=False), progress)
+        remember(out, Path(text), spec, loaded.version)
         console.print(f"loaded {loaded.model} version {loaded.version}, not activated")
         return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
     name, at, version = text.partition("@")

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from loader.segment import Header
 from loader.versions import Model
 from serving.errors import ServingError
+from serving.evaluation import sources
 from serving.evaluation.data import Shard, data_files, plan_shards
 from serving.evaluation.pool import Pool
 from serving.evaluation.quality import Quality, quality
@@ -118,15 +119,20 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
     return _report(job, settings, shards, resumed, seconds)
 
 
+def check_out(out: Path) -> None:
+    """ServingError: it is a folder of something else."""
+    names = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    if names and not names & {"plan.json", "lock", sources.FILE}:
+        raise ServingError(f"{out} is not empty and holds no evaluation; choose another --out")
+
+
 @contextmanager
 def _own(out: Path) -> Iterator[None]:
     """Holds OUT: two evaluations would write over each other. The kernel frees it with a killed holder.
 
     ServingError: another evaluation has it, or it is a folder of something else.
     """
-    names = {p.name for p in out.iterdir()} if out.is_dir() else set()
-    if names and not names & {"plan.json", "lock"}:
-        raise ServingError(f"{out} is not empty and holds no evaluation; choose another --out")
+    check_out(out)
     out.mkdir(parents=True, exist_ok=True)
     fd = os.open(out / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -166,6 +166,28 @@ def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     assert Model(root, "ctr").current() == 1
 
 
+def test_the_same_command_goes_on_with_what_it_loaded(root: Path, tmp_path: Path) -> None:
+    """A model.toml is loaded once for an evaluation, also where it was stopped; again where a file of it changed."""
+    path, toml, out = write(tmp_path, data(100)), model(tmp_path, "int8"), tmp_path / "out"
+    first = evaluate(root, toml, path, "--out", out)
+    assert first.returncode == 0 and "loaded ctr version 1, not activated" in first.stdout, first.stderr
+    again = evaluate(root, toml, path, "--out", out)
+    assert again.returncode == 0, again.stderr
+    assert (
+        "was loaded as ctr version 1 when this evaluation began" in again.stdout and "100 of them by an earlier" in again.stdout
+    )
+    assert Model(root, "ctr").versions() == [1]
+    os.utime(toml)
+    changed = evaluate(root, toml, path, "--out", out)
+    assert changed.returncode == 1 and "holds another evaluation (different: candidates)" in changed.stderr
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").touch()
+    refused = evaluate(root, toml, path, "--out", foreign)
+    assert refused.returncode == 1 and "is not empty and holds no evaluation" in refused.stderr
+    assert Model(root, "ctr").versions() == [1, 2] and [p.name for p in foreign.iterdir()] == ["thesis.txt"]
+
+
 def begin(root: Path, *arguments: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "serving.cli", "eval", *map(str, arguments), "--root", str(root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
