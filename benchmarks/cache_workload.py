@@ -20,7 +20,8 @@ from quant.cache import Cache
 from quant.cache_settings import CacheSettings, Policy
 from quant.cache_statistics import Statistics
 from quant.contract import DeviceTable
-from quant.fused import Fused, PreparedLookup
+from quant.fused import Fused
+from quant.prepared import PreparedLookup
 
 DEVICE = torch.device("cuda:0")
 DIM = 128

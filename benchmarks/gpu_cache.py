@@ -22,7 +22,7 @@ from cache_workload import DEVICE, FRESH, ROW_BYTES, TIMED, WARM, Workload, chec
 from common import console, report, shared_folder
 
 from quant.cache_settings import Policy
-from quant.fused import PreparedLookup
+from quant.prepared import PreparedLookup
 
 
 def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:

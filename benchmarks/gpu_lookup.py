@@ -25,8 +25,9 @@ from loader.segment import Segment
 from loader.tbe import TbeTable, bind, init_tbe
 from loader.versions import Model
 from quant import Lookup, Pooling, Precision, RowFormat, choose
-from quant.fused import Fused, PreparedLookup
+from quant.fused import Fused
 from quant.fused_plan import Shape, Shapes
+from quant.prepared import PreparedLookup
 from serving.bench import draw_ids
 
 TABLES, ROWS, IDS = 26, 500_000, 20
