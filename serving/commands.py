@@ -299,7 +299,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
     root = _root(options)
     names = [options.model, *([options.against] if options.against else [])]
-    check_out(options.out)
+    if any(name.endswith(".toml") for name in names):
+        check_out(options.out)  # before what is loaded is noted there
     candidates = [_candidate(name, root, options.out) for name in names]
     for source in options.source or []:
         spec = read_model(source)

@@ -101,6 +101,7 @@ class Evaluator:
     def __init__(self, job: Job) -> None:
         self.job = job
         settings, backend = job.settings, choose(job.settings.backend)
+        pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
         placer = Placer(settings, backend, stashable=job.stash)
         placer.open()
         self._fused = placer.fused if job.stash else None
