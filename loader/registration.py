@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loader.errors import RegistrationError
@@ -98,9 +97,10 @@ def _forget_error(cudart: Any) -> None:
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
         return
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
-    for path in loaded:
-        ctypes.CDLL(path).cudaGetLastError()
+    from quant.host_call import cuda_runtimes
+
+    for runtime in cuda_runtimes():
+        runtime.cudaGetLastError()
 
 
 def _runtime(device: Any) -> Any:

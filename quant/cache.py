@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from quant import cache_kernel as k
 from quant.cache_check import check
-from quant.cache_kernel import ClassField, ClassState, Counter, Root, State, TableField, TicketField
+from quant.cache_kernel import ClassField, ClassState, Counter, Root, State, TableField, TicketField, occupied_at
 from quant.cache_launch import MARKS, TURN, UNLINK, CacheJobs, Kernels, cache_jobs, cached_bytes
 from quant.cache_pages import Pages, page_bytes, slots_of_page
 from quant.cache_settings import CacheSettings
@@ -263,8 +263,7 @@ class Cache:
         return number
 
     def _note_dropped(self, number: int, rows: torch.Tensor) -> None:
-        at = len(State) + number * len(ClassState) + ClassState.OCCUPIED
-        self._state[at] -= rows
+        self._state[occupied_at(number)] -= rows
         self._state[State.FREED] += rows
 
     def _kernels_for(self, widest_row_bytes: int) -> Kernels:
@@ -426,7 +425,7 @@ class Cache:
         self._scratch.fill_(-1)
         self._pages.empty()
         for n in range(len(self._pages.classes)):  # what was counted, and broken off before it had its key
-            self._note_dropped(n, self._state[len(State) + n * len(ClassState) + ClassState.OCCUPIED].clone())
+            self._note_dropped(n, self._state[occupied_at(n)].clone())
         self._relink()
 
     def follow_itself(self) -> None:

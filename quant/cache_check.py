@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quant.cache_kernel import ID_BITS, NODE_BYTES, ClassState, State
+from quant.cache_kernel import ID_BITS, NODE_BYTES, occupied_at
 
 if TYPE_CHECKING:
     from quant.cache import Cache
@@ -25,7 +25,7 @@ def check(cache: "Cache", row_of: Any = None) -> None:
                 for place in np.flatnonzero(keys >= 0):
                     alive[page << pages.node_bits | int(place)] = int(keys[place])
                     occupied[n] += 1
-            told = int(state[len(State) + n * len(ClassState) + ClassState.OCCUPIED])
+            told = int(state[occupied_at(n)])
             assert told == occupied[n], f"class {n}: {occupied[n]} keys in its slots, {told} counted"
         assert len(set(alive.values())) == len(alive), f"{len(alive) - len(set(alive.values()))} keys lie in two slots"
         reached = set()

@@ -112,6 +112,11 @@ class ClassState(IntEnum):
     OCCUPIED = 6
 
 
+def occupied_at(number: int) -> int:
+    """Where in the state the OCCUPIED of a class is."""
+    return len(State) + number * len(ClassState) + ClassState.OCCUPIED
+
+
 class Counter(IntEnum):
     """Of a table, since it was registered."""
 

@@ -1,6 +1,6 @@
 """The slots of a cache: pages of the device's memory, each for rows of one size, its class, moved from one class to another."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,7 +128,7 @@ class Pages:
         """Empties a class's last pages. They go to another one with `settle`, when no ticket that is out now can read them."""
         c = self.classes[donor]
         pages = c.pages[-count:]
-        self._dropped(donor, (self.nodes(donor, pages).keys >= 0).sum())
+        self._count_dropped(donor, pages)
         self._clear(c, pages)
         del c.pages[-count:]
         self.of_page[pages] = -1
@@ -143,20 +143,24 @@ class Pages:
         """Drops every row. When each slot was used stays, for whoever may still read it."""
         for n, c in enumerate(self.classes):
             for pages in self.parts(n):
-                self._dropped(n, (self.nodes(n, pages).keys >= 0).sum())
-                index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
-                self._memory.view(torch.int64)[index, : 2 * c.slots : 2] = -1
+                self._count_dropped(n, pages)
+                self._memory.view(torch.int64)[self._index(pages), : 2 * c.slots : 2] = -1
+
+    def _count_dropped(self, number: int, pages: list[int]) -> None:
+        self._dropped(number, (self.nodes(number, pages).keys >= 0).sum())
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
 
     def _clear(self, c: RowClass, pages: list[int]) -> None:
         """Makes nodes that hold no key, and were not used for long."""
         node = np.zeros((c.slots, 4), np.int32)
         node[:, :3] = -1
         node[:, 3] = -(2**30)
-        index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
         empty = torch.from_numpy(node.reshape(-1).view(np.uint8)).to(self._memory.device)
-        self._memory[index, : k.NODE_BYTES * c.slots] = empty
+        self._memory[self._index(pages), : k.NODE_BYTES * c.slots] = empty
 
-    def _give_all(self, moves: "Iterator[tuple[int, int]] | Sequence[tuple[int, int]] | zip[tuple[int, int]]") -> None:
+    def _give_all(self, moves: Iterable[tuple[int, int]]) -> None:
         to: dict[int, list[int]] = {}
         for page, taker in moves:
             to.setdefault(taker, []).append(page)
@@ -171,7 +175,7 @@ class Pages:
     def nodes(self, number: int, pages: Sequence[int]) -> Nodes:
         """What pages of a class hold."""
         c = self.classes[number]
-        index = torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
+        index = self._index(pages)
         nodes = self._memory[index, : k.NODE_BYTES * c.slots]
         scores = self._memory[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
         return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores)

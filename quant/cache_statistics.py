@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.cache_kernel import ClassState, Counter, State
+from quant.cache_kernel import Counter, State, occupied_at
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def statistics_of(
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
     s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
-    occupied = sum(s[len(State) + n * len(ClassState) + ClassState.OCCUPIED] for n in range(classes))
+    occupied = sum(s[occupied_at(n)] for n in range(classes))
     return Statistics(
         tickets=s[State.NOW],
         slots=slots,

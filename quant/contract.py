@@ -135,6 +135,12 @@ class Split:
     rows_at: int
 
 
+def split_rows(rows: int, share: int) -> int:
+    """How many of a table's rows that is."""
+    blocks, rest = divmod(rows, SPLIT_BLOCK)
+    return blocks * share + min(rest, share)
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
     """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.

@@ -40,6 +40,7 @@ from quant.contract import (
     Split,
     Table,
     Variant,
+    split_rows,
 )
 from quant.device_memory import DeviceMemory
 from quant.errors import BadIds, MissingBackend, QuantError
@@ -137,7 +138,6 @@ class Fused(Backend):
         self._lookups: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[DeviceTable] = weakref.WeakSet()
         self._copies = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._is_stashed = False
         self._restored: Any = None
         self.cache: Cache | None = None
 
@@ -203,11 +203,10 @@ class Fused(Backend):
         with self._lock:
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)
-            given = [pages for pages, _ in self._stashed_memory() if pages.is_taken]
+            given = [held.memory[0] for held in list(self._stashable) if held.memory[0].is_taken]
             for pages in given:
                 pages.give_back()
             self._restored = None
-            self._is_stashed = self._is_stashed or bool(given)
             return sum(pages.size for pages in given)
 
     def restore(self) -> None:
@@ -216,25 +215,21 @@ class Fused(Backend):
         QuantError: there is no room for all; make some, and call again, or look up.
         """
         with self._lock:
-            if not self._is_stashed:
+            away = [held for held in list(self._stashable) if not held.memory[0].is_taken]
+            if not away:
                 return
             with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-                for held in list(self._stashable):
+                for held in away:
                     pages, source = held.memory
-                    if not pages.is_taken:
-                        pages.take()
-                        try:
-                            pages.tensor.copy_(_bytes_of(held.host) if source is None else source, non_blocking=True)
-                        except BaseException:
-                            pages.give_back()
-                            raise
-                if self._copies is not None:
-                    self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    self._restored.record()
-            self._is_stashed = False
-
-    def _stashed_memory(self) -> list[tuple[DeviceMemory, torch.Tensor | None]]:
-        return [held.memory for held in list(self._stashable)]
+                    pages.take()
+                    try:
+                        pages.tensor.copy_(_bytes_of(held.host) if source is None else source, non_blocking=True)
+                    except BaseException:
+                        pages.give_back()
+                        raise
+                    if self._copies is not None:
+                        self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        self._restored.record()
 
     def _await_tables(self) -> None:
         """What comes next on the current stream finds stashed tables in their place."""
@@ -293,17 +288,18 @@ class Fused(Backend):
             )
         seen = self.view(table, rows, variant)
         size = table.row_bytes
-        blocks, rest = divmod(table.rows, SPLIT_BLOCK)
+        blocks = table.rows // SPLIT_BLOCK
+        on_device = split_rows(table.rows, share)
         try:
-            memory = torch.empty((blocks * share + min(rest, share)) * size, dtype=torch.uint8, device=self.device)
+            memory = torch.empty(on_device * size, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise QuantError(
                 f"{share} of {SPLIT_BLOCK} rows do not fit on {self.device}; lower --hbm-budget ({error})"
             ) from error
         whole = blocks * SPLIT_BLOCK * size
-        copied = memory[: blocks * share * size].view(blocks, share * size)
-        copied.copy_(seen.memory[:whole].view(blocks, SPLIT_BLOCK * size)[:, : share * size])
-        memory[blocks * share * size :].copy_(seen.memory[whole:][: min(rest, share) * size])
+        copied, rest = memory[: blocks * share * size], memory[blocks * share * size :]
+        copied.view(blocks, share * size).copy_(seen.memory[:whole].view(blocks, SPLIT_BLOCK * size)[:, : share * size])
+        rest.copy_(seen.memory[whole : whole + rest.numel()])
         if not self.is_interpreted:
             torch.cuda.current_stream(self.device).synchronize()
         return dataclasses.replace(seen, memory=(seen.memory, memory), split=Split(share, memory.data_ptr()))

@@ -67,10 +67,16 @@ class HostGather:
             raise QuantError(f"cudaLaunchHostFunc failed (error {code}); serve with --threads 1, and the GPU reads rows itself")
 
 
+def cuda_runtimes() -> list[ctypes.CDLL]:
+    """CUDA's runtime, as this process has it loaded; more than one, or none, where torch was built so."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    return [ctypes.CDLL(path) for path in sorted(loaded)]
+
+
 def _cuda_launch() -> Any:
     """cudaLaunchHostFunc of the runtime that torch uses."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
-    if not loaded:
+    runtimes = cuda_runtimes()
+    if not runtimes:
         raise QuantError("torch's CUDA runtime is not among this process's libraries; serve with --threads 1")
-    return ctypes.CDLL(sorted(loaded)[0]).cudaLaunchHostFunc
+    return runtimes[0].cudaLaunchHostFunc

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from loader.registration import Registration
 from loader.segment import Segment, StoredTable
 from quant import CpuBackend, DeviceTable, Table
-from quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant
+from quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant, split_rows
 from serving.errors import ServingError
 from serving.settings import ServerSettings
 
@@ -80,8 +80,7 @@ def _share(tables: Sequence[StoredTable], budget_bytes: int) -> int:
 
 def _split_bytes(tables: Iterable[StoredTable], share: int) -> int:
     """What split tables take of a GPU's memory."""
-    blocks = ((*divmod(t.rows, SPLIT_BLOCK), t.row_bytes) for t in tables)
-    return sum((whole * share + min(rest, share)) * row_bytes for whole, rest, row_bytes in blocks)
+    return sum(split_rows(t.rows, share) * t.row_bytes for t in tables)
 
 
 def _map_bytes(tables: Iterable[StoredTable | Table]) -> int:

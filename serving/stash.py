@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -316,16 +317,6 @@ def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: f
     is too short: the last layer, both times.
     """
     last = len(forward_ms) - 1
-    done = 0.0
-    free_at = last
-    for n, ms in enumerate(forward_ms):
-        if done >= copy_ms:
-            free_at = n
-            break
-        done += ms
-    done = 0.0
-    for n, ms in enumerate(backward_ms):
-        done += ms
-        if done >= copy_ms:
-            return free_at, n
-    return free_at, last
+    free_at = next((n for n, done in enumerate(accumulate(forward_ms, initial=0.0)) if done >= copy_ms), last)
+    start_at = next((n for n, done in enumerate(accumulate(backward_ms)) if done >= copy_ms), last)
+    return min(free_at, last), start_at
