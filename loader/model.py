@@ -31,6 +31,7 @@ A model without `features` has one sum-pooled feature a table, named after it.
 """
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.errors import ModelError
+from loader.files import read_regular
 from quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -46,6 +48,7 @@ FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<fea
 POLICIES = ("error",)
 OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
+_LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,11 @@ def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAM
 
 def read_model(path: Path) -> ModelSpec:
     """Parses and checks a model.toml; ModelError names the place and what was expected."""
+    if "\0" not in str(path) and not os.path.exists(path):
+        raise ModelError(f"{path} does not exist; write one with: tableside init CHECKPOINT")
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; write one with: tableside init CHECKPOINT") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raw = tomllib.loads(read_regular(path, _LIMIT_BYTES, "model.toml", ModelError).decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: {error}") from error
     try:
         return parse_model(raw, path.parent)
