@@ -1,0 +1,212 @@
+"""What every campaign shares: results beside their goals, a folder of its own, a model whose rows say what they are, a deadline.
+
+A campaign is a module with
+
+    def run(seconds: float, seed: int) -> dict[str, float]
+
+which torments real processes for about `seconds`, in an order that `seed` decides, and returns what it counted and measured by
+name. It raises only where the campaign itself cannot run: a wrong answer is a count. What the figures should be stands in
+campaigns/goals.py. `standalone(run)` is a module's own command line.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from loader.load import LoadSettings, load
+from loader.memory import processes_below
+from loader.model import parse_model
+
+console = Console(highlight=False, soft_wrap=True, width=150)
+Run = Callable[[float, int], Mapping[str, float]]
+Verdict = Literal["ok", "MISSED", "short run", ""]
+
+
+# ---- results ----
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure should be. kind: `must` holds however short the run; `count` needs a full one; `figure` is a machine's."""
+
+    text: str
+    is_met: Callable[[float], bool]
+    kind: Literal["must", "count", "figure"]
+
+    def verdict(self, value: float) -> Verdict:
+        if self.is_met(value):
+            return "ok"
+        return "short run" if self.kind == "count" else "MISSED"
+
+
+def none() -> Goal:
+    """Nothing of the kind may happen, ever."""
+    return Goal("0", lambda value: value == 0, "must")
+
+
+def at_least(least: float, kind: Literal["must", "count", "figure"] = "count") -> Goal:
+    return Goal(f">= {least:,g}", lambda value: value >= least, kind)
+
+
+def at_most(most: float, kind: Literal["must", "count", "figure"] = "figure") -> Goal:
+    return Goal(f"<= {most:,g}", lambda value: value <= most, kind)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one campaign found. measured: figure -> value; goals: figure -> goal, for those that have one."""
+
+    name: str
+    seconds: float
+    seed: int
+    measured: Mapping[str, float]
+    goals: Mapping[str, Goal]
+
+    def rows(self) -> list[tuple[str, float | None, str, Verdict]]:
+        """(figure, measured, goal, verdict); a goal whose figure was not measured is missed."""
+        found: list[tuple[str, float | None, str, Verdict]] = []
+        for figure, value in self.measured.items():
+            goal = self.goals.get(figure)
+            found.append((figure, value, goal.text if goal else "", goal.verdict(value) if goal else ""))
+        return found + [(f, None, g.text, "MISSED") for f, g in self.goals.items() if f not in self.measured]
+
+    def is_broken(self) -> bool:
+        """Whether a promise that holds in a run of any length was not kept, or its figure is missing."""
+        return any(g.kind == "must" and not g.is_met(self.measured.get(f, float("nan"))) for f, g in self.goals.items())
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [{"figure": f, "measured": v, "goal": g, "verdict": verdict} for f, v, g, verdict in self.rows()]
+        return {"name": self.name, "seconds": round(self.seconds, 1), "seed": self.seed, "rows": rows}
+
+
+def show(results: list[Result]) -> None:
+    """The table: each figure beside its goal."""
+    table = Table("campaign", "figure", "measured", "goal", "", box=None)
+    for result in results:
+        for i, (figure, value, goal, verdict) in enumerate(result.rows()):
+            cell = "not measured" if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
+            style = {"MISSED": "red", "short run": "yellow", "ok": "green", "": ""}[verdict]
+            name = f"{result.name} ({result.seconds:.0f} s)" if i == 0 else ""
+            table.add_row(name, figure, cell, goal, f"[{style}]{verdict}[/]" if style else "")
+    console.print(table)
+
+
+def standalone(run: Run) -> None:
+    """A campaign's own command line: its figures as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print(json.dumps({**run(given.seconds, given.seed), "seed": given.seed}, indent=1))
+
+
+# ---- what campaigns work with ----
+
+
+def random_of(seed: int, *what: object) -> random.Random:
+    """A generator for one part of a campaign, the same for the same seed and names."""
+    return random.Random(f"{seed}:" + ":".join(map(str, what)))
+
+
+@contextmanager
+def folders() -> Iterator[tuple[Path, Path]]:
+    """(a folder of published models in shared memory, a folder for checkpoints), both gone at the end."""
+    root = Path("/dev/shm") / f"tableside-campaign-{uuid4().hex[:8]}"
+    root.mkdir()
+    try:
+        with TemporaryDirectory(prefix="tableside-campaign-") as files:
+            yield root, Path(files)
+    finally:
+        rmtree(root, ignore_errors=True)
+
+
+def until(
+    condition: Callable[[], object], deadline_s: float = 20.0, what: str = "the condition", pause_s: float = 0.005
+) -> float:
+    """Waits for a condition; seconds that it took. TimeoutError: it is not met at the deadline."""
+    started = time.monotonic()
+    while not condition():
+        if time.monotonic() - started > deadline_s:
+            raise TimeoutError(f"{what} was not met within {deadline_s} s")
+        time.sleep(pause_s)
+    return time.monotonic() - started
+
+
+def workers_of(supervisor: int, root: Path) -> list[int]:
+    """Process ids of a server's workers: those below its supervisor that map something of `root`."""
+    return [pid for pid in processes_below(supervisor) if maps(pid, str(root))]
+
+
+def maps(pid: int, text: str) -> bool:
+    """Whether a process maps a file whose path holds `text`; False where it is gone."""
+    try:
+        return text in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+# ---- a model whose rows say what they are ----
+
+ROWS, DIM = 2000, 8
+TABLES = {"user": 1, "item": 2}  # name -> its number, which stands in its rows
+FEATURES = {
+    "user": {"table": "user", "pooling": "none"},
+    "bought": {"table": "item", "pooling": "sum"},
+}
+
+
+def told(table: int, value: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows of a table in the version of that value: fp32 [ids, 8], small whole numbers, so that fp32 sums of them are exact.
+
+    Columns: the version's value, the id, the table's number, a mix of the three, and these negated.
+    """
+    mixed = (ids * 7919 + value * 104729 + table * 31) % 1009
+    left = np.stack([np.full_like(ids, value), ids, np.full_like(ids, table), mixed], 1).astype(np.float32)
+    return np.concatenate([left, -left], 1)
+
+
+def publish(
+    root: Path,
+    files: Path,
+    value: int,
+    name: str = "demo",
+    rows: int = ROWS,
+    settings: LoadSettings = LoadSettings(),  # noqa: B008
+) -> int:
+    """Loads a version of that value through a real checkpoint; its number."""
+    spec = parse_model(write_checkpoint(files, value, name, rows), files)
+    return load(spec, root, settings).version
+
+
+def write_checkpoint(files: Path, value: int, name: str = "demo", rows: int = ROWS) -> dict[str, Any]:
+    """A checkpoint of that value, NAME-VALUE.npz; what model.toml says of it."""
+    ids = np.arange(rows)
+    np.savez(files / f"{name}-{value}.npz", user=told(TABLES["user"], value, ids), item=told(TABLES["item"], value, ids))
+    return {
+        "name": name,
+        "checkpoint": f"{name}-{value}.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in TABLES},
+        "features": FEATURES,
+    }
+
+
+def version_told(user: NDArray[np.float32], ids: NDArray[np.int64]) -> int | None:
+    """Which version's rows these are, of the feature `user`; None where they are no version's."""
+    if user.shape != (len(ids), DIM):
+        return None
+    value = int(user[0, 0]) if len(ids) else 0
+    return value if np.array_equal(user, told(TABLES["user"], value, ids)) else None
