@@ -1,22 +1,20 @@
 """Prometheus metrics, summed over all workers, right after any of them was killed.
 
-Workers write counters and histograms to one memory-mapped file each (prometheus_client's multi-process mode, in the folder
-that PROMETHEUS_MULTIPROC_DIR names before this module is imported); a killed worker's file stays and still counts. Gauges
-would linger, so there are none in those files: what is true now (versions, sizes) is collected by the worker that is asked.
+Workers write counters and histograms to memory-mapped files (prometheus_client's multi-process mode, in the folder that
+PROMETHEUS_MULTIPROC_DIR names before this module is imported; serving/metrics_files.py), where those of a killed worker still
+count. Gauges would linger, so there are none: what is true now (versions, sizes) is collected by the worker that is asked.
 """
 
-import logging
 import os
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 
+from serving import metrics_files
 from serving.engine import Batch, Engine
 from serving.errors import Kind, ServingError
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from quant.cache_statistics import Statistics
     from quant.fused_batch import Times
 
-logger = logging.getLogger("tableside")
+metrics_files.count_in_reserved_files()
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 STAGES = ("parse", "lookup", "encode")
@@ -195,33 +193,15 @@ class _Now:
 
 
 def _folder() -> Path:
-    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    folder = os.environ.get(metrics_files.VARIABLE)
     if not folder:
-        raise ServingError("PROMETHEUS_MULTIPROC_DIR is not set; workers are started by `tableside serve`, which sets it")
+        raise ServingError(f"{metrics_files.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
     return Path(folder)
 
 
 def counters() -> Iterable[Metric]:
     """Counters and histograms summed over every worker that ever ran; a file that is damaged is left out and logged."""
-    collector: Any = MultiProcessCollector(CollectorRegistry(), str(_folder()))  # type: ignore[no-untyped-call]
-    files = [str(f) for f in sorted(_folder().glob("*.db"))]
-    try:
-        merged: Iterable[Metric] = collector.merge(files, accumulate=True)
-    except _TORN:
-        merged = collector.merge([f for f in files if _is_readable(collector, f)], accumulate=True)
-    return merged
-
-
-_TORN = (ValueError, RuntimeError, KeyError, IndexError, TypeError, struct.error, OSError)  # what a torn file makes of the parser
-
-
-def _is_readable(collector: Any, file: str) -> bool:
-    try:
-        collector.merge([file], accumulate=False)
-    except _TORN as error:
-        logger.warning("metrics file %s is damaged and left out: %r", file, error)
-        return False
-    return True
+    return metrics_files.collect(_folder())
 
 
 class _Merged:

@@ -7,21 +7,17 @@ replaces each one only when its successor is ready, and stops where workers cann
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,10 +29,10 @@ from uvicorn.config import STARTUP_FAILURE
 from loader.versions import Model
 from quant import MissingBackend, choose
 from serving.errors import ServingError
+from serving.metrics_files import metrics_folder
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
-_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 RETRY_S = 5
 
 
@@ -217,40 +213,6 @@ def serve(
         return 1 if runner.failed else 0
     finally:
         sock.close()
-
-
-@contextlib.contextmanager
-def metrics_folder(root: Path) -> Iterator[None]:
-    """A folder beside the models for the workers' counters: in memory, and out of reach of who cleans temporary folders.
-
-    Folders of servers that were killed are removed: their lock is free.
-    """
-    for stale in root.glob(".metrics-*"):
-        _remove_if_free(stale)
-    folder = Path(tempfile.mkdtemp(prefix=".metrics-", dir=root))
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.environ[_METRICS] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop(_METRICS, None)
-        os.close(lock)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_if_free(folder: Path) -> None:
-    try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        logger.debug("%s belongs to a server that runs", folder)
-    finally:
-        os.close(lock)
 
 
 class _Supervisor(supervisor.Multiprocess):
