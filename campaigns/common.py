@@ -10,10 +10,13 @@ campaigns/goals.py. `standalone(run)` is a module's own command line.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +160,32 @@ def maps(pid: int, text: str) -> bool:
         return text in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
+
+
+def answered_by(port: int, processes: Collection[int]) -> int | None:
+    """Asks the server once, over a new connection; which of `processes` answered. None: another one did, or it died meanwhile."""
+    with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        if connection.recv(4096).startswith(b"HTTP/1.1 200"):
+            inode = _inode_of(port, connection.getsockname()[1])
+            return next((pid for pid in processes if f"socket:[{inode}]" in descriptors(pid)), None)
+    return None
+
+
+def _inode_of(port: int, peer: int) -> str:
+    """The inode of the server's end of a loopback connection; "" where that is closed."""
+    ends = [f"0100007F:{port:04X}", f"0100007F:{peer:04X}"]
+    with open("/proc/net/tcp") as connections:
+        return next((fields[9] for fields in map(str.split, connections) if fields[1:3] == ends), "")
+
+
+def descriptors(pid: int) -> list[str]:
+    """What a process has open, as /proc names it; nothing where it is gone."""
+    found = []
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
 
 
 # ---- a model whose rows say what they are ----
