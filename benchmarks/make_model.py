@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from loader.header import Header, plan_tables
 from loader.model import Feature
-from loader.segment import Header, SegmentWriter, plan_tables
+from loader.segment import SegmentWriter
 from loader.versions import Model
 from quant import RowFormat, Source, choose
 
@@ -17,7 +18,7 @@ def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]
     with model.loading() as version:
         plan = plan_tables([(t, t, RowFormat.parse(f), rows, dim) for t, (rows, dim, f) in tables.items()])
         header = Header(name, version, "benchmark", plan, tuple(Feature(t, t, pooling) for t in tables))
-        writer = SegmentWriter(model.partial_path(version), header)
+        writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
         rng = np.random.default_rng(seed)
         pool = rng.standard_normal((1 << 16) + 4096, dtype=np.float32)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from loader.checkpoint import open_checkpoint
 from loader.errors import LoaderError, VersionError
+from loader.header import plan_tables
 from loader.memory import available_bytes
 from loader.model import ModelSpec, read_model
-from loader.segment import plan_tables
 from loader.versions import DEFAULT_ROOT, Model
 from quant import QuantError
 

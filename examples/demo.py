@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
+from loader.header import StoredTable
 from loader.load import Loaded, load
 from loader.memory import processes_below, pss_bytes
 from loader.model import ModelSpec, read_model
-from loader.segment import Segment, StoredTable
+from loader.segment import Segment
 from quant import RowFormat, choose
 from serving import bench
 from serving.client import Client, Jagged

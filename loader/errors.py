@@ -21,6 +21,10 @@ class VersionError(LoaderError):
     """A model or version that is not published, or may not be changed now."""
 
 
+class AccessError(LoaderError):
+    """A folder or a file of published models that another user of the machine made, or could change."""
+
+
 class NoSpace(LoaderError):
     """Shared memory is too small for what was asked."""
 

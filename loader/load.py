@@ -20,9 +20,10 @@ import numpy as np
 from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from loader.checkpoint.rows import DTYPES
 from loader.errors import CheckpointError, ModelError
+from loader.header import Header, StoredTable, plan_tables
 from loader.model import ModelSpec
 from loader.scorer import stored_scorer
-from loader.segment import Header, SegmentWriter, StoredTable, plan_tables
+from loader.segment import SegmentWriter
 from loader.versions import Model
 from quant import CpuBackend, QuantError, RowFormat, choose
 from quant.errors import NotRepresentable
@@ -48,13 +49,14 @@ class Loaded:
 @dataclass(frozen=True)
 class LoadSettings:
     """How to load. max_memory_bytes: the most private memory for a load's buffers (the native backend makes no others);
-    threads: 0 means one a core.
+    threads: 0 means one a core; group: users who may read the model, beside its owner.
     """
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
     backend: str = "auto"
     activate: bool = True
+    group: str | None = None
 
 
 def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
@@ -69,13 +71,13 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
             checkpoint.open_files(matrix)
         scorer, program = stored_scorer(spec, {name: matrix.dim for name, matrix in matrices.items()})
         model = Model(root, spec.name)
-        with model.loading() as version:
+        with model.loading(settings.group) as version:
             started = time.monotonic()
             path = model.partial_path(version)
             try:
                 source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint(matrices.values())}
                 header = replace(_plan(spec, matrices, version, source), scorer=scorer, evaluation=spec.evaluation)
-                writer = SegmentWriter(path, header, program)
+                writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
                     job = _Load(checkpoint, matrices, writer, backend, settings, progress)
                     job.run()

@@ -7,7 +7,7 @@
     16       8      bytes of the whole file, uint64
     24       8      xxh3-64 of header and checksums
     32       32     zeros
-    64       H      header: JSON, padded with spaces (`Header`)
+    64       H      header: JSON, padded with spaces (loader.header)
     64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order
     ...             zeros; then each table at its `offset`, a multiple of 4096: rows of `row_bytes` (quant.row_format), and zeros
     ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
@@ -16,170 +16,40 @@ A table's chunk is `chunk_rows` rows, the last one fewer. What the format does n
 machine byte order.
 """
 
-import json
 import os
-import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from loader.errors import SegmentError
+from loader.header import PRELUDE, Header, StoredTable, align, check_header, checksum, lay_out
 from loader.memory import Mapping, reserve
-from loader.model import EvalSpec, Feature
 from quant import RowFormat, Table
 
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 1
-PRELUDE = struct.Struct("<8sIIQQ32x")
-TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
-_SPARE_BYTES = 256  # room for what is known only at the end: `load`
 
 Verify = Literal["full", "header"]
-
-
-@dataclass(frozen=True)
-class StoredTable:
-    """Where a table lies in the segment. offset: bytes from the start of the file; first_chunk: index of its first checksum."""
-
-    name: str
-    key: str
-    row_format: str
-    dim: int
-    rows: int
-    row_bytes: int
-    offset: int
-    chunk_rows: int
-    first_chunk: int
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
-
-    def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Rows [start, stop) of the table's chunk number `chunk`."""
-        return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows)
-
-
-@dataclass(frozen=True)
-class ScorerInput:
-    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one. fp32 [batch, width]."""
-
-    name: str
-    feature: str | None
-    width: int
-
-
-@dataclass(frozen=True)
-class StoredScorer:
-    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at `offset`.
-
-    checksum: xxh3-64 of the archive.
-    """
-
-    kind: str
-    inputs: tuple[ScorerInput, ...]
-    offset: int = 0
-    bytes: int = 0
-    checksum: int = 0
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes."""
-
-    model: str
-    version: int
-    created: str
-    tables: tuple[StoredTable, ...]
-    features: tuple[Feature, ...]
-    source: dict[str, Any] = field(default_factory=dict)
-    load: dict[str, float] = field(default_factory=dict)
-    scorer: StoredScorer | None = None
-    evaluation: EvalSpec | None = None
-
-    def to_json(self) -> bytes:
-        raw = asdict(self)
-        for name in ("scorer", "evaluation"):
-            if raw[name] is None:
-                del raw[name]  # a version without one reads as it always did
-        return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> "Header":
-        raw = json.loads(text)
-        raw["tables"] = tuple(StoredTable(**t) for t in raw["tables"])
-        raw["features"] = tuple(Feature(**f) for f in raw["features"])
-        if scorer := raw.get("scorer"):
-            raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
-        if evaluation := raw.get("evaluation"):
-            columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
-            raw["evaluation"] = EvalSpec(evaluation["label"], columns)
-        return cls(**raw)
-
-    @property
-    def chunks(self) -> int:
-        return sum(t.chunks for t in self.tables)
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of all rows, without header and padding."""
-        return sum(t.bytes for t in self.tables)
-
-    @property
-    def fp32_bytes(self) -> int:
-        """Bytes that the same tables take in fp32."""
-        return sum(4 * t.rows * t.dim for t in self.tables)
-
-
-def plan_tables(tables: list[tuple[str, str, RowFormat, int, int]]) -> tuple[StoredTable, ...]:
-    """Lays tables (name, key, format, rows, dim) out one after another; offsets are relative to the first table."""
-    stored, offset, chunk = [], 0, 0
-    for name, key, row_format, rows, dim in tables:
-        row_bytes = row_format.row_bytes(dim)
-        chunk_rows = max(1, CHUNK_BYTES // row_bytes)
-        table = StoredTable(name, key, row_format.label, dim, rows, row_bytes, offset, chunk_rows, chunk)
-        stored.append(table)
-        offset += _align(table.bytes)
-        chunk += table.chunks
-    return tuple(stored)
-
-
-def _align(n: int) -> int:
-    return -(-n // TABLE_ALIGNMENT_BYTES) * TABLE_ALIGNMENT_BYTES
-
-
-def checksum(data: Any) -> int:
-    """xxh3-64 of a buffer."""
-    return xxhash.xxh3_64_intdigest(data)
 
 
 class SegmentWriter:
     """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
 
     Caller: writes every chunk of `header.tables` once with `rows` and `finish_chunk` (any thread), then `seal`.
-    program: the archive of `header.scorer`. NoSpace: nothing stays at `path` but an empty file.
+    program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object; None: one is made there.
+    NoSpace: nothing stays at `path` but an empty file.
     """
 
-    def __init__(self, path: Path, header: Header, program: bytes = b"") -> None:
+    def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
         self.path = path
-        self._header_bytes = -(-(len(header.to_json()) + _SPARE_BYTES) // 64) * 64
-        first_table = _align(PRELUDE.size + self._header_bytes + 8 * header.chunks)
-        tables = tuple(StoredTable(**{**asdict(t), "offset": t.offset + first_table}) for t in header.tables)
-        end = max(first_table, *(_align(t.offset + t.bytes) for t in tables)) if tables else first_table
-        scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
-        self.header = replace(header, tables=tables, scorer=scorer)
-        self.size = _align(end + len(program))
-        self._checksums = np.zeros(header.chunks, dtype="<u8")
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
         try:
+            self.header, self._header_bytes, end = lay_out(header, program)
+            self.size = align(end + len(program))
+            self._checksums = np.zeros(header.chunks, dtype="<u8")
             self.mapping = reserve(self._fd, self.size, path.parent)
             self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
         except BaseException:
@@ -208,7 +78,7 @@ class SegmentWriter:
         prelude = PRELUDE.pack(MAGIC, FORMAT_VERSION, len(text), self.size, checksum(text + sums))
         data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
         data[:8] = np.frombuffer(prelude[:8], np.uint8)
-        os.fchmod(self._fd, 0o444)
+        os.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o440)
         self.close()
         return self.header
 
@@ -222,12 +92,13 @@ class SegmentWriter:
 class Segment:
     """An attached version: mapped, never copied, valid as long as this object or a table of it lives.
 
-    SegmentError: the file is not a whole segment of this format (docs/format.md lists the ways).
+    fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a whole segment of this
+    format (docs/format.md lists the ways).
     """
 
-    def __init__(self, path: Path, verify: Verify = "full") -> None:
+    def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
         self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         try:
             size = os.fstat(fd).st_size
             prelude = os.pread(fd, PRELUDE.size, 0)
@@ -251,15 +122,14 @@ class Segment:
         try:
             header = Header.from_json(text)
             sums = data[PRELUDE.size + header_bytes :][: 8 * header.chunks]
-        except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError) as error:
             raise SegmentError(f"{self.path}: the header is corrupt ({error}); publish the version again") from error
         if checksum(text + sums.tobytes()) != expected:
             raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
-        for t in header.tables:
-            if t.offset < 0 or t.offset + t.bytes > self.size:
-                raise SegmentError(f"{self.path}: table {t.name!r} ends at byte {t.offset + t.bytes}, the file at {self.size}")
-        if (s := header.scorer) and (s.offset < 0 or s.bytes < 0 or s.offset + s.bytes > self.size):
-            raise SegmentError(f"{self.path}: the scorer ends at byte {s.offset + s.bytes}, the file at {self.size}")
+        try:
+            check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)
+        except SegmentError as error:
+            raise SegmentError(f"{self.path}: {error}; publish the version again") from None
         return header, sums.view("<u8")
 
     def content(self) -> int:

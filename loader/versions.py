@@ -1,67 +1,68 @@
 """Versions of models in shared memory: publish, activate, attach, remove.
 
     ROOT/MODEL/3.segment            a version, immutable
+    ROOT/MODEL/3.damaged            rows of version 3 were found to have changed since: nobody attaches it any more
     ROOT/MODEL/4.segment.partial    a load under way, or what a killed one left (the next load or `gc` removes it)
-    ROOT/MODEL/current              {"current": 3, "latest": 4}, replaced as a whole: the flip; current 0: none is live
+    ROOT/MODEL/current              which version is live, replaced as a whole: the flip (loader.record)
     ROOT/MODEL/load.lock            held (flock) by the one load of this model
     ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
 
 The kernel drops a lock when its holder dies. Readers take no lock: they map a segment and keep it; one that is unlinked
-meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means one set of bytes.
+meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means one set of bytes. Folders and
+files belong to one user, and no other user can change them or hold a lock (loader.folder).
 """
 
 import contextlib
-import fcntl
-import json
+import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from loader.errors import SegmentError, VersionError
+from loader.errors import AccessError, SegmentError, VersionError
+from loader.folder import Folder, make_folder, open_to_group
 from loader.model import NAME, check_name
+from loader.record import Record, flip, intended, read_record, reserve_room, write_next
 from loader.segment import Segment, Verify
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
-
-
-@dataclass(frozen=True)
-class Record:
-    """Which version is live (0: none), and the highest number that was ever published."""
-
-    current: int = 0
-    latest: int = 0
+_PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
 
 
 class Model:
-    """The published versions of one model under `root`. Holds no file open."""
+    """The published versions of one model under `root`. Holds no file open.
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name = root, check_name(name)
+    owner: a user whose models are trusted beside this user's and root's. Every method raises AccessError where another user owns,
+    or could change, what it would read or write.
+    """
+
+    def __init__(self, root: Path, name: str, owner: str | None = None) -> None:
+        self.root, self.name, self.owner = root, check_name(name), owner
         self.folder = root / name
 
     # ---- questions ----
 
     def record(self) -> Record:
-        """The flip record; a model that was never published has Record(0, 0)."""
-        path = self.folder / "current"
+        """The flip record; a model that was never published has Record(). VersionError: it is damaged."""
         try:
-            raw = json.loads(path.read_bytes())
-            return Record(int(raw["current"]), int(raw["latest"]))
+            with self.opened() as folder:
+                return read_record(folder, self.name)
         except FileNotFoundError:
             return Record()
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise VersionError(
-                f"{path} is unreadable ({error!r}); write it anew with: tableside activate {self.name} VERSION"
-            ) from error
 
     def versions(self) -> list[int]:
         """Published versions, oldest first."""
-        names = [p.name.removesuffix(".segment") for p in self.folder.glob("*.segment")]
-        return sorted(int(n) for n in names if n.isdecimal())
+        return self._numbers(_SEGMENT)
+
+    def loading_versions(self) -> list[int]:
+        """Versions of loads that are under way, or were killed."""
+        return self._numbers(_PARTIAL)
+
+    def damaged_versions(self) -> list[int]:
+        """Published versions that `mark_damaged` named."""
+        return self._numbers(_DAMAGED)
 
     def path(self, version: int) -> Path:
-        return self.folder / f"{version}.segment"
+        return self.folder / f"{version}{_SEGMENT}"
 
     def current(self) -> int:
         """The live version; VersionError where there is none."""
@@ -69,16 +70,37 @@ class Model:
             return version
         raise self._missing("no version is live")
 
+    def last_good(self) -> list[int]:
+        """Published versions that were live once and are not known to be damaged, newest first."""
+        lived, damaged = self._lived(self.record()), self.damaged_versions()
+        return [v for v in reversed(lived) if v not in damaged]
+
     def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
         """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not published."""
         for _ in range(3):  # the live version may be replaced and removed between reading its number and opening it
             number = self.current() if version is None else version
             try:
-                return Segment(self.path(number), verify)
+                return self._attach(number, verify)
             except FileNotFoundError:
                 if version is not None or self.record().current == number:
                     break
         raise self._missing(f"version {number} is not published")
+
+    def _attach(self, version: int, verify: Verify) -> Segment:
+        path = self.path(version)
+        with self.opened() as folder:
+            if folder.exists(f"{version}{_DAMAGED}"):
+                raise SegmentError(
+                    f"{path}: rows were found to have changed after they were written; activate another version, or load it again"
+                )
+            segment = Segment(path, verify, folder.open(path.name))
+        found = segment.header
+        if (found.model, found.version) != (self.name, version):
+            raise SegmentError(
+                f"{path} holds version {found.version} of model {found.model!r}; expected version {version} of {self.name!r}; "
+                "somebody put it there under another name: remove it, and load the model again"
+            )
+        return segment
 
     def _missing(self, what: str) -> VersionError:
         known = ", ".join(map(str, self.versions())) or "none"
@@ -89,59 +111,68 @@ class Model:
     # ---- actions ----
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[int]:
+    def loading(self, group: str | None = None) -> Iterator[int]:
         """Holds the load lock; yields the next version's number. Clears what a killed load left behind.
 
-        VersionError: another load of this model is under way.
+        group: may read what is published from now on. VersionError: another load of this model is under way.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise VersionError(f"cannot make {self.folder}: {error.strerror}; choose another --root") from error
-        with self._lock("load.lock", wait=False) as free:
-            if not free:
-                raise VersionError(f"another load of model {self.name!r} is under way; wait for it, or end that process")
-            self._clear_partials()
+        make_folder(self.root, self.owner)
+        make_folder(self.folder, self.owner)
+        if group is not None:
+            with Folder(self.root, self.owner) as root, self.opened() as folder:
+                open_to_group(folder, group)
+                open_to_group(root, group, 0o711)  # the way to the model; what other models there are stays private
+        with self.opened() as folder, folder.lock("load.lock", 0, f"another load of model {self.name!r} is under way"):
+            self._clear_leftovers(folder)
+            with folder.lock("record.lock"):
+                reserve_room(folder)
             yield self._next_version()
 
     def partial_path(self, version: int) -> Path:
-        return self.folder / f"{version}.segment.partial"
+        return self.folder / f"{version}{_PARTIAL}"
+
+    def create_partial(self, version: int) -> int:
+        """A descriptor of the new, empty file of a load. Caller holds `loading`."""
+        with self.opened() as folder:
+            return folder.create(f"{version}{_PARTIAL}")
 
     def publish(self, version: int, activate: bool = True) -> None:
         """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`.
 
         The record is written before anything is visible, so that a full file system publishes nothing.
         """
-        with self._lock("record.lock"):
+        with self.opened() as folder, folder.lock("record.lock"):
             before = self._readable_record() if activate else self.record()
-            self._write_new_record(Record(version if activate else before.current, max(version, before.latest)))
-            self.partial_path(version).rename(self.path(version))
+            lived = self._lived(before)
+            if activate:
+                lived = [v for v in lived if v != version] + [version]
+            after = Record(version if activate else before.current, max(version, before.latest), tuple(lived))
+            write_next(folder, after)
+            folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
             try:
-                self._flip()
+                flip(folder)
             except OSError:
-                self.path(version).unlink()
+                folder.unlink(f"{version}{_SEGMENT}")
                 raise
 
     def activate(self, version: int) -> None:
         """Makes a published version the live one. VersionError: it is not there. SegmentError: it is damaged."""
-        if not self.path(version).exists():
-            raise self._missing(f"version {version} is not published")
-        Segment(self.path(version))
-        with self._lock("record.lock"):
-            if not self.path(version).exists():  # removed while it was verified
+        self.attach(version)
+        with self.opened() as folder, folder.lock("record.lock"):
+            if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
                 raise self._missing(f"version {version} is not published")
-            self._record_version(version)
+            self._record_version(folder, version)
 
     def remove(self, version: int) -> None:
         """Unlinks a version that is not live; who has it mapped keeps it."""
-        if not self.path(version).exists():
+        if version not in self.versions():
             raise self._missing(f"version {version} is not published")
-        with self._lock("record.lock"):
+        with self.opened() as folder, folder.lock("record.lock"):
             if self.record().current == version:
                 raise VersionError(
                     f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
                 )
-            self._unlink([version])
+            self._unlink(folder, [version])
 
     def remove_all(self) -> int:
         """Removes every version; returns how many there were. Servers keep what they have mapped.
@@ -150,30 +181,71 @@ class Model:
         """
         if not self.versions():
             raise self._missing("it is not published")
-        with self._lock("load.lock", wait=False) as free:
-            if not free:
-                raise VersionError(f"a load of model {self.name!r} is under way; wait for it, or end that process")
-            with self._lock("record.lock"):
-                versions = self.versions()
-                self._record_version(0)
-                self._unlink(versions)
+        busy = f"a load of model {self.name!r} is under way"
+        with self.opened() as folder, folder.lock("load.lock", 0, busy), folder.lock("record.lock"):
+            self._clear_partials(folder)
+            versions = self.versions()
+            is_flipped = False
+            with _unless_full():
+                self._record_version(folder, 0)
+                is_flipped = True
+            self._unlink(folder, versions)
+            if not is_flipped:  # now there is room
+                self._record_version(folder, 0)
         return len(versions)
 
     def collect(self, keep: int) -> list[Path]:
-        """Removes leftovers of killed loads, and published versions but the live one and the `keep` newest others."""
-        if not self.folder.is_dir():
+        """Removes leftovers of killed loads, the versions older than the live one that never were, and of those that were live
+        all but the live one and the `keep` newest others. Versions that wait to be activated stay.
+        """
+        removed: list[Path] = []
+        try:
+            folder = self.opened()
+        except FileNotFoundError:
             return []
-        removed = []
-        with self._lock("load.lock", wait=False) as free:
-            if free:
-                removed += self._clear_partials()
-        with self._lock("record.lock"):
-            live = self.record().current
-            others = [v for v in self.versions() if v != live]
-            removed += self._unlink(others[: max(0, len(others) - max(0, keep))])
+        with folder:
+            with contextlib.suppress(VersionError), folder.lock("load.lock", 0):  # else a load is under way: it is its own
+                removed += self._clear_leftovers(folder)
+            with folder.lock("record.lock"):
+                record = self.record()
+                lived = sorted(v for v in self._lived(record) if v != record.current)
+                never = [v for v in self.versions() if v not in lived and v < record.current]
+                removed += self._unlink(folder, never + lived[: max(0, len(lived) - max(0, keep))])
         return removed
 
+    def mark_damaged(self, version: int) -> None:
+        """Notes that rows of a version changed after it was published, for all processes that would attach or serve it."""
+        with self.opened() as folder, contextlib.suppress(FileExistsError):
+            os.close(folder.create(f"{version}{_DAMAGED}"))
+
+    @contextlib.contextmanager
+    def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
+        """Holds a lock of this model's folder, `name`, waiting for who has it; the kernel frees it with a killed holder."""
+        make_folder(self.root, self.owner)
+        make_folder(self.folder, self.owner)
+        with self.opened() as folder, folder.lock(name, wait_s):
+            yield
+
     # ---- parts ----
+
+    def opened(self) -> Folder:
+        """The model's folder. FileNotFoundError: it was never published. AccessError: another user could change it."""
+        with Folder(self.root, self.owner) as root:
+            return Folder(self.folder, self.owner, root)
+
+    def _numbers(self, suffix: str) -> list[int]:
+        try:
+            with self.opened() as folder:
+                names = folder.names()
+        except FileNotFoundError:
+            return []
+        numbers = [n.removesuffix(suffix) for n in names if n.endswith(suffix)]
+        return sorted(int(n) for n in numbers if n.isdecimal() and n.isascii())
+
+    def _lived(self, record: Record) -> list[int]:
+        """The published versions that were live once, in the order in which they last became so."""
+        published = self.versions()
+        return published if record.lived is None else [v for v in record.lived if v in published]
 
     def _next_version(self) -> int:
         return max([self._readable_record().latest, *self.versions()], default=0) + 1
@@ -182,69 +254,75 @@ class Model:
         """The record, or an empty one where it is unreadable: for writers, who are about to replace it."""
         try:
             return self.record()
+        except AccessError:
+            raise
         except VersionError:
             return Record()
 
-    def _record_version(self, version: int) -> None:
+    def _record_version(self, folder: Folder, version: int) -> None:
         """Flips to `version`. Caller holds the record lock."""
-        self._write_new_record(Record(version, max([self._readable_record().latest, version, *self.versions()])))
-        self._flip()
+        before = self._readable_record()
+        lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
+        write_next(folder, Record(version, max([before.latest, version, *self.versions()]), tuple(lived)))
+        flip(folder)
 
-    def _write_new_record(self, record: Record) -> None:
-        """Writes the next record beside the current one. Caller holds the record lock."""
-        (self.folder / "current.new").write_text(json.dumps({"current": record.current, "latest": record.latest}))
+    def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
+        """Unlinks versions; their numbers are on record before, or, on a full file system, as soon as there is room for that.
 
-    def _flip(self) -> None:
-        os.replace(self.folder / "current.new", self.folder / "current")
-
-    def _unlink(self, versions: list[int]) -> list[Path]:
-        """Unlinks versions, after their numbers are on record. Caller holds the record lock."""
-        if not versions:
-            return []
-        self._record_version(self._readable_record().current)
-        paths = [self.path(v) for v in versions]
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return paths
-
-    def _clear_partials(self) -> list[Path]:
-        """Removes unfinished segments. Caller holds the load lock."""
-        leftovers = list(self.folder.glob("*.partial"))
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-        return leftovers
-
-    @contextlib.contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        """Holds a lock of this model's folder, `name`, waiting for who has it; the kernel frees it with a killed holder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lock(name):
-            yield
-
-    @contextlib.contextmanager
-    def _lock(self, name: str, wait: bool = True) -> Iterator[bool]:
-        """Holds a file lock; yields False, without it, where `wait` is False and another process has it.
-
-        The folder exists, and stays: a lock's file is never removed, so all who wait for it wait for the same one.
+        Caller holds the record lock.
         """
-        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(fd)
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            os.close(fd)
+        current, latest = self._readable_record().current, max(versions, default=0)
+        is_on_record = latest <= self._readable_record().latest
+        if not is_on_record:
+            with _unless_full():
+                self._record_version(folder, current)
+                is_on_record = True
+        for version in versions:
+            folder.unlink(f"{version}{_SEGMENT}")
+            folder.unlink(f"{version}{_DAMAGED}")
+        if not is_on_record:
+            write_next(folder, Record(current, latest, tuple(self.versions())))
+            flip(folder)
+        return [self.path(v) for v in versions]
+
+    def _clear_leftovers(self, folder: Folder) -> list[Path]:
+        """Removes what killed loads left: unfinished segments, and a version that was about to be made live and never was.
+
+        Caller holds the load lock.
+        """
+        cleared = self._clear_partials(folder)
+        with folder.lock("record.lock"):
+            meant, before = intended(folder), self._readable_record()
+            if meant is not None and before.latest < meant.latest == meant.current and folder.exists(f"{meant.latest}{_SEGMENT}"):
+                cleared += self._unlink(folder, [meant.latest])
+        return cleared
+
+    def _clear_partials(self, folder: Folder) -> list[Path]:
+        """Removes unfinished segments. Caller holds the load lock."""
+        leftovers = [name for name in folder.names() if name.endswith(".partial")]
+        for name in leftovers:
+            folder.unlink(name)
+        return [self.folder / name for name in leftovers]
 
 
-def models(root: Path) -> list[Model]:
+@contextlib.contextmanager
+def _unless_full() -> Iterator[None]:
+    """Leaves its block where the file system is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def models(root: Path, owner: str | None = None) -> list[Model]:
     """Every model that has a folder under `root`, by name."""
-    if not root.is_dir():
+    try:
+        with Folder(root, owner) as folder:
+            names = [n for n in folder.names() if NAME.fullmatch(n) and (root / n).is_dir()]
+    except FileNotFoundError:
         return []
-    return [Model(root, p.name) for p in sorted(root.iterdir()) if p.is_dir() and NAME.fullmatch(p.name)]
+    return [Model(root, n, owner) for n in names]
 
 
 def damaged(model: Model) -> dict[int, str]:
@@ -252,7 +330,7 @@ def damaged(model: Model) -> dict[int, str]:
     found = {}
     for version in model.versions():
         try:
-            Segment(model.path(version))
+            model.attach(version)
         except SegmentError as error:
             found[version] = str(error)
     return found

@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         help="older versions that stay published, for a rollback (default: %(default)s)",
     )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+    p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 
     command("list", commands.list_models, "list models and versions in shared memory")
 

@@ -23,7 +23,6 @@ from loader.load import Progress as LoadProgress
 from loader.load import load as load_model
 from loader.memory import available_bytes
 from loader.model import Feature, ModelSpec, TableSpec, check_name, read_model, write_model
-from loader.segment import Segment
 from loader.versions import Model, damaged, models
 from quant import RowFormat
 from serving import bench as load_generator
@@ -39,8 +38,19 @@ if TYPE_CHECKING:
 console = Console(highlight=False, soft_wrap=True)
 
 
-def _root(options: argparse.Namespace) -> Path:
-    return RootSettings(**given(options, RootSettings)).root
+def _settings(options: argparse.Namespace) -> RootSettings:
+    return RootSettings(**given(options, RootSettings))
+
+
+def _model(options: argparse.Namespace) -> Model:
+    settings = _settings(options)
+    return Model(settings.root, options.model, settings.owner)
+
+
+def _chosen(options: argparse.Namespace) -> list[Model]:
+    """The model that is named, or all of them."""
+    settings = _settings(options)
+    return [_model(options)] if options.model else models(settings.root, settings.owner)
 
 
 def mb(n: float) -> str:
@@ -126,8 +136,10 @@ def progress_bar(label: str) -> Iterator[LoadProgress | None]:
 def load(options: argparse.Namespace) -> int:
     """Loads and publishes; removes versions beyond --keep."""
     spec = read_model(options.model)
-    root = _root(options)
-    settings = LoadSettings(options.threads, parse_bytes(options.max_memory), options.backend, not options.no_activate)
+    root = _settings(options).root
+    settings = LoadSettings(
+        options.threads, parse_bytes(options.max_memory), options.backend, not options.no_activate, options.group
+    )
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
@@ -152,13 +164,14 @@ def describe_load(loaded: Loaded) -> str:
 
 def list_models(options: argparse.Namespace) -> int:
     """A line a version."""
-    root = _root(options)
+    settings = _settings(options)
+    root = settings.root
     table = Table("model", "version", "", "created", "tables", "bytes", "fp32", box=None)
-    for model in models(root):
+    for model in models(root, settings.owner):
         live = model.record().current
         for version in model.versions():
             try:
-                segment = Segment(model.path(version), "header")
+                segment = model.attach(version, "header")
             except SegmentError as error:
                 table.add_row(model.name, str(version), "damaged", str(error))
                 continue
@@ -171,8 +184,8 @@ def list_models(options: argparse.Namespace) -> int:
                 mb(h.fp32_bytes),
             )
             table.add_row(model.name, str(version), *cells)
-        for partial in model.folder.glob("*.partial"):
-            table.add_row(model.name, partial.name.split(".")[0], "loading")
+        for version in model.loading_versions():
+            table.add_row(model.name, str(version), "loading")
     console.print(table if table.row_count else f"nothing is published under {root}")
     free = available_bytes(root if root.exists() else Path("/dev/shm"))
     console.print(f"{mb(free)} of shared memory free")
@@ -181,7 +194,7 @@ def list_models(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Tables and features of a version."""
-    segment = Model(_root(options), options.model).attach(options.version, "header")
+    segment = _model(options).attach(options.version, "header")
     h = segment.header
     console.print(
         f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
@@ -200,8 +213,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Reads every byte; exit code 1 where one is wrong."""
-    root = _root(options)
-    chosen = [Model(root, options.model)] if options.model else models(root)
+    chosen = _chosen(options)
     if options.model and options.version is not None:
         chosen[0].attach(options.version)
         console.print(f"{options.model} version {options.version}: whole")
@@ -219,14 +231,14 @@ def verify(options: argparse.Namespace) -> int:
 
 def activate(options: argparse.Namespace) -> int:
     """Flips the live version."""
-    Model(_root(options), options.model).activate(options.version)
+    _model(options).activate(options.version)
     console.print(f"{options.model} version {options.version} is live; servers take it within a second")
     return 0
 
 
 def remove(options: argparse.Namespace) -> int:
     """Removes a version or a model."""
-    model = Model(_root(options), options.model)
+    model = _model(options)
     if options.all and options.version is not None:
         raise VersionError("--all removes every version; leave the version or --all out")
     if options.all:
@@ -241,8 +253,7 @@ def remove(options: argparse.Namespace) -> int:
 
 def gc(options: argparse.Namespace) -> int:
     """Removes leftovers and old versions."""
-    root = _root(options)
-    removed = [p for m in ([Model(root, options.model)] if options.model else models(root)) for p in m.collect(options.keep)]
+    removed = [p for m in _chosen(options) for p in m.collect(options.keep)]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")
@@ -297,7 +308,7 @@ def evaluate(options: argparse.Namespace) -> int:
     from serving.evaluation.run import EvalSettings, check_out
     from serving.evaluation.run import evaluate as run
 
-    root = _root(options)
+    root = _settings(options).root
     names = [options.model, *([options.against] if options.against else [])]
     if any(name.endswith(".toml") for name in names):
         check_out(options.out)  # before what is loaded is noted there

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from loader.header import StoredTable
 from loader.registration import Registration
-from loader.segment import Segment, StoredTable
+from loader.segment import Segment
 from quant import CpuBackend, DeviceTable, Table
 from quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant, split_rows
 from serving.errors import ServingError

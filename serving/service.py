@@ -39,7 +39,7 @@ class Service:
         self._batcher: Batcher | None = None
         self.engines = {
             name: Engine(
-                Model(settings.root, name),
+                Model(settings.root, name, settings.owner),
                 self.backend,
                 self.placer,
                 threads=settings.threads,

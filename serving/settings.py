@@ -23,6 +23,7 @@ class RootSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
 
     root: Path = Field(DEFAULT_ROOT, description="folder in shared memory that holds the published models")
+    owner: str | None = Field(None, description="user whose published models are trusted, beside one's own and root's")
 
 
 class ServerSettings(RootSettings):

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from loader.segment import Header
+from loader.header import Header
 from loader.versions import Model
 from serving.errors import ServingError
 from serving.evaluation import sources

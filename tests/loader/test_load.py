@@ -81,10 +81,10 @@ def test_a_record_that_cannot_be_written_publishes_nothing(publish: Publish, roo
     """ENOSPC at the last step: the version before it stays live, and nothing of the new one is left."""
     publish({"t": rows_of(10, 8)})
 
-    def full(self: Path, text: str) -> int:
+    def full(fd: int, text: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
         publish({"t": rows_of(20, 8)})
     model = Model(root, "demo")
@@ -175,9 +175,9 @@ STEPS = {
     "reading": "import os; os.preadv = lambda *a: os.kill(os.getpid(), 9)",
     "hashing": "import loader.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
-    "recording": "import pathlib, os; pathlib.Path.write_text = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "renaming": "import pathlib, os; pathlib.Path.rename = lambda *a: os.kill(os.getpid(), 9)",
-    "flipping": "import os; os.replace = lambda *a: os.kill(os.getpid(), 9)",
+    "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
+    "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
+    "flipping": "import loader.versions as v, os; v.flip = lambda *a: os.kill(os.getpid(), 9)",
 }
 
 

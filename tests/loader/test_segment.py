@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from loader.errors import SegmentError
+from loader.header import PRELUDE, Header, checksum, plan_tables
 from loader.model import Feature
-from loader.segment import PRELUDE, Header, Segment, SegmentWriter, checksum, plan_tables
+from loader.segment import Segment, SegmentWriter
 from quant import RowFormat, Source, choose
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
@@ -112,7 +113,7 @@ def test_a_header_with_a_right_checksum_but_a_table_outside_the_file_is_refused(
     prelude = PRELUDE.pack(b"TABLSIDE", version, header_bytes, size, checksum(text + sums))
     path = tmp_path / "1.segment"
     path.write_bytes(prelude + text + data[64 + header_bytes :])
-    with pytest.raises(SegmentError, match="table 'a' ends at byte"):
+    with pytest.raises(SegmentError, match="table 'a' lies at bytes"):
         Segment(path)
 
 

@@ -15,7 +15,7 @@ import tables
 from servers import TABLES, publish_demo
 from support import run_tableside, until
 
-from loader.segment import plan_tables
+from loader.header import plan_tables
 from loader.versions import Model
 from quant import Pooling, RowFormat, choose
 from serving import server as serving_server

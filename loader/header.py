@@ -1,0 +1,244 @@
+"""The header of a segment: which tables, features and scorer a version has, and where they lie in the file.
+
+It is JSON, with a checksum; `check_header` holds what it says against what can be, since a right checksum proves no good will.
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from loader.errors import SegmentError
+from loader.model import OUTPUTS, EvalSpec, Feature
+from quant import Pooling, QuantError, RowFormat
+
+PRELUDE = struct.Struct("<8sIIQQ32x")
+TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
+LARGEST_HEADER_BYTES = 1 << 30
+SPARE_BYTES = 256  # room for what is known only at the end: `load`
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """Where a table lies in the segment. offset: bytes from the start of the file; first_chunk: index of its first checksum."""
+
+    name: str
+    key: str
+    row_format: str
+    dim: int
+    rows: int
+    row_bytes: int
+    offset: int
+    chunk_rows: int
+    first_chunk: int
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """Rows [start, stop) of the table's chunk number `chunk`."""
+        return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows)
+
+
+@dataclass(frozen=True)
+class ScorerInput:
+    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one. fp32 [batch, width]."""
+
+    name: str
+    feature: str | None
+    width: int
+
+
+@dataclass(frozen=True)
+class StoredScorer:
+    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at `offset`.
+
+    checksum: xxh3-64 of the archive.
+    """
+
+    kind: str
+    inputs: tuple[ScorerInput, ...]
+    offset: int = 0
+    bytes: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes."""
+
+    model: str
+    version: int
+    created: str
+    tables: tuple[StoredTable, ...]
+    features: tuple[Feature, ...]
+    source: dict[str, Any] = field(default_factory=dict)
+    load: dict[str, float] = field(default_factory=dict)
+    scorer: StoredScorer | None = None
+    evaluation: EvalSpec | None = None
+
+    def to_json(self) -> bytes:
+        raw = asdict(self)
+        for name in ("scorer", "evaluation"):
+            if raw[name] is None:
+                del raw[name]  # a version without one reads as it always did
+        return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Header":
+        raw = json.loads(text)
+        raw["tables"] = tuple(StoredTable(**t) for t in raw["tables"])
+        raw["features"] = tuple(Feature(**f) for f in raw["features"])
+        if scorer := raw.get("scorer"):
+            raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
+        if evaluation := raw.get("evaluation"):
+            columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
+            raw["evaluation"] = EvalSpec(evaluation["label"], columns)
+        return cls(**raw)
+
+    @property
+    def chunks(self) -> int:
+        return sum(t.chunks for t in self.tables)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all rows, without header and padding."""
+        return sum(t.bytes for t in self.tables)
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Bytes that the same tables take in fp32."""
+        return sum(4 * t.rows * t.dim for t in self.tables)
+
+
+def plan_tables(tables: list[tuple[str, str, RowFormat, int, int]]) -> tuple[StoredTable, ...]:
+    """Lays tables (name, key, format, rows, dim) out one after another; offsets are relative to the first table."""
+    stored, offset, chunk = [], 0, 0
+    for name, key, row_format, rows, dim in tables:
+        row_bytes = row_format.row_bytes(dim)
+        chunk_rows = max(1, CHUNK_BYTES // row_bytes)
+        table = StoredTable(name, key, row_format.label, dim, rows, row_bytes, offset, chunk_rows, chunk)
+        stored.append(table)
+        offset += align(table.bytes)
+        chunk += table.chunks
+    return tuple(stored)
+
+
+def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
+    """The header with the places of tables and scorer in the file, the bytes reserved for it, and where the scorer begins.
+
+    The header's size decides where the first table begins, and so how many digits the places in the header take: from one size
+    to the next until it holds itself.
+    """
+    reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
+    while True:
+        first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
+        tables = tuple(replace(t, offset=t.offset + first_table) for t in header.tables)
+        end = max([first_table, *(align(t.offset + t.bytes) for t in tables)])
+        scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
+        placed = replace(header, tables=tables, scorer=scorer)
+        needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
+        if needed > LARGEST_HEADER_BYTES:
+            raise SegmentError(
+                f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; the format holds "
+                f"{LARGEST_HEADER_BYTES:,}: publish it as several models"
+            )
+        if needed <= reserved:
+            return placed, reserved, end
+        reserved = needed
+
+
+def _rounded(n: int) -> int:
+    return -(-n // 64) * 64
+
+
+def align(n: int) -> int:
+    """The next multiple of `TABLE_ALIGNMENT_BYTES`."""
+    return -(-n // TABLE_ALIGNMENT_BYTES) * TABLE_ALIGNMENT_BYTES
+
+
+def checksum(data: Any) -> int:
+    """xxh3-64 of a buffer."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def check_header(header: Header, header_end: int, size: int) -> None:
+    """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of the file."""
+    places = [(header_end, "the header")]
+    chunks = 0
+    for t in header.tables:
+        _check_table(t, chunks)
+        chunks += t.chunks
+        places.append((t.offset, f"table {t.name!r}"))
+        _check_place(f"table {t.name!r}", t.offset, t.bytes, size)
+    names = [t.name for t in header.tables]
+    if len(set(names)) != len(names) or not names:
+        raise SegmentError("the header names a table twice, or none")
+    ends = sorted((t.offset, t.offset + t.bytes) for t in header.tables)
+    starts = [header_end, *(end for _, end in ends)]
+    if any(start < before for before, (start, _) in zip(starts, ends, strict=False)):
+        raise SegmentError("the header has two tables in one place")
+    for f in header.features:
+        _check_feature(f, set(names))
+    if not header.features or len({f.name for f in header.features}) != len(header.features):
+        raise SegmentError("the header names a feature twice, or none")
+    if not isinstance(header.model, str) or type(header.version) is not int:
+        raise SegmentError(
+            f"the header's model is {header.model!r}, its version {header.version!r}; expected a name and a number"
+        )
+    if not isinstance(header.load, dict) or not isinstance(header.source, dict):
+        raise SegmentError("the header's source or load is no object")
+    if header.scorer is not None:
+        _check_scorer(header.scorer, header.features, size)
+
+
+def _check_table(t: StoredTable, first_chunk: int) -> None:
+    numbers = (t.dim, t.rows, t.row_bytes, t.offset, t.chunk_rows, t.first_chunk)
+    if not all(type(n) is int and n >= 0 for n in numbers) or not (isinstance(t.name, str) and isinstance(t.key, str)):
+        raise SegmentError(f"table {str(t.name)[:60]!r} has a name or a number of the wrong type")
+    try:
+        row_bytes = RowFormat.parse(t.row_format).row_bytes(t.dim)
+    except (QuantError, TypeError) as error:
+        raise SegmentError(f"table {t.name!r}: {error}") from None
+    if t.row_bytes != row_bytes:
+        raise SegmentError(f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes {row_bytes}")
+    if not t.rows or not t.chunk_rows or t.first_chunk != first_chunk:
+        raise SegmentError(f"table {t.name!r} has {t.rows} rows in chunks of {t.chunk_rows}, the first number {t.first_chunk}")
+
+
+def _check_place(what: str, offset: int, count: int, size: int) -> None:
+    if offset < 0 or count < 0 or offset % TABLE_ALIGNMENT_BYTES or offset + count > size:
+        raise SegmentError(f"{what} lies at bytes [{offset}, {offset + count}) of a file of {size}")
+
+
+def _check_feature(f: Feature, tables: set[str]) -> None:
+    if not all(isinstance(value, str) for value in (f.name, f.table, f.pooling, f.output)):
+        raise SegmentError("a feature has a name, table, pooling or output of the wrong type")
+    if f.table not in tables or f.pooling not in {p.label for p in Pooling} or f.output not in OUTPUTS:
+        raise SegmentError(
+            f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as {f.output[:60]!r}"
+        )
+
+
+def _check_scorer(s: StoredScorer, features: tuple[Feature, ...], size: int) -> None:
+    if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in ("dot", "cosine", "program"):
+        raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
+    _check_place("the scorer", s.offset, s.bytes, size)
+    pooled = {f.name for f in features if f.pooling != "none"}
+    for i in s.inputs:
+        if (
+            type(i.width) is not int
+            or i.width < 1
+            or not isinstance(i.name, str)
+            or (i.feature is not None and i.feature not in pooled)
+        ):
+            raise SegmentError(f"the scorer takes {str(i.name)[:60]!r}, which is no pooled feature and no dense tensor")
+    if s.kind != "program" and len(s.inputs) != 2:
+        raise SegmentError(f"a scorer of kind {s.kind!r} takes two features, not {len(s.inputs)}")
