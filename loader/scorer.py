@@ -1,9 +1,12 @@
 """A model's scorer, checked against its features when it is published."""
 
+from importlib.util import find_spec
+
 from loader.errors import ModelError, ProgramError
+from loader.files import read_regular
+from loader.header import ScorerInput, StoredScorer
 from loader.model import ModelSpec, ScorerSpec
-from loader.program import Program, vet_program
-from loader.segment import ScorerInput, StoredScorer
+from loader.program import LARGEST_BYTES, Program, ProgramInput, read_program, write_program
 
 
 def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer | None, bytes]:
@@ -15,12 +18,13 @@ def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer |
         return None, b""
     widths = {f.name: dims[f.table] for f in spec.features}
     pooled = {f.name for f in spec.features if f.pooling != "none"}
-    program = Program(b"", ()) if spec.scorer.program is None else _read(spec.scorer)
+    program = None if spec.scorer.program is None else _read(spec.scorer)
+    taken = () if program is None else program.inputs
     renamed = dict(spec.scorer.inputs)
-    if unknown := sorted(set(renamed) - {i.name for i in program.inputs}):
-        raise ProgramError(f"[scorer]: the program has no input {unknown[0]!r}; it has: {_listed(program)}")
+    if unknown := sorted(set(renamed) - {i.name for i in taken}):
+        raise ProgramError(f"[scorer]: the program has no input {unknown[0]!r}; it has: {_listed(taken)}")
     inputs = []
-    for name, width in [(i.name, i.width) for i in program.inputs] or [(f, widths[f]) for f in spec.scorer.features]:
+    for name, width in [(i.name, i.width) for i in taken] or [(f, widths[f]) for f in spec.scorer.features]:
         feature = renamed.get(name, name)
         if feature not in widths:
             inputs.append(ScorerInput(name, None, width))
@@ -36,24 +40,30 @@ def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer |
         inputs.append(ScorerInput(name, feature, width))
     if not any(i.feature for i in inputs):
         raise ProgramError(
-            f"[scorer]: no input of the program is a feature; it takes {_listed(program)}, the features are {', '.join(widths)}"
+            f"[scorer]: no input of the program is a feature; it takes {_listed(taken)}, the features are {', '.join(widths)}"
         )
     if len({i.feature for i in inputs if i.feature}) != sum(i.feature is not None for i in inputs):
         raise ProgramError("[scorer]: two inputs are the same feature")
     if spec.scorer.program is None and len({i.width for i in inputs}) != 1:
         raise ProgramError(f"[scorer]: {spec.scorer.kind} of vectors that are {inputs[0].width} and {inputs[1].width} wide")
-    return StoredScorer(spec.scorer.kind, tuple(inputs)), program.archive
+    return StoredScorer(spec.scorer.kind, tuple(inputs)), b"" if program is None else write_program(program)
 
 
 def _read(scorer: ScorerSpec) -> Program:
-    assert scorer.program is not None
+    path = scorer.program
+    assert path is not None
+    data = read_regular(path, LARGEST_BYTES, "[scorer]'s program", ModelError)
+    if find_spec("torch") is None:
+        raise ModelError(f"[scorer]: {path}: an exported program is checked with torch, which is not here: install tableside[cpu]")
+    from loader.program.measure import check_shapes
+
     try:
-        return vet_program(scorer.program.read_bytes())
-    except OSError as error:
-        raise ModelError(f"[scorer]: {scorer.program} cannot be read: {error.strerror}") from error
+        program = read_program(data)
+        check_shapes(program)
     except ProgramError as error:
-        raise ProgramError(f"{scorer.program}: {error}") from error
+        raise ProgramError(f"{path}: {error}") from error
+    return program
 
 
-def _listed(program: Program) -> str:
-    return ", ".join(i.name for i in program.inputs) or "nothing"
+def _listed(inputs: tuple[ProgramInput, ...]) -> str:
+    return ", ".join(i.name for i in inputs) or "nothing"

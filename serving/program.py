@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import torch
 
+from loader.header import StoredScorer
 from loader.program import vet_program
-from loader.segment import StoredScorer
 from serving.errors import ServingError
 from serving.scorer import Floats, Scorer
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loader.segment import ScorerInput, Segment, StoredScorer
+from loader.header import ScorerInput, StoredScorer
+from loader.segment import Segment
 
 Floats = NDArray[np.float32]
 

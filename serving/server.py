@@ -185,7 +185,7 @@ def serve(
     """
     if not settings.models:
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
-    headers = [Model(settings.root, name).attach(verify="header").header for name in settings.models]
+    headers = [Model(settings.root, name, settings.owner).attach(verify="header").header for name in settings.models]
     backend = choose(settings.backend)
     if settings.devices and find_spec("triton") is None:
         raise MissingBackend("--devices needs triton, which is not installed; install tableside[cuda], or serve without")

@@ -15,10 +15,10 @@ from scorers import Ctr, exported
 from support import rows_of
 
 from loader.errors import ModelError, ProgramError, SegmentError
+from loader.header import ScorerInput
 from loader.load import load
 from loader.model import parse_model
 from loader.program import ProgramInput, vet_program
-from loader.segment import ScorerInput
 from loader.versions import Model
 
 Change = Callable[[dict[str, Any]], None]
