@@ -1,231 +1,187 @@
 """Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp` files.
 
-`.metadata` is a pickle. It is read by an unpickler that knows the names in `_ALLOWED`, each bound to an inert stand-in of ours,
-and those of dtypes, nothing else: no code of the file's, of torch's or of pathlib's runs. Each stored item is a torch.save
-archive inside a .distcp file, read like any other (`torch_files`). Joined on (name, offsets), tensors may be sharded by row, by
-column or both.
+`.metadata` is a pickle, read with inert stand-ins (`pickles`): no code of the file's, of torch's or of pathlib's runs. Each
+stored item is a torch.save archive inside a .distcp file, read like any other (`torch_files`). Joined on (name, offsets),
+tensors may be sharded by row, by column or both. No two items may share bytes: a changed name or offset would serve another's
+rows.
 """
 
-import io
-import pickle
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from loader.checkpoint.rows import Checkpoint, Collector, Shard, file_size
-from loader.checkpoint.torch_files import load_on_meta, shard_of
+from loader.checkpoint import torch_files
+from loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Record, Refused, unpickle
+from loader.checkpoint.rows import Checkpoint, Collector, Shard
+from loader.checkpoint.torch_files import DTYPE_BYTES, Tensor
+from loader.checkpoint.window import Window
 from loader.errors import CheckpointError
+from loader.files import open_regular, read_regular
 
 METADATA = ".metadata"
 
 
-class _Record:
-    """Stands in for one of torch's classes: keeps its state, does nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.state: Any = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.state[name]
+class _Metadata(Record):
+    __slots__ = ()
 
 
-class _Metadata(_Record): ...
+class _Tensor(Record):
+    __slots__ = ()
 
 
-class _Tensor(_Record): ...
+class _Index(Record):
+    __slots__ = ()
 
 
-class _Index(_Record): ...
+class _Place(Record):
+    __slots__ = ()
 
 
-class _Storage(_Record): ...
-
-
-def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(values)
-
-
-@dataclass(frozen=True)
-class _Dtype:
-    name: str
-
-
-def _ignored(*arguments: Any) -> None:
+def _dropped(*arguments: Any) -> None:
     return None
 
 
 _DCP = "torch.distributed.checkpoint."
-_ALLOWED: dict[str, Callable[..., Any] | _Dtype] = {
+_MAKES: dict[str, Callable[..., Any]] = {
     f"{_DCP}metadata.Metadata": _Metadata,
     f"{_DCP}metadata.MetadataIndex": _Index,
     f"{_DCP}metadata.TensorStorageMetadata": _Tensor,
-    f"{_DCP}metadata.TensorProperties": _Record,
-    f"{_DCP}metadata.ChunkStorageMetadata": _Record,
-    f"{_DCP}metadata.BytesStorageMetadata": _Record,
-    f"{_DCP}metadata.StorageMeta": _Record,
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _ignored,
-    f"{_DCP}filesystem._StorageInfo": _Storage,
-    "torch.Size": _size,
-    "torch.serialization._get_layout": _ignored,
-    "pathlib.PosixPath": _ignored,
-    "pathlib._local.PosixPath": _ignored,
-    "pathlib.WindowsPath": _ignored,
+    f"{_DCP}metadata.TensorProperties": Record,
+    f"{_DCP}metadata.ChunkStorageMetadata": Record,
+    f"{_DCP}metadata.BytesStorageMetadata": Record,
+    f"{_DCP}metadata.StorageMeta": Record,
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _dropped,
+    f"{_DCP}filesystem._StorageInfo": _Place,
+    "torch.Size": torch_files.size,
+    "torch.serialization._get_layout": _dropped,
+    "pathlib.PosixPath": _dropped,
+    "pathlib._local.PosixPath": _dropped,
+    "pathlib.WindowsPath": _dropped,
 }
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in _ALLOWED:
-            return _ALLOWED[full]
-        if module == "torch" and name in _DTYPES:
-            return _Dtype(name)
-        raise CheckpointError(f"refused: .metadata names {full}, which a checkpoint does not need and which could run code")
-
-
-_DTYPES = frozenset(
-    [
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e4m3fnuz",
-        "float8_e5m2",
-        "float8_e5m2fnuz",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint64",
-        "uint32",
-        "uint16",
-        "uint8",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
-)
+_NAMES = {full: Name(full, make) for full, make in _MAKES.items()} | {
+    f"torch.{dtype}": Name(f"torch.{dtype}", None, dtype) for dtype in DTYPE_BYTES
+}
+_Key = tuple[str, tuple[int, ...]]  # (tensor, offsets of the chunk)
 
 
 def read(path: Path) -> Checkpoint:
     """Finds the tensors of a distributed checkpoint."""
     metadata = _read_metadata(path / METADATA)
     found = Collector()
-    try:
-        items = _items(metadata)
-        for key, entry in metadata["state_dict_metadata"].items():
-            if isinstance(entry, _Tensor):
-                _add(found, path, str(key), entry, items)
-            else:
-                found.skipped[str(key)] = "not a tensor"
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path / METADATA}: not the metadata of a distributed checkpoint ({error!r})") from error
+    with _Files(path) as files:
+        try:
+            items = _items(metadata, path)
+            for key, entry in metadata["state_dict_metadata"].items():
+                if isinstance(entry, _Tensor):
+                    _add(found, files, str(key), entry, items)
+                else:
+                    found.skip(str(key), "not a tensor")
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: {error})"
+            ) from error
     return Checkpoint(path, found.matrices, found.skipped)
 
 
 def _read_metadata(path: Path) -> _Metadata:
+    data = read_regular(path, LIMIT_BYTES, "the metadata", CheckpointError)
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        IndexError,
-        KeyError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        ImportError,
-        MemoryError,
-        OverflowError,
-    ) as error:
-        raise CheckpointError(f"{path}: damaged or half-written ({error!r})") from error
+        metadata = unpickle(data, _NAMES)
+    except Refused as error:
+        name = str(error).removeprefix("GLOBAL ")
+        raise CheckpointError(
+            f"{path}: refused: .metadata names {name}, which a checkpoint does not need and which could run code"
+        ) from None
+    except PickleError as error:
+        raise CheckpointError(f"{path}: damaged or half-written ({error})") from error
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state, dict):
         raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint")
     return metadata
 
 
-def _items(metadata: _Metadata) -> dict[tuple[str, tuple[int, ...]], _Storage]:
-    """(tensor, offsets of the chunk) -> where its bytes are."""
-    storage = metadata["storage_data"]
-    return {(str(i["fqn"]), tuple(i["offset"] or ())): place for i, place in storage.items()}
+def _whole(value: Any) -> int:
+    """A whole number that can be a size or an offset; ValueError otherwise."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"expected a whole number from 0, found {value!r:.100}")
+    return value
 
 
-def _add(
-    found: Collector,
-    folder: Path,
-    key: str,
-    entry: _Tensor,
-    items: dict[tuple[str, tuple[int, ...]], _Storage],
-) -> None:
-    shape = tuple(int(n) for n in entry["size"])
+def _wholes(values: Any) -> tuple[int, ...]:
+    if type(values) not in (tuple, list):
+        raise ValueError(f"expected a list of numbers, found {values!r:.100}")
+    return tuple(map(_whole, values))
+
+
+def _items(metadata: _Metadata, folder: Path) -> dict[_Key, _Place]:
+    """(tensor, offsets of the chunk) -> where its bytes are; CheckpointError where two share bytes."""
+    items = {(str(i["fqn"]), _wholes(i["offset"] or ())): place for i, place in metadata["storage_data"].items()}
+    if len(items) != len(metadata["storage_data"]):
+        raise CheckpointError(f"{folder / METADATA}: two items are the same chunk of the same tensor; the metadata is damaged")
+    spans = sorted((str(p["relative_path"]), _whole(p["offset"]), _whole(p["length"]), key[0]) for key, p in items.items())
+    for (file, begin, length, name), (other_file, other_begin, _, other_name) in pairwise(spans):
+        if file == other_file and other_begin < begin + length:
+            raise CheckpointError(
+                f"{folder / METADATA}: {name!r} and {other_name!r} share bytes of {file!r}; the metadata is damaged"
+            )
+    return items
+
+
+def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dict[_Key, _Place]) -> None:
+    shape = _wholes(entry["size"])
     properties = entry["properties"].state
-    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-    name = dtype.name if isinstance(dtype, _Dtype) else str(dtype)
+    dtype = (properties[0] if isinstance(properties, tuple) else properties["dtype"]).value
     if len(shape) != 2:
-        found.add(key, shape, name, None)
+        found.add(key, shape, dtype, None)
         return
     shards: list[Shard] = []
     for chunk in entry["chunks"]:
-        offsets, sizes = tuple(map(int, chunk["offsets"])), tuple(map(int, chunk["sizes"]))
+        offsets, sizes = _wholes(chunk["offsets"]), _wholes(chunk["sizes"])
+        if len(offsets) != 2 or len(sizes) != 2:
+            raise ValueError(f"{key!r} has a chunk of {len(sizes)} dimensions at {list(offsets)}")
         if 0 in sizes:
             continue
         place = items.get((key, offsets))
         if place is None:
-            raise CheckpointError(f"{folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds")
-        shards.append(_shard(folder, key, place, offsets, sizes))
-    found.add(key, shape, name, tuple(shards))
+            raise CheckpointError(f"{files.folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds")
+        shards.append(_shard(files, key, dtype, place, offsets, sizes))
+    found.add(key, shape, dtype, tuple(shards))
 
 
-def _shard(folder: Path, key: str, place: _Storage, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
+def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
     relative = str(place["relative_path"])
-    if Path(relative).name != relative:
-        raise CheckpointError(f"{folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder")
+    if Path(relative).name != relative or "\0" in relative:
+        raise CheckpointError(f"{files.folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder")
+    path = files.folder / relative
     if place.state.get("transform_descriptors"):
-        raise CheckpointError(f"{folder / relative}: {key!r} is stored transformed (compressed?); save it without extensions")
-    path, begin, length = folder / relative, int(place["offset"]), int(place["length"])
-    if begin < 0 or begin + length > (size := file_size(path)):
-        raise CheckpointError(f"{path}: {key!r} ends at byte {begin + length}, the file at {size}; it was truncated")
-    with path.open("rb") as file:
-        tensor = load_on_meta(cast(BinaryIO, _Window(file, begin, length)), path)
-    found = shard_of(tensor, path, begin) if hasattr(tensor, "untyped_storage") else None
-    if found is None or tuple(tensor.shape) != sizes:
-        raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous tensor {list(sizes)}")
-    return Shard(path, found[0].offset, offsets[0], sizes[0], offsets[1], sizes[1])
+        raise CheckpointError(f"{path}: {key!r} is stored transformed (compressed?); save it without extensions")
+    tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
+    if not isinstance(tensor, Tensor) or tensor.shape != sizes or not tensor.contiguous or tensor.dtype != dtype:
+        raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor {list(sizes)}")
+    return Shard(path, tensor.begin, offsets[0], sizes[0], offsets[1], sizes[1], tensor.storage.record)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+class _Files:
+    """Files of the folder, one of them open at a time. A context manager."""
 
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        super().__init__()
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path, self._fd = folder, -1
 
-    def readable(self) -> bool:
-        return True
+    def window(self, path: Path, begin: int, length: int) -> Window:
+        if path != self._path:
+            self.close()
+            self._path, self._fd = path, open_regular(path, "a file of the checkpoint", CheckpointError)
+        return Window(self._fd, path, begin, length)
 
-    def seekable(self) -> bool:
-        return True
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._path, self._fd = self.folder, -1
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
+    def __enter__(self) -> "_Files":
+        return self
 
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._file.seek(self._begin + self._at)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,55 +1,96 @@
-""".npy and .npz files. A .npz must be stored, not compressed (np.savez), so that its rows can be read anywhere."""
+""".npy and .npz files. A .npz must be stored, not compressed (np.savez), so that its rows can be read anywhere.
 
-import struct
-import zipfile
+Format (numpy.lib.format): b"\\x93NUMPY", version, length, then a Python literal {'descr', 'fortran_order', 'shape'}. The literal
+is matched against the form that it has, never evaluated.
+"""
+
+import math
+import re
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
-
-from loader.checkpoint.rows import Checkpoint, Collector, Shard
+from loader.checkpoint.archive import Archive, Record
+from loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, Shard
+from loader.checkpoint.window import Window
 from loader.errors import CheckpointError
 
+_MAGIC = b"\x93NUMPY"
+_HEADER_LIMIT_BYTES = 10_000  # numpy's own limit
+_FIELDS = {
+    "descr": re.compile(r"""['"]([<>|=]?[a-zA-Z]\d*(?:\[[^\]'"]*\])?)['"]|\[.*\]|\(.*\)""", re.DOTALL),
+    "fortran_order": re.compile(r"(True|False)"),
+    "shape": re.compile(r"\(\s*((?:\d{1,19}L?\s*,\s*)*(?:\d{1,19}L?\s*)?)\)"),
+}
+_FIELD = re.compile(r"""\s*['"](descr|fortran_order|shape)['"]\s*:\s*""")
+_ITEM_BYTES = re.compile(r"[<>|=][biufcV](\d{1,6})")
 
-def read(path: Path) -> Checkpoint:
+
+def read(path: Path, fd: int) -> Checkpoint:
     """Finds the arrays; a .npy is one tensor called after the file."""
     found = Collector()
-    with path.open("rb") as file:
-        if path.suffix == ".npy":
-            _add(found, path.stem, file, path)
-        else:
-            for key, offset in _members(path).items():
-                file.seek(offset)
-                _add(found, key, file, path)
+    window = Window(fd, path)
+    if path.suffix == ".npy":
+        _add(found, path.stem, window, None)
+        return Checkpoint(path, found.matrices, found.skipped)
+    archive = Archive(window, "write it with np.savez, not np.savez_compressed")
+    if len(archive.records) > LIMIT_TENSORS:
+        raise CheckpointError(f"{path}: more than {LIMIT_TENSORS:,} arrays; save the tables alone")
+    for name, record in archive.records.items():
+        _add(found, name.removesuffix(".npy"), Window(fd, path, record.offset, record.bytes), record)
     return Checkpoint(path, found.matrices, found.skipped)
 
 
-def _members(path: Path) -> dict[str, int]:
-    """Array name -> where its .npy begins in the archive."""
+def _add(found: Collector, key: str, window: Window, record: Record | None) -> None:
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            places = {}
-            for info in archive.infolist():
-                if info.compress_type != zipfile.ZIP_STORED:
-                    raise CheckpointError(
-                        f"{path}: {info.filename} is compressed; write it with np.savez, not np.savez_compressed"
-                    )
-                file.seek(info.header_offset + 26)
-                name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
-                places[info.filename.removesuffix(".npy")] = info.header_offset + 30 + name_bytes + extra_bytes
-            return places
-    except (zipfile.BadZipFile, struct.error) as error:
-        raise CheckpointError(f"{path}: not a whole .npz archive, it may be half-written ({error})") from error
-
-
-def _add(found: Collector, key: str, file: BinaryIO, path: Path) -> None:
-    try:
-        version = np.lib.format.read_magic(file)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read_header(file)
+        dtype, fortran, shape, start = _header(window)
     except ValueError as error:
-        raise CheckpointError(f"{path}: {key!r} is not a .npy array ({error})") from error
+        raise CheckpointError(f"{window.path}: {key!r} is not a .npy array ({error})") from error
+    if item := _ITEM_BYTES.fullmatch(dtype):
+        end = start + math.prod(shape) * int(item[1])
+        if end != window.bytes:
+            raise CheckpointError(
+                f"{window.path}: {key!r} of {dtype} {list(shape)} ends at byte {end}, what holds it at {window.bytes}; "
+                "it was truncated, is still being written, or holds more than one array"
+            )
     shards = None
     if len(shape) == 2 and (not fortran or 1 in shape):
-        shards = (Shard(path, file.tell(), 0, shape[0], 0, shape[1]),)
-    found.add(key, shape, dtype.str if dtype.kind == "f" else str(dtype), shards)
+        shards = (Shard(window.path, window.begin + start, 0, shape[0], 0, shape[1], record),)
+    found.add(key, shape, dtype, shards)
+
+
+def _header(window: Window) -> tuple[str, bool, tuple[int, ...], int]:
+    """(dtype, whether columns come first, shape, where the values begin). ValueError: it is no .npy header."""
+    if window.bytes < 12 or window.read(0, 6) != _MAGIC:
+        raise ValueError(f"it begins with {window.read(0, min(6, window.bytes))!r}, expected {_MAGIC!r}")
+    major, minor = window.read(6, 2)
+    if (major, minor) not in ((1, 0), (2, 0), (3, 0)):
+        raise ValueError(f"format version {major}.{minor}; expected 1.0, 2.0 or 3.0")
+    width = 2 if major == 1 else 4
+    length = int.from_bytes(window.read(8, width), "little")
+    if length > min(_HEADER_LIMIT_BYTES, window.bytes - 8 - width):
+        raise ValueError(f"a header of {length:,} bytes in {window.bytes:,}; it is truncated or damaged")
+    text = window.read(8 + width, length).decode("utf-8" if major == 3 else "latin-1")
+    fields = _fields(text)
+    shape = tuple(int(n.strip(" L")) for n in fields["shape"].split(",") if n.strip())
+    return fields["descr"], fields["fortran_order"] == "True", shape, 8 + width + length
+
+
+def _fields(text: str) -> dict[str, str]:
+    """The three fields of a header; a structured dtype is "structured"."""
+    inner = text.strip()
+    if not (inner.startswith("{") and inner.endswith("}")):
+        raise ValueError(f"its header is {text[:60]!r}")
+    found: dict[str, str] = {}
+    at, inner = 0, inner[1:-1]
+    while inner[at:].strip():
+        name = _FIELD.match(inner, at)
+        value = _FIELDS[name[1]].match(inner, name.end()) if name else None
+        if name is None or value is None or name[1] in found:
+            raise ValueError(f"its header is {text[:60]!r}, unreadable at character {at + 1}")
+        found[name[1]] = value[1] if value[1] is not None else "structured"
+        after = inner[value.end() :].lstrip()
+        if after and not after.startswith(","):
+            raise ValueError(f"its header is {text[:60]!r}, unreadable at character {value.end() + 1}")
+        at = len(inner) - len(after) + 1 if after else len(inner)
+    if set(found) != set(_FIELDS):
+        raise ValueError(f"its header has {sorted(found)}, expected {sorted(_FIELDS)}")
+    return found

@@ -1,11 +1,12 @@
 """Tells a checkpoint's kind from its name and first bytes, and opens it."""
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 
 from loader.checkpoint import dcp, numpy_files, safetensors, torch_files
 from loader.checkpoint.rows import Checkpoint
 from loader.errors import CheckpointError
+from loader.files import open_regular
 
 _KINDS = (
     "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), "
@@ -15,31 +16,33 @@ _KINDS = (
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads what tensors a checkpoint has, and where; no values. CheckpointError: it is missing, damaged or of no known kind."""
-    if not path.exists():
+    if "\0" not in str(path) and not os.path.exists(path):
         raise CheckpointError(f"checkpoint {path} does not exist; expected {_KINDS}")
     try:
-        return _reader(path)(path)
+        return _open_folder(path) if os.path.isdir(path) else _open_file(path)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
 
 
-def _reader(path: Path) -> Callable[[Path], Checkpoint]:
-    if path.is_dir():
-        if (path / dcp.METADATA).exists():
-            return dcp.read
-        for name in (safetensors.INDEX, "model.safetensors"):
-            if (path / name).exists():
-                return lambda folder: safetensors.read(folder / name)
-        raise CheckpointError(
-            f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors; "
-            "a distributed checkpoint without .metadata was not finished"
-        )
-    if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return safetensors.read
-    if path.suffix in (".npy", ".npz"):
-        return numpy_files.read
-    with path.open("rb") as file:
-        magic = file.read(8)
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt") or magic[:4] == b"PK\x03\x04":
-        return torch_files.read
+def _open_folder(path: Path) -> Checkpoint:
+    if os.path.exists(path / dcp.METADATA):
+        return dcp.read(path)
+    for name in (safetensors.INDEX, "model.safetensors"):
+        if os.path.exists(path / name):
+            return _open_file(path / name)
+    raise CheckpointError(
+        f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors; "
+        "a distributed checkpoint without .metadata was not finished"
+    )
+
+
+def _open_file(path: Path) -> Checkpoint:
+    with open(open_regular(path, "the checkpoint", CheckpointError), "rb") as file:
+        magic = os.pread(file.fileno(), 8, 0)
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
+            return safetensors.read(path, file.fileno())
+        if path.suffix in (".npy", ".npz"):
+            return numpy_files.read(path, file.fileno())
+        if path.suffix in (".pt", ".pth", ".bin", ".ckpt") or magic[:4] == b"PK\x03\x04":
+            return torch_files.read(path, file.fileno())
     raise CheckpointError(f"{path}: begins with {magic!r}, which is no known kind; expected {_KINDS}")

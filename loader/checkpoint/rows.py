@@ -5,7 +5,8 @@ fails while it is read gives an error, not SIGBUS.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,15 +15,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loader.checkpoint.archive import Record
 from loader.errors import CheckpointError
+from loader.files import open_regular
 from quant import Source
 
 DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
 
 
-@dataclass(frozen=True)
+LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memory here
+
+Seen = Callable[["Shard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of a matrix that lies in one piece: rows [row, row + rows), columns [column, column + columns), row after row."""
+    """A part of a matrix that lies in one piece: rows [row, row + rows), columns [column, column + columns), row after row.
+
+    record: the record of an archive that holds it, with its CRC-32; None where the format has none.
+    """
 
     path: Path
     offset: int
@@ -30,17 +41,10 @@ class Shard:
     rows: int
     column: int
     columns: int
-
-    def overlaps(self, other: "Shard") -> bool:
-        return (
-            self.row < other.row + other.rows
-            and other.row < self.row + self.rows
-            and self.column < other.column + other.columns
-            and other.column < self.column + self.columns
-        )
+    record: Record | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly (`check`)."""
 
@@ -54,28 +58,51 @@ class Matrix:
     def bytes(self) -> int:
         return self.rows * self.dim * self.source.bytes
 
+    def span(self, shard: Shard) -> tuple[int, int]:
+        """[begin, end) of a shard's bytes in its file."""
+        return shard.offset, shard.offset + shard.rows * shard.columns * self.source.bytes
+
     def check(self) -> "Matrix":
         """Raises CheckpointError unless the shards cover every value once and lie inside their files."""
+        sizes: dict[Path, int] = {}
         covered = 0
-        for i, s in enumerate(self.shards):
+        for s in self.shards:
             if s.row < 0 or s.column < 0 or s.row + s.rows > self.rows or s.column + s.columns > self.dim:
                 raise CheckpointError(f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.dim}]")
-            if any(s.overlaps(t) for t in self.shards[:i]):
-                raise CheckpointError(
-                    f"{s.path}: two shards of {self.key!r} hold the same values; the checkpoint is inconsistent"
-                )
-            end = s.offset + s.rows * s.columns * self.source.bytes
-            if s.offset < 0 or end > (size := file_size(s.path)):
+            size = sizes[s.path] if s.path in sizes else sizes.setdefault(s.path, file_size(s.path))
+            begin, end = self.span(s)
+            if begin < 0 or end > size:
                 raise CheckpointError(
                     f"{s.path}: {self.key!r} ends at byte {end}, the file at {size}; it was truncated or is still being written"
                 )
             covered += s.rows * s.columns
+        if (twice := _overlapping(self.shards)) is not None:
+            raise CheckpointError(
+                f"{twice.path}: two shards of {self.key!r} hold the same values; the checkpoint is inconsistent"
+            )
         if covered != self.rows * self.dim:
             raise CheckpointError(
                 f"{self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} of {self.rows * self.dim}; "
                 "a part of the checkpoint is missing"
             )
         return self
+
+
+def _overlapping(shards: Iterable[Shard]) -> Shard | None:
+    """A shard that holds values of another, or None. Goes down the rows with the columns that are covered there, sorted."""
+    begins = [(s.row, 1, i, s) for i, s in enumerate(shards) if s.rows and s.columns]
+    ends = [(s.row + s.rows, 0, i, s) for _, _, i, s in begins]
+    here: list[tuple[int, int]] = []  # (first column, end column)
+    for _, begin, _, s in sorted(begins + ends, key=lambda event: event[:3]):
+        columns = (s.column, s.column + s.columns)
+        at = bisect_left(here, columns)
+        if not begin:
+            del here[at]
+            continue
+        if (at < len(here) and here[at][0] < columns[1]) or (at and here[at - 1][1] > columns[0]):
+            return s
+        here.insert(at, columns)
+    return None
 
 
 class Checkpoint:
@@ -101,15 +128,15 @@ class Checkpoint:
         """Opens the files of a matrix, ahead of reading it from several threads."""
         for shard in matrix.shards:
             if shard.path not in self._files:
-                try:
-                    self._files[shard.path] = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CheckpointError(f"{shard.path}: {error.strerror}") from error
+                self._files[shard.path] = open_regular(shard.path, "a file of the checkpoint", CheckpointError)
 
-    def read(self, matrix: Matrix, start: int, stop: int, out: NDArray[Any], scratch: bytearray) -> None:
+    def read(
+        self, matrix: Matrix, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
+    ) -> None:
         """Fills out [stop - start, dim] with rows [start, stop). scratch: at least as many bytes as out, for column shards.
 
-        Caller has opened the files. CheckpointError: a file ended early or could not be read.
+        seen: is shown each shard's bytes while they are in the cache. Caller has opened the files.
+        CheckpointError: a file ended early or could not be read.
         """
         for s in matrix.shards:
             first, last = max(start, s.row), min(stop, s.row + s.rows)
@@ -119,13 +146,17 @@ class Checkpoint:
             offset = s.offset + (first - s.row) * row_bytes
             part = out[first - start : last - start]
             if s.columns == matrix.dim:
-                self._fill(s.path, part.reshape(-1).view(np.uint8).data, offset)
+                block = part.reshape(-1).view(np.uint8).data
+                self.fill(s.path, block, offset)
             else:
                 block = memoryview(scratch)[: (last - first) * row_bytes]
-                self._fill(s.path, block, offset)
+                self.fill(s.path, block, offset)
                 part[:, s.column : s.column + s.columns] = np.frombuffer(block, out.dtype).reshape(-1, s.columns)
+            if seen is not None:
+                seen(s, offset, block)
 
-    def _fill(self, path: Path, into: memoryview, offset: int) -> None:
+    def fill(self, path: Path, into: memoryview, offset: int) -> None:
+        """Fills a buffer with the bytes at `offset` of a file that is open."""
         while len(into):
             try:
                 count = os.preadv(self._files[path], [into], offset)
@@ -154,9 +185,10 @@ class Checkpoint:
 def file_size(path: Path) -> int:
     """Bytes of a file; CheckpointError where it is missing."""
     try:
-        return path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; a part of the checkpoint is missing or unreadable") from error
+        return os.stat(path).st_size
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path}: {reason}; a part of the checkpoint is missing or unreadable") from error
 
 
 class Collector:
@@ -169,7 +201,12 @@ class Collector:
     def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[Shard, ...] | None) -> None:
         """dtype: the format's own name. shards None: the values do not lie row after row."""
         source = _SOURCES.get(dtype.removeprefix("torch.").lower())
-        if source is None:
+        if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
+            raise CheckpointError(f"more than {LIMIT_TENSORS:,} tensors; save the tables alone")
+        if key in self.matrices or key in self.skipped:
+            self.matrices.pop(key, None)
+            self.skipped[key] = "two tensors have this name"
+        elif source is None:
             self.skipped[key] = f"dtype {dtype}; expected fp32, fp16 or bf16"
         elif len(shape) != 2 or min(shape) < 1:
             self.skipped[key] = f"shape {list(shape)}; expected [rows, dim] with at least one of each"
@@ -177,6 +214,11 @@ class Collector:
             self.skipped[key] = "its values do not lie row after row; save it with .contiguous()"
         else:
             self.matrices[key] = Matrix(key, shape[0], shape[1], source, shards)
+
+    def skip(self, key: str, why: str) -> None:
+        """Leaves a tensor out, with the reason."""
+        if key in self.skipped or len(self.skipped) < LIMIT_TENSORS:
+            self.skipped[key] = why
 
 
 _SOURCES = {

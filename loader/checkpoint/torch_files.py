@@ -1,78 +1,242 @@
-"""`torch.save` state dicts. The pickle is read by torch with weights_only=True, onto meta: no values, no code of the file's.
+"""`torch.save` state dicts, read without torch: its archive (`archive`), and its pickle with inert stand-ins (`pickles`).
 
-Nested dicts ({"state_dict": {...}}) are flattened with dots. The values' places come from torch itself, which records the
-offset of a storage that it loads onto meta.
+Nested dicts ({"state_dict": {...}}) are flattened with dots. What torch.load takes on trust is checked here: the byte order,
+each storage's size against its record, each tensor's offset, sizes and strides against its storage. What torch.load
+(weights_only=True) reads of a state dict is read; what names other globals is refused, since unpickling it could run code.
 """
 
-import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from loader.checkpoint.archive import Archive, Record
+from loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
 from loader.checkpoint.rows import Checkpoint, Collector, Shard
+from loader.checkpoint.window import Window
 from loader.errors import CheckpointError
 
 _ZIP_MAGIC = b"PK\x03\x04"
+_LIMIT_NODES = 2_000_000  # dicts may share others, so a small file could name very many tensors
+_LIMIT_DEPTH = 50
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
+    "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "qint8": 1, "quint8": 1, "qint32": 4,
+    "quint4x2": 1, "quint2x4": 1,
+}  # fmt: skip
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
+    "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
+}  # fmt: skip
 
 
-def read(path: Path) -> Checkpoint:
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage of the file: `dtype` is None for one of bytes without a type."""
+
+    dtype: str | None
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the file, inside its storage. begin: bytes from the start of the file to its first value."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    contiguous: bool
+    storage: Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A tensor of another kind: sparse, quantized, nested, meta. Its rows do not lie one after another."""
+
+
+def read(path: Path, fd: int) -> Checkpoint:
     """Finds the tensors of a torch.save file."""
     found = Collector()
-    with path.open("rb") as file:
-        loaded = load_on_meta(file, path)
-    try:
-        for key, tensor in tensors(loaded):
-            found.add(key, tuple(tensor.shape), str(tensor.dtype), shard_of(tensor, path, 0))
-    except RecursionError:
-        raise CheckpointError(f"{path}: a dict in it holds itself; save its state_dict() alone") from None
+    for key, tensor in tensors(load(Window(fd, path)), path):
+        if isinstance(tensor, Tensor):
+            found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
+        else:
+            found.skip(key, "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or .dequantize()")
     return Checkpoint(path, found.matrices, found.skipped)
 
 
-def load_on_meta(file: IO[bytes], path: Path) -> Any:
-    """What torch.save wrote, with tensors on meta. CheckpointError: damaged, or it would run code."""
-    import torch
-
-    if file.read(4) != _ZIP_MAGIC:
+def load(window: Window) -> Any:
+    """What torch.save wrote into a window, with `Tensor` and `Other` for tensors. CheckpointError: damaged, or unsafe."""
+    path = window.path
+    if window.bytes < 4 or window.read(0, 4) != _ZIP_MAGIC:
         raise CheckpointError(
             f"{path}: not a zip archive: damaged, or older than torch 1.6's format; load it with torch, and torch.save it again"
         )
-    file.seek(0)
+    archive = Archive(window, "write it with torch.save, which does not compress")
+    pickles = [name for name in archive.records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise CheckpointError(f"{path}: {len(pickles)} records called data.pkl; expected the one that torch.save writes")
+    root = pickles[0].removesuffix("data.pkl")
+    if f"{root}constants.pkl" in archive.records:
+        raise CheckpointError(f"{path}: a TorchScript program, not a state dict; torch.save its state_dict() alone")
+    _check_byte_order(archive, root, path)
     try:
-        return torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0] if "GLOBAL" not in str(error) else _unsafe(str(error))
+        return unpickle(archive.read(pickles[0], LIMIT_BYTES), _NAMES, lambda pid: _storage(pid, archive, root, path))
+    except Refused as error:
         raise CheckpointError(
-            f"{path}: refused, it holds more than tensors and could run code ({reason}); save its state_dict() alone"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(f"{path}: cannot be read as a torch.save file, it may be half-written ({reason})") from error
+            f"{path}: refused, it holds more than tensors and could run code ({error}); save its state_dict() alone"
+        ) from None
+    except PickleError as error:
+        raise CheckpointError(f"{path}: cannot be read as a torch.save file, it may be half-written ({error})") from error
 
 
-def _unsafe(message: str) -> str:
-    at = message.find("GLOBAL")
-    return message[at : at + 80].split("was not")[0].strip()
+def _check_byte_order(archive: Archive, root: str, path: Path) -> None:
+    if f"{root}byteorder" not in archive.records:  # before torch 2.1: little-endian machines wrote nothing else
+        return
+    order = archive.read(f"{root}byteorder", 100)
+    if order == b"big":
+        raise CheckpointError(
+            f"{path}: its values are big-endian, and rows are read as they lie; on this machine: "
+            "torch.save(torch.load(path, weights_only=True), path)"
+        )
+    if order != b"little":
+        raise CheckpointError(f"{path}: its byte order is {order!r}; expected b'little'; take another copy of the file")
 
 
-def tensors(loaded: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _storage(pid: Any, archive: Archive, root: str, path: Path) -> Storage:
+    """The storage that a persistent id names, its size compared with its record's."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not Name:
+        raise PickleError("a persistent id that is no storage's")
+    (dtype, item_bytes), key, count = pid[1].value or (None, 0), pid[2], pid[4]
+    if not item_bytes or type(key) is not str or type(count) is not int:
+        raise PickleError("a persistent id that is no storage's")
+    record = archive.records.get(f"{root}data/{key}")
+    if record is None or record.bytes != count * item_bytes:
+        raise CheckpointError(
+            f"{path}: storage {key!r} should have {count} values of {item_bytes} bytes, its record has "
+            f"{record.bytes if record else 'no'} bytes; the file is damaged"
+        )
+    return Storage(dtype, record)
+
+
+# ---- stand-ins of what torch calls when it unpickles ----
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+    return _strided(storage, offset, shape, strides, storage.dtype)
+
+
+def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> Tensor:
+    return _strided(storage, offset, shape, strides, dtype.value)
+
+
+def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) -> Tensor:
+    """A tensor whose every value lies inside its storage; PickleError where one does not."""
+    numbers = (offset, *shape, *strides)
+    if type(storage) is not Storage or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
+        raise PickleError(f"a tensor of shape {shape!r:.100}, strides {strides!r:.100}, offset {offset!r:.100}")
+    item_bytes = DTYPE_BYTES.get(str(dtype), 1)
+    last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    if 0 not in shape and (last + 1) * item_bytes > storage.record.bytes:
+        raise PickleError(
+            f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset} ends outside its storage of "
+            f"{storage.record.bytes} bytes"
+        )
+    expected, contiguous = 1, True
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        contiguous = contiguous and (n == 1 or step == expected)
+        expected *= n
+    return Tensor(str(dtype), tuple(shape), storage.record.offset + offset * item_bytes, contiguous, storage)
+
+
+def _first(value: Any, *rest: Any) -> Any:
+    return value
+
+
+def _other(*arguments: Any) -> Other:
+    return Other()
+
+
+def _from_type(function: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
+    return function.make(*arguments)
+
+
+def _empty_dict(*arguments: Any) -> dict[Any, Any]:
+    if arguments:
+        raise PickleError("a dict made of a call's arguments")
+    return {}
+
+
+def _dropped(*arguments: Any) -> None:
+    return None
+
+
+def size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Stands in for torch.Size."""
+    return tuple(values)
+
+
+def _names() -> dict[str, Name]:
+    makes: dict[str, Callable[..., Any]] = {
+        "collections.OrderedDict": _empty_dict,
+        "collections.Counter": _dropped,
+        "torch.nn.parameter.Parameter": _first,
+        "torch.serialization._get_layout": _dropped,
+        "torch.Size": size,
+        "torch.Tensor": _other,
+        "torch.device": _dropped,
+        "_codecs.encode": _dropped,
+        **{f"{room}.{kind}": _dropped for room in ("builtins", "__builtin__") for kind in ("bytearray", "set", "complex")},
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _tensor_v3,
+        "torch._utils._rebuild_parameter": _first,
+        "torch._utils._rebuild_parameter_with_state": _first,
+        "torch._tensor._rebuild_from_type_v2": _from_type,
+    }
+    kinds = ("qtensor", "device_tensor_from_numpy", "sparse_tensor", "meta_tensor_no_storage", "nested_tensor")
+    makes |= {f"torch._utils._rebuild_{kind}": _other for kind in (*kinds, "wrapper_subclass", "device_tensor_from_cpu_tensor")}
+    found = {full: Name(full, make) for full, make in makes.items()}
+    schemes = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric")
+    plain = [*DTYPE_BYTES, *schemes, "per_channel_affine_float_qparams"]
+    found |= {f"torch.{name}": Name(f"torch.{name}", None, name) for name in plain}
+    types = {f"torch.{d}{name}Storage": dtype for d in ("", "cuda.") for name, dtype in _STORAGES.items()}
+    found |= {full: Name(full, None, (dtype, DTYPE_BYTES[dtype])) for full, dtype in types.items()}
+    places = ("", "cuda.", "sparse.", "cuda.sparse.")
+    found |= {f"torch.{place}{name}Tensor": Name(f"torch.{name}Tensor") for place in places for name in _STORAGES}
+    found["torch.storage.UntypedStorage"] = Name("torch.storage.UntypedStorage", None, (None, 1))
+    return found
+
+
+_NAMES = _names()
+
+
+# ---- tensors and where they lie ----
+
+
+def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, Tensor | Other]]:
     """(dotted key, tensor) of a tensor or of nested dicts of tensors."""
-    import torch
+    waiting, seen = [("", loaded, 0)], 0
+    while waiting:
+        prefix, value, depth = waiting.pop()
+        seen += 1
+        if seen > _LIMIT_NODES or depth > _LIMIT_DEPTH:
+            raise CheckpointError(
+                f"{path}: a dict in it holds itself, or dicts are nested without end; save its state_dict() alone"
+            )
+        if isinstance(value, Tensor | Other):
+            yield prefix or "tensor", value
+        elif type(value) is dict:
+            named = ((key if isinstance(key, str) else repr(key), v) for key, v in value.items())
+            inner = [(f"{prefix}.{key}" if prefix else key, v, depth + 1) for key, v in named]
+            waiting += reversed([i for i in inner if isinstance(i[1], Tensor | Other | dict)])
 
-    if isinstance(loaded, torch.Tensor):
-        yield prefix or "tensor", loaded
-    elif isinstance(loaded, dict):
-        for key, value in loaded.items():
-            yield from tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
-
-def shard_of(tensor: Any, path: Path, window: int) -> tuple[Shard, ...] | None:
-    """Where a meta tensor's values lie: `window` bytes into `path`, plus what torch recorded. None: not row after row."""
-    import torch
-
-    if tensor.layout != torch.strided or tensor.dim() != 2 or not tensor.is_contiguous():
+def shards_of(tensor: Tensor, path: Path) -> tuple[Shard, ...] | None:
+    """Where a matrix's values lie. None: not row after row."""
+    if len(tensor.shape) != 2 or not tensor.contiguous:
         return None
-    offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if offset is None:
-        return None
-    begin = window + offset + tensor.storage_offset() * tensor.element_size()
-    return (Shard(path, begin, 0, tensor.shape[0], 0, tensor.shape[1]),)
+    return (Shard(path, tensor.begin, 0, tensor.shape[0], 0, tensor.shape[1], tensor.storage.record),)
