@@ -24,6 +24,7 @@ from loader.header import Header, StoredTable, plan_tables
 from loader.model import ModelSpec
 from loader.scorer import stored_scorer
 from loader.segment import SegmentWriter
+from loader.verification import Verification
 from loader.versions import Model
 from quant import CpuBackend, QuantError, RowFormat, choose
 from quant.errors import NotRepresentable
@@ -75,11 +76,16 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                source = {"path": str(spec.checkpoint), "files": checkpoint.fingerprint(matrices.values())}
+                checks = Verification(checkpoint, matrices)
+                source = {
+                    "path": str(spec.checkpoint),
+                    "files": checkpoint.fingerprint(matrices.values()),
+                    "verified": checks.describe(),
+                }
                 header = replace(_plan(spec, matrices, version, source), scorer=scorer, evaluation=spec.evaluation)
                 writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
-                    job = _Load(checkpoint, matrices, writer, backend, settings, progress)
+                    job = _Load(checkpoint, matrices, checks, writer, backend, settings, progress)
                     job.run()
                     huge = writer.mapping.huge_fraction()
                     header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)})
@@ -109,12 +115,13 @@ class _Load:
         self,
         checkpoint: Checkpoint,
         matrices: dict[str, Matrix],
+        checks: Verification,
         writer: SegmentWriter,
         backend: CpuBackend,
         settings: LoadSettings,
         progress: Progress | None,
     ) -> None:
-        self.checkpoint, self.matrices, self.writer, self.backend = checkpoint, matrices, writer, backend
+        self.checkpoint, self.matrices, self.checks, self.writer, self.backend = checkpoint, matrices, checks, writer, backend
         self.progress = progress or (lambda done, total: None)
         self.source_bytes = sum(m.bytes for m in matrices.values())
         self.total_rows = sum(m.rows for m in matrices.values())
@@ -148,6 +155,7 @@ class _Load:
                 self._stop = True
         for future in futures:
             future.result()
+        self.checks.finish()
 
     def _work(self) -> None:
         buffer, scratch = bytearray(self.buffer_bytes), bytearray(self.buffer_bytes)
@@ -163,16 +171,20 @@ class _Load:
     def _quantize(self, table: StoredTable, start: int, stop: int, buffer: bytearray, scratch: bytearray) -> None:
         matrix = self.matrices[table.name]
         row_format = RowFormat.parse(table.row_format)
-        piece_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes))
-        for first in range(start, stop, piece_rows):
-            last = min(first + piece_rows, stop)
+        step = self.checks.step(table.name)  # pieces are whole steps: some rows at a chunk's ends are read for both neighbours
+        piece_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes) // step) * step
+        end = min(-(-stop // step) * step, matrix.rows)
+        for first in range(start // step * step, end, piece_rows):
+            last = min(first + piece_rows, end)
             count = (last - first) * matrix.dim
             values = np.frombuffer(buffer, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
-            self.checkpoint.read(matrix, first, last, values, scratch)
+            self.checks.read(table.name, first, last, values, scratch)
+            begin, last = max(first, start), min(last, stop)
+            rows = values[begin - first : last - first]
             try:
-                self.backend.quantize(values, matrix.source, row_format, self.writer.rows(table, first, last))
+                self.backend.quantize(rows, matrix.source, row_format, self.writer.rows(table, begin, last))
             except NotRepresentable as error:
-                raise CheckpointError(f"{self.checkpoint.path}: {matrix.key!r}: {error.describe(first + error.row)}") from error
+                raise CheckpointError(f"{self.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}") from error
         with self._lock:
             self.done_rows += stop - start
             self.progress(self.done_rows, self.total_rows)

@@ -1,0 +1,181 @@
+"""Manifests: checksums of a checkpoint's tensors, for formats that carry none, written once and checked by every load.
+
+    {"format": "tableside manifest", "version": 1, "checksum": "<xxh3-64 of the JSON of tensors>",
+     "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256, "chunks": "<16 hex digits a chunk>"}}}
+
+A chunk is about 64 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks each while it is in
+the processor's cache. It lies beside a checkpoint's file as FILE.manifest.json, or in the folder of several files as
+tableside.manifest.json. It finds what changed after it was written, not what was wrong before, and it is no signature: who can
+write the one can write the other.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from loader.checkpoint.rows import DTYPES
+from loader.errors import CheckpointError
+from loader.files import read_regular
+
+FORMAT, VERSION = "tableside manifest", 1
+CHUNK_BYTES = 64 << 10
+_PIECE_BYTES = 1 << 20
+_DIGITS = 16
+Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
+
+
+def chunk_rows(matrix: Matrix) -> int:
+    """Rows of a chunk."""
+    return max(1, CHUNK_BYTES // (matrix.dim * matrix.source.bytes))
+
+
+def manifest_path(checkpoint: Path) -> Path:
+    """Where the manifest of a checkpoint (`Checkpoint.path`) lies."""
+    if checkpoint.name.endswith(".index.json"):
+        checkpoint = checkpoint.parent
+    return checkpoint / "tableside.manifest.json" if checkpoint.is_dir() else Path(f"{checkpoint}.manifest.json")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Checksums of a checkpoint's matrices. chunks: tensor -> uint64 [chunks]."""
+
+    path: Path
+    chunks: Mapping[str, NDArray[np.uint64]]
+
+    def check(self, checkpoint: Path, matrix: Matrix, first: int, values: NDArray[Any]) -> None:
+        """Compares rows [first, first + len(values)) of a matrix; `first` begins a chunk, the last row ends one.
+
+        CheckpointError names the first rows that are not what they were.
+        """
+        step, known = chunk_rows(matrix), self.chunks[matrix.key]
+        for at in range(0, len(values), step):
+            rows = values[at : at + step]
+            if xxhash.xxh3_64_intdigest(rows.data) != known[(first + at) // step]:
+                raise CheckpointError(
+                    f"{checkpoint}: {matrix.key!r}, rows [{first + at}, {first + at + len(rows)}) are not those of {self.path}; "
+                    f"take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest {checkpoint}"
+                )
+
+
+def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Manifest | None:
+    """The manifest beside a checkpoint, compared with those of its matrices that are wanted; None: there is none.
+
+    CheckpointError: it is damaged, of another version, or does not fit the checkpoint.
+    """
+    path = manifest_path(checkpoint.path)
+    if not os.path.lexists(path):
+        return None
+    tensors = _read(path, _limit(checkpoint))
+    chunks = {}
+    for key, matrix in matrices.items():
+        if key not in tensors:
+            raise _bad(path, f"it lacks the tensor {key!r}")
+        expected, found = _described(matrix), tensors[key]
+        digits = _DIGITS * -(-matrix.rows // chunk_rows(matrix))
+        sums = found.get("chunks") if isinstance(found, dict) else None
+        if {**found, "chunks": None} != {**expected, "chunks": None} or not isinstance(sums, str) or len(sums) != digits:
+            raise _bad(path, f"it describes {key!r} as {_short(found)}, the checkpoint has {_short(expected)}")
+        try:
+            chunks[key] = np.frombuffer(bytes.fromhex(sums), ">u8").astype(np.uint64)
+        except ValueError:
+            raise _bad(path, f"the checksums of {key!r} are no hexadecimal digits") from None
+    return Manifest(path, chunks)
+
+
+def _limit(checkpoint: Checkpoint) -> int:
+    """The most bytes that a manifest of this checkpoint can have: 16 digits for 32 KiB, and room for names."""
+    matrices = checkpoint.matrices.values()
+    return (1 << 20) + sum(m.bytes // 2048 + 1024 + 12 * len(m.key) for m in matrices)
+
+
+def _read(path: Path, limit_bytes: int) -> dict[str, Any]:
+    try:
+        raw = orjson.loads(read_regular(path, limit_bytes, "the manifest", CheckpointError))
+        if raw["format"] != FORMAT or raw["version"] != VERSION:
+            raise _bad(path, f"its format is {raw['format']!r:.50} {raw['version']!r:.50}, expected {FORMAT!r} {VERSION}")
+        tensors = raw["tensors"]
+        if not isinstance(tensors, dict) or raw["checksum"] != _checksum(tensors):
+            raise _bad(path, "its own checksum is wrong")
+    except (ValueError, KeyError, TypeError) as error:
+        raise _bad(path, f"{type(error).__name__}: {error}") from error
+    return tensors
+
+
+def _bad(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: does not fit the checkpoint or is damaged: {what}; write it again with: tableside manifest CHECKPOINT, "
+        "or remove it to load without"
+    )
+
+
+def _short(described: Any) -> str:
+    return str({**described, "chunks": "..."} if isinstance(described, dict) else described)[:200]
+
+
+def _described(matrix: Matrix) -> dict[str, Any]:
+    return {
+        "dtype": matrix.source.label,
+        "shape": [matrix.rows, matrix.dim],
+        "chunk_rows": chunk_rows(matrix),
+        "chunks": "",
+    }
+
+
+def _checksum(tensors: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(orjson.dumps(tensors, option=orjson.OPT_SORT_KEYS))
+
+
+def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress | None = None) -> Path:
+    """Reads every matrix of a checkpoint and writes its manifest, whole or not at all; returns where it lies.
+
+    CheckpointError: the checkpoint cannot be read. OSError: the manifest cannot be written.
+    """
+    with open_checkpoint(checkpoint) as found:
+        path = out or manifest_path(found.path)
+        matrices = {key: found.matrix(key) for key in found.matrices}
+        tensors = {key: _described(matrix) for key, matrix in sorted(matrices.items())}
+        done, total = 0, sum(m.rows for m in matrices.values())
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tableside-manifest") as pool:
+            for key, matrix in matrices.items():
+                found.open_files(matrix)
+                for start, sums in pool.map(lambda at, m=matrix: (at, _sums(found, m, at)), _starts(matrix)):
+                    tensors[key]["chunks"] += sums
+                    if progress:
+                        progress(done + min(matrix.rows, start + _piece_rows(matrix)), total)
+                done += matrix.rows
+    text = orjson.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors), "tensors": tensors})
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(text + b"\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _piece_rows(matrix: Matrix) -> int:
+    step = chunk_rows(matrix)
+    return max(1, _PIECE_BYTES // (matrix.dim * matrix.source.bytes) // step) * step
+
+
+def _starts(matrix: Matrix) -> range:
+    return range(0, matrix.rows, _piece_rows(matrix))
+
+
+def _sums(checkpoint: Checkpoint, matrix: Matrix, start: int) -> str:
+    """The checksums of a piece's chunks, as digits."""
+    stop = min(matrix.rows, start + _piece_rows(matrix))
+    values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
+    checkpoint.read(matrix, start, stop, values, bytearray(values.nbytes))
+    step = chunk_rows(matrix)
+    return "".join(xxhash.xxh3_64_hexdigest(values[at : at + step].data) for at in range(0, stop - start, step))
