@@ -57,9 +57,10 @@ def summary(source: Mapping[str, Any]) -> str:
         return "not verified: loaded by an earlier release"
     by = sorted({entry["by"] for entry in described.values() if "by" in entry})
     left = {table: entry["not"] for table, entry in described.items() if "not" in entry}
-    verified = f"verified by {' and '.join(by)}" if by else ""
-    if not left:
-        return verified
-    table, why = next(iter(left.items()))
-    which = f"{table!r}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, " if by else ""
-    return f"{verified + '; ' if by else ''}not verified: {which}{why}; write some with: tableside manifest {source.get('path', 'CHECKPOINT')}"
+    parts = [f"verified by {' and '.join(by)}"] if by else []
+    if left:
+        table, why = next(iter(left.items()))
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        which = f"{table!r}{more}, {why}" if by else why
+        parts.append(f"not verified: {which}; write some with: tableside manifest {source.get('path', 'CHECKPOINT')}")
+    return "; ".join(parts)

@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=text, description=text)
         p.set_defaults(run=run)
-        if name not in ("serve", "init", "lookup", "bench", "top"):
+        if name not in ("serve", "init", "manifest", "lookup", "bench", "top"):
             add_options(p, RootSettings)
         return p
 
@@ -37,6 +37,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--name", help="the model's name (default: the checkpoint's)")
     p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("manifest", commands.manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
 
     p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")

@@ -21,8 +21,10 @@ from loader.errors import ModelError, SegmentError, VersionError
 from loader.load import Loaded, LoadSettings
 from loader.load import Progress as LoadProgress
 from loader.load import load as load_model
+from loader.manifest import write_manifest
 from loader.memory import available_bytes
 from loader.model import Feature, ModelSpec, TableSpec, check_name, read_model, write_model
+from loader.verification import summary
 from loader.versions import Model, damaged, models
 from quant import RowFormat
 from serving import bench as load_generator
@@ -107,6 +109,14 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     return ModelSpec(model, path, tuple(tables.values()), features), skipped
 
 
+def manifest(options: argparse.Namespace) -> int:
+    """Writes a checkpoint's manifest."""
+    with progress_bar("reading") as progress:
+        path = write_manifest(options.checkpoint, options.out, progress)
+    console.print(f"wrote {path}; tableside load checks the checkpoint's rows against it")
+    return 0
+
+
 # ---- load ----
 
 
@@ -143,6 +153,7 @@ def load(options: argparse.Namespace) -> int:
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
+    console.print(summary(loaded.header.source))
     if not options.no_activate:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
@@ -199,7 +210,7 @@ def inspect(options: argparse.Namespace) -> int:
     console.print(
         f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
     )
-    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s")
+    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
     table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
     for t in h.tables:
         table.add_row(t.name, f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes), mb(t.bytes), t.key)
