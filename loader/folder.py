@@ -27,7 +27,6 @@ from types import TracebackType
 from loader.errors import AccessError, VersionError
 
 LOCK_WAIT_S = 30.0
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -37,10 +36,12 @@ class Folder:
     AccessError: it is a link, belongs to another user, or others can write to it. FileNotFoundError: it is not there.
     """
 
-    def __init__(self, path: Path, owner: str | None = None, parent: "Folder | None" = None) -> None:
+    def __init__(self, path: Path, owner: str | None = None, parent: "Folder | None" = None, *, only_a_way: bool = False) -> None:
+        """parent: the open folder that it is in. only_a_way: it is only gone through, which needs no leave to list it."""
         self.path, self.owner, self.fd = path, owner, -1
+        flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_PATH if only_a_way else os.O_RDONLY)
         try:
-            self.fd = os.open(path.name if parent else path, _FOLDER_FLAGS, dir_fd=parent.fd if parent else None)
+            self.fd = os.open(path.name if parent else path, flags, dir_fd=parent.fd if parent else None)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise AccessError(

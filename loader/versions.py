@@ -230,7 +230,7 @@ class Model:
 
     def opened(self) -> Folder:
         """The model's folder. FileNotFoundError: it was never published. AccessError: another user could change it."""
-        with Folder(self.root, self.owner) as root:
+        with Folder(self.root, self.owner, only_a_way=True) as root:
             return Folder(self.folder, self.owner, root)
 
     def _numbers(self, suffix: str) -> list[int]:
