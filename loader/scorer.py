@@ -54,7 +54,9 @@ def _read(scorer: ScorerSpec) -> Program:
     assert path is not None
     data = read_regular(path, LARGEST_BYTES, "[scorer]'s program", ModelError)
     if find_spec("torch") is None:
-        raise ModelError(f"[scorer]: {path}: an exported program is checked with torch, which is not here: install tableside[cpu]")
+        raise ModelError(
+            f"[scorer]: {path}: an exported program is checked with torch, which is not here: install tableside[cpu]"
+        )
     from loader.program.measure import check_shapes
 
     try:

@@ -19,8 +19,10 @@ import numpy as np
 
 from quant import BadIds
 from serving import metrics
+from serving.deadline import Deadline, timed_out
 from serving.engine import Batch, score_together
 from serving.errors import ApiError, Kind
+from serving.scorer import Scorer
 
 if TYPE_CHECKING:
     from quant.fused import Fused
@@ -52,6 +54,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._is_running = False
         self._lost: ApiError | None = None
+        self._deadline = Deadline()
         self._batches = 0
         self._metrics = metrics.GpuMetrics(str(fused.device))
         self._cache_metrics = metrics.CacheMetrics(str(fused.device))
@@ -145,8 +148,11 @@ class Batcher:
         """Scores requests in one call; where that is refused, each on its own, so that only those at fault are."""
         started = time.perf_counter()
         requests = [(taken[n].batch.scoring, taken[n].inputs, answers[n]) for n in members]
+        scorer = taken[members[0]].batch.scoring.scorer  # type: ignore[union-attr]
+        loop = taken[0].future.get_loop()
         try:
-            score_together(requests)  # type: ignore[arg-type]
+            with self._deadline.watch(scorer, functools.partial(loop.call_soon_threadsafe, self._give_up, scorer, taken)):
+                score_together(requests)  # type: ignore[arg-type]
         except Exception as error:  # whatever a scorer raises is of these requests alone, unless the device is lost
             if self._fused.is_lost():
                 raise RuntimeError(f"{self._fused.description} was lost to a scorer") from error
@@ -156,6 +162,12 @@ class Batcher:
                 return
             answers[members[0]] = error
         metrics.SCORE_SECONDS.labels(taken[members[0]].batch.model).observe(time.perf_counter() - started)
+
+    def _give_up(self, scorer: Scorer, taken: list[_Waiting]) -> None:
+        """On the event loop, where a scorer takes too long: nothing is answered any more by this worker, which ends."""
+        self._lost = timed_out(scorer)
+        for w in (*taken, *self._waiting):
+            _fail(w, self._lost)
 
     def _done(self, taken: list[_Waiting], running: "asyncio.Future[Any]") -> None:
         self._is_running = False

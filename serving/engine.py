@@ -22,7 +22,7 @@ from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Poolin
 from quant.errors import Problem
 from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
 from serving.placement import Placed, Placer
-from serving.scorer import Floats, Scorer, open_scorer
+from serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, open_scorer
 
 if TYPE_CHECKING:
     from quant.cache import Cache
@@ -104,6 +104,19 @@ class Scoring:
         """From the request's inputs and the vectors in `buffer` to the scores in `buffer`. ApiError: the scorer refuses."""
         score_together([(self, inputs, buffer)])
 
+    def check(self, given: Sequence[Floats], scores: Floats) -> None:
+        """ApiError: a score is not finite; 400 where a dense tensor of the request is not either, else 500."""
+        if np.isfinite(scores).all():
+            return
+        for source, values in zip(self.sources, given, strict=True):
+            if isinstance(source, DenseInput) and not np.isfinite(values).all():
+                row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+                raise bad_request(f"dense tensor {source.name!r} is not finite in row {row}; expected finite numbers")
+        row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
+        raise ApiError(
+            500, Kind.SCORER, f"the score of row {row} is {scores[row]}, from {self.scorer.name}; expected a finite number"
+        )
+
     def arrays(self, inputs: Any, buffer: np.ndarray[Any, Any]) -> list[Floats]:
         """What the scorer takes, fp32 [rows, width] each."""
         return [
@@ -115,18 +128,26 @@ class Scoring:
 
 
 def score_together(requests: Sequence[tuple[Scoring, Any, np.ndarray[Any, Any]]]) -> None:
-    """As `Scoring.run`, of several requests for one scorer: (scoring, inputs, buffer) each. ApiError: it refuses them."""
+    """As `Scoring.run`, of several requests for one scorer: (scoring, inputs, buffer) each.
+
+    ApiError: they take too much memory, the scorer refuses them, or a score is not finite.
+    """
     arrays = [scoring.arrays(inputs, buffer) for scoring, inputs, buffer in requests]
     together = arrays[0] if len(requests) == 1 else [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
     rows = [scoring.output.shape[0] for scoring, _, _ in requests]
+    scorer = requests[0][0].scorer
+    scorer.admit(sum(rows))
     try:
         # Copied where that is needed for a scorer to get aligned memory that it may write to.
-        scores = requests[0][0].scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
-        for (scoring, _, buffer), part in zip(requests, np.split(scores, np.cumsum(rows)[:-1]), strict=True):
-            scoring.output.view(buffer)[:] = part
-    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        scores = scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
+    if scores.shape != (expected := (sum(rows), *requests[0][0].output.shape[1:])):
+        raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
+    for (scoring, _, buffer), given, part in zip(requests, arrays, np.split(scores, np.cumsum(rows)[:-1]), strict=True):
+        scoring.check(given, part)
+        scoring.output.view(buffer)[:] = part
 
 
 class Batch:
@@ -319,9 +340,17 @@ class Engine:
     """The versions of one model that this process answers from."""
 
     def __init__(
-        self, model: Model, backend: CpuBackend, placer: Placer, *, threads: int, verify: Verify, max_response_bytes: int
+        self,
+        model: Model,
+        backend: CpuBackend,
+        placer: Placer,
+        *,
+        threads: int,
+        verify: Verify,
+        max_response_bytes: int,
+        scorer_limits: ScorerLimits = NO_LIMITS,
     ) -> None:
-        self.model = model
+        self.model, self._scorer_limits = model, scorer_limits
         self._placer = placer
         self._backend, self._threads, self._verify, self._max_response_bytes = (
             backend,
@@ -357,7 +386,7 @@ class Engine:
                 segment,
                 self._placer.fused or self._backend,
                 self._placer.place(segment, replaced),
-                scorer=open_scorer(segment, self._placer.torch_device, self._threads),
+                scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits),
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
             )

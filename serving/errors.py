@@ -12,6 +12,8 @@ class Kind(StrEnum):
     TOO_LARGE = "too_large"
     INTERNAL = "internal"
     SWAP = "swap"
+    SCORER = "scorer"
+    SCORER_TIMEOUT = "scorer_timeout"
 
 
 INTERNAL_ERROR = "internal error; the server's log has the details"

@@ -1,18 +1,21 @@
 """Scorers that are exported programs: the one file of this room that runs torch."""
 
-import io
-import threading
-import warnings
+from contextlib import suppress
 
 import numpy as np
 import torch
 
+from loader.errors import ProgramError
 from loader.header import StoredScorer
-from loader.program import vet_program
-from serving.errors import ServingError
-from serving.scorer import Floats, Scorer
+from loader.program import read_program
+from loader.program.measure import Cost, Meter, TooLarge, check_shapes
+from loader.program.run import Runner, weight_tensors
+from serving.errors import ApiError, Kind, ServingError, bad_request
+from serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
 
-_LOADING = threading.Lock()  # torch deserializes one program at a time
+_UNLIMITED_BYTES = 1 << 62
+_REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ArithmeticError)
+_MEASURED_ROWS = 1 << 10  # batches up to which are measured before the first request
 
 
 class ProgramScorer(Scorer):
@@ -20,35 +23,75 @@ class ProgramScorer(Scorer):
 
     kind = "program"
 
-    def __init__(self, stored: StoredScorer, archive: bytes, device: str, threads: int) -> None:
-        self.inputs = stored.inputs
+    def __init__(
+        self,
+        stored: StoredScorer,
+        archive: bytes,
+        device: str = "cpu",
+        threads: int = 1,
+        limits: ScorerLimits = NO_LIMITS,
+    ) -> None:
+        self.inputs, self.limits = stored.inputs, limits
         torch.set_num_threads(threads)
         self._device = torch.device(device)
-        # Again, where it is loaded: who can write to shared memory should still not get code into a worker.
-        program = vet_program(archive)
+        self._most_bytes = _UNLIMITED_BYTES if limits.bytes is None else limits.bytes
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own deprecations, while it loads
-                with _LOADING:
-                    self._module = torch.export.load(io.BytesIO(program.archive)).module().to(self._device)
-            small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (2, 3))
-        except (RuntimeError, ValueError, TypeError, AssertionError, KeyError, AttributeError, IndexError) as error:
+            # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
+            self._program = read_program(archive)
+            check_shapes(self._program)
+            self._meter = Meter(self._program, self._most_bytes)
+            self._runner = Runner(self._program, weight_tensors(self._program.weights, self._device), self._device, self._most_bytes)
+            self._costs: dict[int, Cost | str] = {}
+            first, second = self._program.trial_rows()
+            small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (first, second))
+        except (ProgramError, *_REFUSED) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error
-        if small.shape[0] != 2 or large.shape[0] != 3 or small.ndim > 2:
-            raise ServingError(f"the scorer gives {list(small.shape)} for a batch of 2; expected [batch], or [batch, n]")
+        if small.shape[0] != first or large.shape[0] != second or small.ndim > 2:
+            raise ServingError(f"the scorer gives {list(small.shape)} for a batch of {first}; expected [batch], or [batch, n]")
         self.width = small.shape[1] if small.ndim == 2 else None
-        self.is_row_wise = self._scores_rows_alone()
+        self.is_row_wise = self._scores_rows_alone(first)
+        for power in range(_MEASURED_ROWS.bit_length()):
+            with suppress(ApiError):  # told to the requests of so many rows
+                self._cost(1 << power)
 
-    def _scores_rows_alone(self) -> bool:
+    def _scores_rows_alone(self, half: int) -> bool:
         """Whether rows get the same scores beside others."""
+        if 2 * half > self._program.rows[1]:
+            return False
         rng = np.random.default_rng(0)
-        rows = [rng.standard_normal((4, i.width)).astype(np.float32) for i in self.inputs]
+        rows = [rng.standard_normal((2 * half, i.width)).astype(np.float32) for i in self.inputs]
         together = self.run(rows)
-        alone = np.concatenate([self.run([a[n : n + 2] for a in rows]) for n in (0, 2)])
+        alone = np.concatenate([self.run([a[n : n + half] for a in rows]) for n in (0, half)])
         return bool(np.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True))
 
     def run(self, arrays: list[Floats]) -> Floats:
         with torch.inference_mode():
-            tensors = [torch.from_numpy(a).to(self._device) for a in arrays]
-            scores: Floats = self._module(*tensors).to("cpu", torch.float32).numpy()
+            given = [torch.from_numpy(a).to(self._device) for a in arrays]
+            scores: Floats = self._runner(*given).to("cpu", torch.float32).numpy()
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
+
+    def admit(self, rows: int) -> int:
+        return self._cost(rows).work
+
+    def _cost(self, rows: int) -> Cost:
+        """What a call takes: measured for the next power of two, and remembered. ApiError: too much, or there is no such call."""
+        rounded = min(1 << max(0, rows - 1).bit_length(), self._program.rows[1])
+        found = self._costs.get(rounded) or self._measured(rounded, rows)
+        if isinstance(found, str):
+            raise ApiError(413, Kind.TOO_LARGE, f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)")
+        return found
+
+    def _measured(self, rounded: int, rows: int) -> Cost | str:
+        """The cost of `rounded` rows or, where the program takes no such batch, of `rows`; a text where it is too much."""
+        for n in (rounded, rows):
+            try:
+                found: Cost | str = self._meter.cost(n, self._most_bytes)
+            except TooLarge as error:
+                found = str(error)
+            except _REFUSED as error:
+                refusal = bad_request(f"the scorer does not take {rows:,} rows: {str(error).strip().partition(chr(10))[0]}")
+                continue
+            if n == rounded:
+                self._costs[n] = found
+            return found
+        raise refusal

@@ -5,6 +5,7 @@ which alone imports torch).
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,27 @@ from loader.segment import Segment
 Floats = NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class ScorerLimits:
+    """What one call of a scorer may take; None: as much as it wants. ending_s: how long a worker whose scorer took longer than
+    timeout_s goes on answering other requests before it ends."""
+
+    bytes: int | None = None
+    timeout_s: float | None = None
+    ending_s: float = 0.0
+
+
+NO_LIMITS = ScorerLimits()
+
+
 class Scorer(ABC):
     """inputs: what `run` takes, in order. width: None for one score a row, else scores of a row. is_row_wise: a row's score does
-    not depend on the rows beside it. Any thread may call."""
+    not depend on the rows beside it. model, version: whose scorer it is. Any thread may call."""
 
     kind: str
+    model: str = ""
+    version: int = 0
+    limits: ScorerLimits = NO_LIMITS
     inputs: tuple[ScorerInput, ...]
     width: int | None = None
     is_row_wise: bool = True
@@ -28,6 +45,15 @@ class Scorer(ABC):
     @abstractmethod
     def run(self, arrays: list[Floats]) -> Floats:
         """fp32 [batch, width] of each input -> fp32 [batch], or [batch, `width`]."""
+
+    @abstractmethod
+    def admit(self, rows: int) -> int:
+        """The work of a call with `rows` rows, in multiplications. ApiError: it would take more memory than it may."""
+
+    @property
+    def name(self) -> str:
+        """Whose scorer it is, for people."""
+        return f"{self.model} version {self.version}"
 
     @property
     def dense(self) -> dict[str, int]:
@@ -51,6 +77,9 @@ class Similarity(Scorer):
     def __init__(self, stored: StoredScorer) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
 
+    def admit(self, rows: int) -> int:
+        return 4 * rows * sum(i.width for i in self.inputs)
+
     def run(self, arrays: list[Floats]) -> Floats:
         a, b = arrays
         scores: Floats = np.einsum("bd,bd->b", a, b, dtype=np.float32)
@@ -60,7 +89,7 @@ class Similarity(Scorer):
         return scores
 
 
-def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1) -> Scorer | None:
+def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1, limits: ScorerLimits = NO_LIMITS) -> Scorer | None:
     """A version's scorer, tried once on zeros; None where it has none. device, threads: what a program runs on.
 
     LoaderError: its bytes changed. ServingError: it does not run, or gives something else than scores.
@@ -68,8 +97,11 @@ def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1) -> Scor
     stored = segment.header.scorer
     if stored is None:
         return None
-    if stored.kind != "program":
-        return Similarity(stored)
-    from serving.program import ProgramScorer
+    if stored.kind == "program":
+        from serving.program import ProgramScorer
 
-    return ProgramScorer(stored, segment.program(), device, threads)
+        scorer: Scorer = ProgramScorer(stored, segment.program(), device, threads, limits)
+    else:
+        scorer = Similarity(stored)
+    scorer.model, scorer.version = segment.header.model, segment.header.version
+    return scorer

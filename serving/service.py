@@ -13,15 +13,15 @@ from loader.errors import LoaderError
 from loader.versions import Model
 from quant import QuantError, choose
 from serving.batching import Batcher
+from serving.deadline import Scorers
 from serving.engine import Batch, Engine, Served
 from serving.errors import Kind, ServingError, bad_request, not_found
 from serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
 from serving.placement import Placer
+from serving.scorer import ScorerLimits
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
-
-INLINE_SCORES = 512  # rows up to which scores are computed on the event loop
 
 
 def _log_end(watcher: asyncio.Task[None]) -> None:
@@ -45,11 +45,15 @@ class Service:
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
+                scorer_limits=ScorerLimits(
+                    settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
+                ),
             )
             for name in settings.models
         }
         self.ready = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
+        self._scorers = Scorers()
         self._watcher: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
 
@@ -150,9 +154,6 @@ class Service:
         if batch.scoring is None:
             return buffer
         started = time.perf_counter()
-        if is_large or batch.scoring.output.shape[0] > INLINE_SCORES:
-            await beside(batch.scoring.run, inputs, buffer)
-        else:
-            batch.scoring.run(inputs, buffer)
+        await self._scorers.run(batch.scoring, inputs, buffer)
         SCORE_SECONDS.labels(batch.model).observe(time.perf_counter() - started)
         return buffer

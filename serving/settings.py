@@ -58,6 +58,12 @@ class ServerSettings(RootSettings):
     poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
     max_body_bytes: int = Field(64 << 20, ge=1024, description="largest request body")
     max_response_bytes: int = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
+    max_scorer_bytes: ByteSize = Field(
+        ByteSize(2 << 30), ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
+    )
+    scorer_timeout_s: float = Field(
+        10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
+    )
     max_header_bytes: int = Field(16 << 10, ge=256, description="largest request line and headers together")
     max_connections: int = Field(1024, ge=1, description="connections a worker holds; beyond, requests get 503")
     header_timeout_s: float = Field(10, gt=0, description="seconds from the first byte of a request to the end of its headers")

@@ -1,0 +1,18 @@
+"""Exported programs (`torch.export.save`, .pt2): what a scorer may be, read as data, and run without trusting it.
+
+    read        a .pt2 file -> `Program`, by the rules of `vet`; without torch, running nothing
+    graph       what a program is: calls of operators, weights as raw bytes, inputs
+    operators   what it may call
+    write       a program -> the archive that is published
+    checks      sizes that kernels trust, checked before each call
+    run         the calls, one after another
+    measure     shapes propagated against the weights: where they do not fit, the bytes and the work of a call
+
+checks, run and measure import torch; import them where they are used.
+"""
+
+from loader.program.graph import HOW_TO_EXPORT, Program, ProgramInput
+from loader.program.read import LARGEST_BYTES, read_program
+from loader.program.write import write_program
+
+__all__ = ["HOW_TO_EXPORT", "LARGEST_BYTES", "Program", "ProgramInput", "read_program", "write_program"]

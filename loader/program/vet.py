@@ -1,0 +1,295 @@
+"""The rules of a program's graph, a function each, from JSON that nobody trusts to a graph of known fields.
+
+What these fields do not hold is not looked at and goes no further: metadata, guards, how inputs are nested, declared sizes.
+Malformed JSON raises what Python raises for it (KeyError, TypeError ...); `read` makes a ProgramError of that.
+"""
+
+import keyword
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loader.program.graph import (
+    FP32,
+    TYPES,
+    Argument,
+    DType,
+    Item,
+    MemoryFormat,
+    Node,
+    NumberRef,
+    Output,
+    OwnDevice,
+    ProgramInput,
+    TensorRef,
+    refuse,
+)
+from loader.program.operators import ARITHMETIC, NOTES, OPERATORS, READ_AS
+
+LARGEST_NODES, LARGEST_LIST, LARGEST_NAME = 20_000, 10_000, 300
+_END = (1 << 63) - 1  # how export writes "to the end" of a slice
+_LARGEST_INT = 1 << 31
+_STRING = re.compile(r"[\w ,.>-]{0,200}", re.ASCII)
+_SYMBOL = re.compile(r"(?:Symbol\('(?P<made>\w{1,40})'[\w ,=]{0,200}\)|(?P<plain>\w{1,40}))", re.ASCII)
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+_MEMORY_FORMATS = (1, 4)
+
+
+def _only(union: Mapping[str, Any]) -> tuple[str, Any]:
+    ((kind, value),) = union.items()
+    return kind, value
+
+
+def check_name(name: Any) -> str:
+    """A value's name: it is only ever compared with others."""
+    if not isinstance(name, str) or not 0 < len(name) <= LARGEST_NAME or not name.isprintable():
+        refuse(f"its graph has the name {str(name)[:60]!r}")
+    return name
+
+
+# ---- arguments ----
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not (abs(value) <= _LARGEST_INT or value == _END):
+        refuse(f"its graph has the number {str(value)[:40]}; expected one of at most {_LARGEST_INT:,}")
+    return value
+
+
+def weight_int(value: Any) -> int:
+    """A size, stride or offset of a weight."""
+    number = value["as_int"]
+    if type(number) is not int:
+        refuse(f"a weight has the size {str(number)[:40]!r}")
+    return number
+
+
+def _float(value: Any) -> float:
+    number = _FLOATS.get(value) if isinstance(value, str) else value
+    if type(number) not in (int, float):
+        refuse(f"its graph has the number {str(value)[:40]!r}")
+    return float(number)  # type: ignore[arg-type]
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        refuse(f"its graph has {str(value)[:40]!r} for true or false")
+    return value
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str) or not _STRING.fullmatch(value):
+        refuse(f"its graph has the text {str(value)[:60]!r}")
+    return value
+
+
+def _tensor(value: Any) -> TensorRef:
+    return TensorRef(check_name(value["name"]))
+
+
+def _maybe_tensor(value: Any) -> TensorRef | None:
+    kind, held = _only(value)
+    return None if kind == "as_none" else _union(kind, held, "as_tensor", _tensor)
+
+
+def _number(of: str, convert: Callable[[Any], int | float | bool]) -> Callable[[Any], NumberRef | int | float | bool]:
+    """A number, or the name of one that is computed."""
+
+    def parse(value: Any) -> NumberRef | int | float | bool:
+        kind, held = _only(value)
+        return NumberRef(check_name(held)) if kind == "as_name" else _union(kind, held, of, convert)
+
+    return parse
+
+
+def _union(kind: str, held: Any, expected: str, parse: Callable[[Any], Any]) -> Any:
+    if kind != expected:
+        refuse(f"its graph holds a {kind.removeprefix('as_')[:40]} where a {expected.removeprefix('as_')} is expected")
+    return parse(held)
+
+
+def dtype(value: Any) -> int:
+    """A ScalarType that is supported."""
+    if type(value) is not int or value not in TYPES:
+        refuse(f"its graph has a tensor of type {str(value)[:20]}; supported: {', '.join(t for t, _ in TYPES.values())}")
+    return value
+
+
+def _layout(value: Any) -> None:
+    if value != 7:
+        refuse("its graph has a tensor that is not dense")
+
+
+def _memory_format(value: Any) -> MemoryFormat:
+    if type(value) is not int or value not in _MEMORY_FORMATS:
+        refuse("its graph asks for a memory format; expected contiguous tensors")
+    return MemoryFormat(value)
+
+
+def _device(value: Any) -> OwnDevice:
+    if value != {"type": "cpu", "index": None}:
+        refuse(f"its graph names the device {str(value)[:60]}; export it on the CPU")
+    return OwnDevice()
+
+
+_sym_int, _sym_float, _sym_bool = _number("as_int", _int), _number("as_float", _float), _number("as_bool", _bool)
+_ITEMS: dict[str, Callable[[Any], Item]] = {
+    "as_none": lambda _: None,
+    "as_tensor": _tensor,
+    "as_optional_tensor": _maybe_tensor,
+    "as_int": _int,
+    "as_float": _float,
+    "as_bool": _bool,
+    "as_string": _string,
+    "as_sym_int": _sym_int,
+    "as_sym_float": _sym_float,
+    "as_sym_bool": _sym_bool,
+    "as_scalar_type": lambda value: DType(dtype(value)),
+    "as_memory_format": _memory_format,
+    "as_layout": _layout,
+    "as_device": _device,
+}
+_LISTS: dict[str, Callable[[Any], Item]] = {
+    "as_tensors": _tensor,
+    "as_optional_tensors": _maybe_tensor,
+    "as_ints": _int,
+    "as_floats": _float,
+    "as_bools": _bool,
+    "as_sym_ints": _sym_int,
+    "as_sym_floats": _sym_float,
+    "as_sym_bools": _sym_bool,
+}
+
+
+def argument(value: Any) -> Argument:
+    """One argument of a call."""
+    kind, held = _only(value)
+    if kind in _ITEMS:
+        return _ITEMS[kind](held)
+    if kind not in _LISTS:
+        refuse(f"its graph holds a {kind.removeprefix('as_')[:40]}")
+    if not isinstance(held, list) or len(held) > LARGEST_LIST:
+        refuse(f"its graph has a list of more than {LARGEST_LIST:,} values")
+    return tuple(_LISTS[kind](item) for item in held)
+
+
+def output(value: Any) -> Output:
+    """What a call gives: a tensor, several in a list, or a number."""
+    kind, held = _only(value)
+    if kind in ("as_sym_int", "as_sym_float", "as_sym_bool"):
+        inner, name = _only(held)
+        if inner != "as_name":
+            refuse("a call of its graph gives a number without a name")
+        return NumberRef(check_name(name))
+    if kind == "as_tensors":
+        return tuple(_tensor(item) for item in held)
+    found: TensorRef = _union(kind, held, "as_tensor", _tensor)
+    return found
+
+
+# ---- calls ----
+
+
+def check_target(target: Any) -> str:
+    """An operator of the list, or arithmetic on sizes."""
+    found = READ_AS.get(target, target) if isinstance(target, str) else None
+    if found is None or not (found in OPERATORS or found in ARITHMETIC):
+        refuse(f"its graph calls {str(target)[:80]!r}; expected ATen operators alone, of those that a dense part is made of")
+    return found
+
+
+def check_is_for_inference(node: Node) -> None:
+    """Dropout and batch norms do in training what no request wants."""
+    training = dict(node.arguments).get("train" if ".dropout." in node.target else "training")
+    if training not in (None, False):
+        refuse("it drops values at random, or norms by its batch, as in training; call module.eval() before the export")
+
+
+def check_arguments(node: Node) -> None:
+    """Each argument once; no memory of another kind."""
+    names = [name for name, _ in node.arguments]
+    if len(set(names)) != len(names):
+        refuse(f"{node.target} is given an argument twice")
+    if dict(node.arguments).get("pin_memory") not in (None, False):
+        refuse("its graph asks for pinned memory")
+
+
+def node(value: Any) -> Node:
+    """One call."""
+    arguments = tuple((check_name(i["name"]), argument(i["arg"])) for i in value["inputs"])
+    found = Node(check_target(value["target"]), arguments, tuple(map(output, value["outputs"])))
+    check_arguments(found)
+    check_is_for_inference(found)
+    return found
+
+
+def nodes(values: Any) -> tuple[Node, ...]:
+    """All calls, in order, but for export's notes."""
+    if not isinstance(values, list) or len(values) > LARGEST_NODES:
+        refuse(f"its graph has more than {LARGEST_NODES:,} calls")
+    return tuple(node(v) for v in values if v["target"] not in NOTES)
+
+
+def check_order(given: tuple[str, ...], found: tuple[Node, ...], result: TensorRef) -> None:
+    """Every value is made once, before it is used, and used as what it is."""
+    made: dict[str, type] = {}
+
+    def make(ref: TensorRef | NumberRef) -> None:
+        if ref.name in made:
+            refuse(f"its graph makes {ref.name[:60]!r} twice")
+        made[ref.name] = type(ref)
+
+    def use(item: object) -> None:
+        if isinstance(item, TensorRef | NumberRef) and made.get(item.name) is not type(item):
+            refuse(f"its graph uses {item.name[:60]!r}, which nothing made before")
+
+    for name in given:
+        make(TensorRef(name))
+    for call in found:
+        for _, held in call.arguments:
+            for item in held if isinstance(held, tuple) else (held,):
+                use(item)
+        for out in call.outputs:
+            for ref in out if isinstance(out, tuple) else (out,):
+                make(ref)
+    use(result)
+
+
+# ---- inputs and the result ----
+
+
+def program_input(name: str, declared: Mapping[str, Any]) -> ProgramInput:
+    """An input by its public name: fp32 [batch, n]."""
+    sizes = declared["sizes"]
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or len(name) > LARGEST_NAME:
+        refuse("its inputs have no names of their own")
+    if len(sizes) != 2 or "as_int" not in sizes[1]:
+        refuse(f"input {name!r} has {len(sizes)} dimensions; expected [batch, n]")
+    if "as_expr" not in sizes[0]:
+        batch = str(sizes[0].get("as_int"))[:20]
+        refuse(f"input {name!r} was exported for a batch of {batch} alone; name its dimension 0 in dynamic_shapes")
+    if declared["dtype"] != FP32:
+        refuse(f"input {name!r} is not fp32")
+    return ProgramInput(name, _int(sizes[1]["as_int"]))
+
+
+def rows(name: str, declared: Mapping[str, Any], constraints: Mapping[str, Any]) -> tuple[int, int]:
+    """The least and the largest batch that an input was exported for."""
+    text = declared["sizes"][0]["as_expr"]["expr_str"]
+    found = _SYMBOL.fullmatch(text) if isinstance(text, str) else None
+    if not found:
+        refuse(f"input {name!r} has the batch {str(text)[:60]!r}, which is more than arithmetic; expected a Dim of its own")
+    bounds = constraints.get(found["made"] or found["plain"], {})
+    least, most = (bounds.get(k) for k in ("min_val", "max_val"))
+    if not all(b is None or type(b) is int for b in (least, most)):
+        refuse("its sizes have bounds that are no numbers")
+    return max(0, least or 0), _LARGEST_INT if most is None else min(most, _LARGEST_INT)
+
+
+def result(signature: Mapping[str, Any]) -> TensorRef:
+    """The one tensor that is returned."""
+    specs = signature["output_specs"]
+    if [list(s) for s in specs] != [["user_output"]] or "as_tensor" not in specs[0]["user_output"]["arg"]:
+        refuse(f"it returns {len(specs)} values; expected one tensor, the scores")
+    return _tensor(specs[0]["user_output"]["arg"]["as_tensor"])
