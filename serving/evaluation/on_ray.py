@@ -18,7 +18,8 @@ from loader.errors import LoaderError
 from quant import QuantError
 from serving.errors import ServingError
 from serving.evaluation.data import Shard
-from serving.evaluation.work import Evaluator, Job, write_part
+from serving.evaluation.parts import write_part
+from serving.evaluation.work import Evaluator, Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -1,12 +1,22 @@
-"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shard done again."""
+"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shard done again.
+
+They are forked from a process that has imported what they need (multiprocessing's forkserver). Where that one dies they die with
+it, and it is started again. Where the pool's own process dies, they end at once.
+"""
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
+import os
 import signal
+import tempfile
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -14,16 +24,21 @@ from loader.errors import LoaderError
 from quant import QuantError
 from serving.errors import ServingError
 from serving.evaluation.data import Shard
-from serving.evaluation.work import Evaluator, Job, write_part
+from serving.evaluation.parts import remove_partials, write_part
+from serving.evaluation.work import Evaluator, Job
 
 logger = logging.getLogger("tableside")
 
-_TRIES = 3  # of a shard, before its data is held to be what kills processes
+_TRIES = 3  # of a shard, before its data is held to be what kills processes; of a start
+_PAUSE_S = 0.5  # before a start is tried again: a process that was killed is there for a moment yet
+_START = -1  # in the place of a shard's number
+_PR_SET_PDEATHSIG = 1
 
 
 def _work(job: Job, connection: Connection) -> None:
     """A process of the pool: shards come in, (number of rows, error) go out, until the pool closes its end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
+    _end_with_the_pool()
     try:
         evaluator = Evaluator(job)
         connection.send((0, None))
@@ -35,6 +50,29 @@ def _work(job: Job, connection: Connection) -> None:
             connection.send((0, str(error) or repr(error)))
     except EOFError:
         return
+
+
+def _end_with_the_pool() -> None:
+    """Ends this process, in the middle of a shard too, when the pool's process or the one that it was forked from is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    pool = multiprocessing.parent_process()
+    assert pool is not None
+
+    def watch() -> None:
+        pool.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="tableside-pool", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _sigint_held() -> Iterator[None]:
+    """Holds Ctrl-C back, for this process until the end of the block, for those that it starts for ever: it is the pool's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -52,7 +90,8 @@ class Pool:
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["serving.evaluation.work", "serving.program"])  # torch takes seconds
+        programs = ["serving.program"] if job.has_program else []  # torch takes seconds
+        self._context.set_forkserver_preload(["serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
 
     def run(self, shards: Sequence[Shard]) -> None:
@@ -88,11 +127,26 @@ class Pool:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
         changed = {"devices": (device,) if device else (), "sharing": sharing}
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(job, theirs), name="tableside-eval")
-        process.start()
-        theirs.close()
-        return _Process(process, ours, device)
+        failed: Exception | None = None
+        for _ in range(_TRIES):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(job, theirs), name="tableside-eval")
+            try:
+                with _sigint_held():
+                    forkserver.ensure_running()
+                process.start()
+                return _Process(process, ours, device)
+            except (OSError, EOFError) as error:
+                failed = error
+                ours.close()
+                logger.warning("a process of the pool did not start (%s)", error)
+                time.sleep(_PAUSE_S)
+            finally:
+                theirs.close()
+        raise ServingError(
+            f"a process of the pool did not start, {_TRIES} times over (the last time: {failed}); is there enough memory, and is "
+            f"the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), writable and its name shorter than 75 bytes?"
+        ) from failed
 
     def _send(self, p: _Process) -> None:
         try:
@@ -106,6 +160,7 @@ class Pool:
             rows, error = p.connection.recv()
         except (EOFError, OSError):
             p.process.join()
+            remove_partials(self._job.parts, p.process.pid)
             self._died(p)
             return False
         if error is not None:
@@ -113,11 +168,13 @@ class Pool:
         if p.shard is not None:
             self._on_done(rows)
             p.shard = None
+        elif not p.is_ready:
+            self._tries.pop(_START, None)
         p.is_ready = True
         return True
 
     def _died(self, p: _Process) -> None:
-        number = -1 if p.shard is None else p.shard.number
+        number = _START if p.shard is None else p.shard.number
         self._tries[number] = self._tries.get(number, 0) + 1
         what = "before it was ready" if p.shard is None else f"over {p.shard.file}, rows from {p.shard.start}"
         logger.warning("process %s ended with %s %s; it is replaced", p.process.pid, p.process.exitcode, what)

@@ -1,12 +1,11 @@
 """An evaluation from the command to the report: shards planned, scored by a pool, checked to be whole, compared, gated.
 
 OUT/plan.json            what is evaluated on what; an evaluation that was stopped goes on where its plan is the same
-OUT/parts/00000.parquet  row, label, score_0 (and score_1 of --against, slice) of one shard; renamed when whole
+OUT/parts/00000.parquet  the scores of one shard, with a checksum beside them (serving/evaluation/parts.py)
 OUT/report.json          the figures
 """
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,20 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from loader.header import Header
 from loader.versions import Model
 from serving.errors import ServingError
 from serving.evaluation import sources
 from serving.evaluation.data import Shard, data_files, plan_shards
+from serving.evaluation.parts import find_part, remove_partials
 from serving.evaluation.pool import Pool
 from serving.evaluation.quality import Quality, quality
+from serving.evaluation.records import DamagedRecord, read_record, write_record
 from serving.evaluation.work import Candidate, Job
 from serving.settings import ServerSettings
 
 Progress = Callable[[int, int], None]  # (rows done, rows in all)
+_TRIES = 3  # to read parts back as they were written
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def evaluate(
 
 
 def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progress: Progress | None) -> Report:
-    left = [s for s in shards if not _is_whole(job, s)]
+    left = [s for s in shards if find_part(job, s) is None]
     total = sum(s.rows for s in shards)
     resumed = done = total - sum(s.rows for s in left)
 
@@ -108,15 +109,46 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
             progress(done, total)
 
     advance(0)
-    started = time.monotonic()
-    if settings.engine == "ray":
-        from serving.evaluation.on_ray import RayPool
+    seconds = 0.0
+    for _ in range(_TRIES):
+        started = time.monotonic()
+        _score(job, settings, left, advance)
+        seconds += time.monotonic() - started
+        columns, left = _columns(job, shards)
+        if not left:
+            return _report(job, settings, columns, resumed, seconds)
+        advance(-sum(s.rows for s in left))
+    raise ServingError(
+        f"{job.part(left[0])} was not read as it had been written, {_TRIES} times over; check the disk, or choose another --out"
+    )
 
-        RayPool(job, settings.workers, advance, settings.ray_address).run(left)
-    else:
-        Pool(job, settings.workers, advance).run(left)
-    seconds = time.monotonic() - started
-    return _report(job, settings, shards, resumed, seconds)
+
+def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
+    """Scores shards; removes what processes that ended did not write to its end."""
+    try:
+        if settings.engine == "ray":
+            from serving.evaluation.on_ray import RayPool
+
+            RayPool(job, settings.workers, advance, settings.ray_address).run(shards)
+        else:
+            Pool(job, settings.workers, advance).run(shards)
+    finally:
+        remove_partials(job.parts)
+
+
+def _columns(job: Job, shards: Sequence[Shard]) -> tuple[dict[str, NDArray[Any]], list[Shard]]:
+    """The columns of all parts, in order; and the shards whose part was damaged or removed since it was written."""
+    found: dict[str, list[NDArray[Any]]] = {}
+    left = []
+    for shard in shards:
+        part = find_part(job, shard)
+        if part is None:
+            left.append(shard)
+            continue
+        for name in part.column_names:
+            values = part.column(name)
+            found.setdefault(name, []).append(values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object))
+    return {name: np.concatenate(parts) for name, parts in found.items()}, left
 
 
 def check_out(out: Path) -> None:
@@ -144,17 +176,6 @@ def _own(out: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _is_whole(job: Job, shard: Shard) -> bool:
-    """Whether a shard's part is there, with every column and row; one that is damaged is made again."""
-    path = job.part(shard)
-    try:
-        metadata = pq.read_metadata(path) if path.exists() else None
-    except pa.ArrowException:
-        return False
-    wanted = ["row", "label", *(f"score_{n}" for n in range(len(job.candidates))), *(["slice"] if job.slice_by else [])]
-    return metadata is not None and metadata.num_rows == shard.rows and metadata.schema.names == wanted
-
-
 def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings) -> Job:
     for header in headers:
         if header.scorer is None:
@@ -177,8 +198,18 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
             if i.feature is not None and len(found) != 1:
                 raise ServingError(f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}")
     parts = settings.out / "parts"
+    has_program = any(h.scorer.kind == "program" for h in headers if h.scorer)
     return Job(
-        server.root, tuple(candidates), label, columns, settings.slice_by, settings.batch_rows, parts, server, settings.stash
+        server.root,
+        tuple(candidates),
+        label,
+        columns,
+        settings.slice_by,
+        settings.batch_rows,
+        parts,
+        server,
+        settings.stash,
+        has_program,
     )
 
 
@@ -195,35 +226,22 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
         "shards": [asdict(s) for s in shards],
     }
     path = settings.out / "plan.json"
-    if path.exists():
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise ServingError(f"{path} is not readable ({error}); remove {settings.out}, or choose another --out") from error
-        if found != plan:
-            different = ", ".join(k for k in plan if not isinstance(found, dict) or found.get(k) != plan[k])
+    try:
+        found = read_record(path)
+    except FileNotFoundError:
+        write_record(path, plan)
+    except DamagedRecord as error:
+        raise ServingError(f"{error}; remove {settings.out}, or choose another --out") from error
+    else:
+        if different := ", ".join(k for k in plan if found.get(k) != plan[k]):
             raise ServingError(
                 f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"
             )
     job.parts.mkdir(parents=True, exist_ok=True)
-    for stale in job.parts.glob("*.partial-*"):
-        stale.unlink()
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(plan))
-    partial.replace(path)
+    remove_partials(job.parts)
 
 
-def _report(job: Job, settings: EvalSettings, shards: Sequence[Shard], resumed: int, seconds: float) -> Report:
-    found: dict[str, list[Any]] = {}
-    for shard in shards:
-        part = pq.read_table(job.part(shard))
-        rows = part.column("row").to_numpy()
-        if not np.array_equal(rows, np.arange(shard.start, shard.start + shard.rows)):
-            raise ServingError(f"{job.part(shard)} does not hold each row of its shard once; remove it and evaluate again")
-        for name in part.column_names:
-            values = part.column(name)
-            found.setdefault(name, []).append(values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object))
-    columns = {name: np.concatenate(parts) for name, parts in found.items()}
+def _report(job: Job, settings: EvalSettings, columns: Mapping[str, NDArray[Any]], resumed: int, seconds: float) -> Report:
     labels, scores = columns["label"], [columns[f"score_{n}"] for n in range(len(job.candidates))]
     overall = tuple(quality(labels, s) for s in scores)
     slices = {}
@@ -238,6 +256,6 @@ def _report(job: Job, settings: EvalSettings, shards: Sequence[Shard], resumed: 
     if settings.max_ne_increase is not None:
         passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
     report = Report(tuple(map(str, job.candidates)), len(labels), resumed, seconds, overall, slices, increase, passed)
-    text = json.dumps({**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}, indent=1)
-    (settings.out / "report.json").write_text(text + "\n")
+    figures = {**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}
+    write_record(settings.out / "report.json", figures)
     return report

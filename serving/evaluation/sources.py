@@ -1,11 +1,14 @@
 """Which version a model.toml was loaded as for an evaluation, so that one that was stopped goes on when it is started again."""
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from loader.model import ModelSpec
 from loader.versions import Model
+from serving.evaluation.records import DamagedRecord, read_record, write_record
+
+logger = logging.getLogger("tableside")
 
 FILE = "loaded.json"  # in OUT: path of a model.toml -> version, and what it was loaded from
 
@@ -22,18 +25,17 @@ def remembered(out: Path, path: Path, spec: ModelSpec, root: Path) -> int | None
 def remember(out: Path, path: Path, spec: ModelSpec, version: int) -> None:
     """Notes what a model.toml was loaded as."""
     out.mkdir(parents=True, exist_ok=True)
-    noted = {**_read(out), str(path.resolve()): {"version": version, "from": _stats(path, spec)}}
-    partial = out / f"{FILE}.partial"
-    partial.write_text(json.dumps(noted, indent=1))
-    partial.replace(out / FILE)
+    write_record(out / FILE, {**_read(out), str(path.resolve()): {"version": version, "from": _stats(path, spec)}})
 
 
 def _read(out: Path) -> dict[str, Any]:
     try:
-        found = json.loads((out / FILE).read_text())
-    except (OSError, ValueError):  # not there, or not whole: loaded anew
+        return read_record(out / FILE)
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except DamagedRecord as error:
+        logger.warning("%s; what it names is loaded again", error)
+        return {}
 
 
 def _stats(path: Path, spec: ModelSpec) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""What one process of an evaluation does: attach the versions once, then score shard after shard, a file of scores each."""
+"""What one process of an evaluation does: attach the versions once, then score shard after shard."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from loader.load import LoadSettings, load
@@ -42,7 +41,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Job:
     """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data. stash: tables leave
-    the GPU's memory while the dense part runs."""
+    the GPU's memory while the dense part runs. has_program: a scorer is a program, for which workers import torch."""
 
     root: Path
     candidates: tuple[Candidate, ...]
@@ -53,6 +52,7 @@ class Job:
     parts: Path
     settings: ServerSettings
     stash: bool = False
+    has_program: bool = True
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -61,16 +61,8 @@ class Job:
         return tuple(dict.fromkeys([*named, self.label, *([self.slice_by] if self.slice_by else [])]))
 
     def part(self, shard: Shard) -> Path:
-        """Where a shard's scores lie: whole, or not at all."""
+        """Where a shard's scores lie (serving/evaluation/parts.py)."""
         return self.parts / f"{shard.number:05}.parquet"
-
-
-def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
-    """A shard's file of scores: whole, or not at all."""
-    path = job.part(shard)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    pq.write_table(table, partial)
-    partial.replace(path)
 
 
 def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:

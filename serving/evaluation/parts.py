@@ -1,0 +1,95 @@
+"""Parts of an evaluation: the scores of one shard each, in a file that is whole and as it was written, or made again.
+
+OUT/parts/00000.parquet       row, label, score_0 (and score_1 of --against, slice)
+OUT/parts/00000.parquet.xxh3  "XXH3_", hex xxh3-64 of that file's bytes, its name: what `xxhsum --check` reads
+OUT/parts/00000.partial-PID   what a process is writing
+
+The checksum is of the bytes in memory, and is written first; then the part, under another name, and then it is renamed. Nobody
+makes a part that is there, so a kill leaves a checksum without a part at worst.
+"""
+
+import io
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from serving.errors import ServingError
+from serving.evaluation.data import Shard
+from serving.evaluation.work import Job
+
+logger = logging.getLogger("tableside")
+
+
+class DamagedPart(ServingError):
+    """A part that is not as it was written, or not of its shard."""
+
+
+def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
+    """Writes a shard's scores. ServingError: there is no room."""
+    path = job.part(shard)
+    partial = path.with_suffix(f".partial-{os.getpid()}")
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    try:
+        _checksum_file(path).write_text(_checksum_line(path, buffer.getbuffer()))
+        partial.write_bytes(buffer.getbuffer())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ServingError(
+            f"{path} cannot be written ({error.strerror}); free some space, and give the same command again: it goes on from here"
+        ) from error
+
+
+def find_part(job: Job, shard: Shard) -> pa.Table | None:
+    """A shard's scores; None where there are none. A damaged part is logged by its name and removed, so that it is made again."""
+    path = job.part(shard)
+    try:
+        return _read(job, shard)
+    except FileNotFoundError:
+        return None
+    except DamagedPart as error:
+        logger.warning("%s is made again: %s", path, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _read(job: Job, shard: Shard) -> pa.Table:
+    """A part, each of whose bytes is as it was written. FileNotFoundError: there is none."""
+    path = job.part(shard)
+    content = path.read_bytes()
+    try:
+        expected = _checksum_file(path).read_text()
+    except (FileNotFoundError, UnicodeDecodeError):
+        expected = ""
+    if (found := _checksum_line(path, content)) != expected:
+        raise DamagedPart(f"its checksum is {found.split()[0]}, expected {' '.join(expected.split()[:1]) or 'one beside it'}")
+    try:
+        part = pq.read_table(pa.BufferReader(content))
+    except pa.ArrowException as error:
+        raise DamagedPart(str(error)) from error
+    wanted = ["row", "label", *(f"score_{n}" for n in range(len(job.candidates))), *(["slice"] if job.slice_by else [])]
+    if part.column_names != wanted:
+        raise DamagedPart(f"its columns are {', '.join(part.column_names)}; expected {', '.join(wanted)}")
+    if not np.array_equal(part.column("row").to_numpy(), np.arange(shard.start, shard.start + shard.rows)):
+        raise DamagedPart(f"it does not hold rows [{shard.start}, {shard.start + shard.rows}) once each")
+    return part
+
+
+def remove_partials(parts: Path, pid: int | None = None) -> None:
+    """Removes what a process that ended was writing; without one, what any was. Caller knows that it has ended."""
+    for partial in parts.glob(f"*.partial-{'*' if pid is None else pid}"):
+        partial.unlink(missing_ok=True)
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.xxh3")
+
+
+def _checksum_line(path: Path, content: bytes | memoryview) -> str:
+    return f"XXH3_{xxhash.xxh3_64_hexdigest(content)}  {path.name}\n"
