@@ -29,7 +29,7 @@ from loader.versions import Model
 from quant import CpuBackend, QuantError, RowFormat, choose
 from quant.errors import NotRepresentable
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
 Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
 
 
