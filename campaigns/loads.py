@@ -41,9 +41,9 @@ class Campaign:
             ("random", "calls", "commands", "race kills", "races", "errors", "failed", "not one line", "short", "stops"), 0
         )
         self.durations = [self._load_whole() for _ in range(5)]
-        self.main_calls, self.thread_calls = self._calls(strace.CALLS), self._calls(strace.THREAD_CALLS)
-        self.failing_calls = self._calls(strace.FAILING)
-        self.called: set[int] = set()
+        self.calls, self.failing_calls = self._calls(strace.CALLS), self._calls(strace.FAILING)
+        self.left: list[tuple[str, int]] = []
+        self.killed_at: set[tuple[str, int]] = set()
 
     def during(self, part: str, seconds: float, step: Callable[[random.Random, str], None]) -> None:
         """Repeats a step for its share of the time, at least once."""
@@ -65,15 +65,15 @@ class Campaign:
             self.shelf.wrong("a whole load failed", str(loader.said()))
         return took
 
-    def _calls(self, calls: str) -> int:
-        """How many of these calls the busiest thread of a load makes."""
+    def _calls(self, calls: str) -> list[tuple[str, int]]:
+        """The calls that a load makes, each by its name and number."""
         loader, log = self.shelf.loader(), self.shelf.files / "strace"
         tracer = strace.attach(loader.pid, calls, log)
         loader.go()
         code = loader.end()
         tracer.communicate()
         self.shelf.check({loader.value: code}, "a load under strace")
-        return max(strace.calls_of(log).values())
+        return strace.calls_of(log)
 
     def _traced(self, calls: str, inject: str) -> tuple[Loader, int]:
         """A load under strace, and its exit code."""
@@ -96,16 +96,15 @@ class Campaign:
         self.shelf.check({loader.value: code}, where)
 
     def kill_at_call(self, chance: random.Random, where: str) -> None:
-        """At each call once, in an order by chance, before any comes a second time; now and then in a thread beside."""
-        if chance.random() < 0.1:
-            calls, number = strace.THREAD_CALLS, chance.randint(1, self.thread_calls)
-        else:
-            left = [n for n in range(1, self.main_calls + 1) if n not in self.called] or list(range(1, self.main_calls + 1))
-            calls, number = strace.CALLS, chance.choice(left)
-            self.called.add(number)
-        loader, code = self._traced(calls, f"signal=KILL:when={number}")
-        self.counts["calls"] += code == -signal.SIGKILL
-        self.shelf.check({loader.value: code}, f"{where}: killed at call {number} of {calls}")
+        """At each call once, in an order by chance, before any comes a second time."""
+        if not self.left:
+            self.left = chance.sample(self.calls, len(self.calls))
+        name, number = self.left.pop()
+        loader, code = self._traced(name, f"signal=KILL:when={number}")
+        if code == -signal.SIGKILL:
+            self.counts["calls"] += 1
+            self.killed_at.add((name, number))
+        self.shelf.check({loader.value: code}, f"{where}: killed at {name} {number}")
 
     def kill_command(self, chance: random.Random, where: str) -> None:
         """The real command; it has ended or is killed within the second that it takes."""
@@ -127,15 +126,20 @@ class Campaign:
             self._load_whole(chance.choice(SHORT_READS))
             self.counts["short"] += 1
             return
-        number, error = chance.randint(1, self.failing_calls), chance.choice(ERRORS)
-        inject = f"error={error}:when={number}{chance.choice(('', '', '+'))}"
-        loader, code = self._traced(strace.FAILING, inject)
+        (name, number), error = chance.choice(self.failing_calls), chance.choice(ERRORS)
+        for_good = error != "EINTR" and chance.random() < 0.3  # a call that is interrupted for ever is tried for ever
+        inject = f"error={error}:when={number}{'+' if for_good else ''}"
+        loader, code = self._traced(name, inject)
         self.counts["errors"] += 1
         self.counts["failed"] += code != 0
-        if code == CRASHED or (code and not loader.failed_plainly()):
+        if code == -signal.SIGALRM:
+            self.shelf.wrong("hung", f"{where}: {name} {inject}")
+        elif code and not loader.failed_plainly():
             self.counts["not one line"] += 1
-            self.shelf.details.append(f"not one line: {where}: {inject}: exit code {code}: {' | '.join(loader.said()[-3:])}")
-        self.shelf.check({loader.value: code}, f"{where}: {inject}")
+            self.shelf.details.append(
+                f"not one line: {where}: {name} {inject}: exit code {code}: {' | '.join(loader.said()[-3:])}"
+            )
+        self.shelf.check({loader.value: code}, f"{where}: {name} {inject}")
 
     # ---- races ----
 
@@ -230,14 +234,15 @@ def _figures(campaign: Campaign) -> dict[str, float]:
         "of them at random instants, forked": kills["random"],
         "of them at a system call, forked": kills["calls"],
         "of them the command": kills["commands"],
-        "system calls of a load": campaign.main_calls,
-        "system calls killed at": len(campaign.called),
+        "system calls of a load": len(campaign.calls),
+        "system calls killed at": len(campaign.killed_at),
         "races of two loaders": counts["races"],
         "readers stopped": counts["stops"],
         "errors injected": counts["errors"],
         "loads that failed of them": counts["failed"],
         "errors not told in one line": counts["not one line"],
         "loads with short reads": counts["short"],
+        "loads that hung": found["hung"],
         "orphan bytes": found["orphan bytes"],
         "wrong rows": found["wrong rows"] + found["unreadable"] + found["a reader saw wrong rows"],
         "wrong live version": found["wrong live version"],

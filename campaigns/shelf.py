@@ -9,8 +9,11 @@ always meant; and once `gc` has run, the folder holds the published versions and
 """
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -23,7 +26,7 @@ from loader.segment import Segment
 from loader.versions import Model
 from serving import cli
 
-VALUES, SMALL_BYTES, CRASHED = 16, 4096, 99
+VALUES, SMALL_BYTES, CRASHED, DEADLINE_S = 16, 4096, 99, 30.0
 IDS = np.arange(ROWS)
 
 
@@ -33,15 +36,15 @@ class Loader:
     def __init__(self, shelf: "Shelf", value: int, short_reads: int = 0) -> None:
         """short_reads: bytes that a read gives at most; 0: as many as were asked for."""
         self.value, self.errors = value, shelf.files / f"errors-{value}"
-        ready, self._go = os.pipe()
+        self._go, there = socket.socketpair()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._go)
-            os.read(ready, 1)
-            self._load(shelf, value, short_reads)
-        os.close(ready)
+            self._go.close()
+            self._load(shelf, value, short_reads, there)
+        there.close()
+        self._go.recv(1)
 
-    def _load(self, shelf: "Shelf", value: int, short_reads: int) -> None:
+    def _load(self, shelf: "Shelf", value: int, short_reads: int, there: socket.socket) -> None:
         """The child's part; it does not return."""
         code = CRASHED
         try:
@@ -49,6 +52,8 @@ class Loader:
             os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             if short_reads:
                 shorten_reads(short_reads)
+            there.send(b"r")
+            there.recv(1)
             code = cli.main(["load", str(shelf.toml(value)), "--root", str(shelf.root), "--keep", "1"])
         finally:
             if sys.exc_info()[0] is not None:
@@ -57,12 +62,19 @@ class Loader:
             os._exit(code)
 
     def go(self) -> None:
-        os.write(self._go, b"x")
-        os.close(self._go)
+        self._go.send(b"g")
+        self._go.close()
 
     def end(self) -> int:
-        """Waits for it; its exit code, negative where a signal ended it."""
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        """Waits for it; its exit code, negative where a signal ended it. One that hangs: -SIGALRM."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                return -signal.SIGALRM
+            time.sleep(0.001)
+        return os.waitstatus_to_exitcode(ended[1])
 
     def said(self) -> list[str]:
         """The lines that it wrote to stderr."""

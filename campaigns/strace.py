@@ -1,5 +1,7 @@
-"""strace over a process that waits for it: counts the system calls of what the process does then, kills it at the n-th, or makes
-the n-th fail. strace counts calls for each thread on its own, so "the n-th" is the n-th of the first thread to get there.
+"""strace over a process that waits for it: lists the system calls that it makes then, kills it at one of them, or makes one fail.
+
+strace counts the calls of each name in each thread on its own. So a call is named by its name and number: the third `openat` is
+the third of the first thread that gets there.
 """
 
 import re
@@ -10,8 +12,7 @@ from pathlib import Path
 
 from campaigns.common import until
 
-CALLS = "%file,%desc,mmap,munmap,madvise"  # all that a load does to files and mappings
-THREAD_CALLS = "preadv,preadv2,pread64,madvise,munmap,mprotect,futex"  # what the threads that read and quantize do
+CALLS = "%file,%desc,mmap,munmap,madvise,mprotect"  # all that a load does to files and mappings
 FAILING = "%file,read,write,preadv,preadv2,pread64,ftruncate,fallocate,fchmod,flock,getdents64"
 
 
@@ -27,7 +28,7 @@ def ensure() -> None:
 
 
 def attach(pid: int, calls: str, log: Path, inject: str = "") -> "subprocess.Popen[str]":
-    """strace over `pid` and its threads; returns once it is attached. inject: what happens at a call, as `signal=KILL:when=7`.
+    """strace over `pid` and its threads; returns once it is attached. inject: what happens at those calls, `signal=KILL:when=7`.
 
     RuntimeError: it cannot attach.
     """
@@ -46,6 +47,10 @@ def is_traced(pid: int) -> bool:
     return bool(states) and all(re.search(r"^TracerPid:\t[1-9]", state, re.M) for state in states)
 
 
-def calls_of(log: Path) -> Counter[int]:
-    """Calls of each thread in a log that `attach` wrote."""
-    return Counter(int(line.split(None, 1)[0]) for line in log.read_text().splitlines() if "resumed>" not in line and "(" in line)
+def calls_of(log: Path) -> list[tuple[str, int]]:
+    """Every call in a log that `attach` wrote, as (name, number), up to what the busiest thread made of each name."""
+    lines = (re.match(r"(\d+) +(\w+)\(", line) for line in log.read_text().splitlines())
+    most: dict[str, int] = {}
+    for (_, name), times in Counter((line[1], line[2]) for line in lines if line).items():
+        most[name] = max(most.get(name, 0), times)
+    return [(name, number) for name, times in sorted(most.items()) for number in range(1, times + 1)]
