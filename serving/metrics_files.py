@@ -12,6 +12,7 @@ prometheus_client maps `counter_PID.db` and `histogram_PID.db` into each worker.
   end by a kill comes in between.
 """
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -22,7 +23,6 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ _reported: set[str] = set()  # torn files, which are logged once
 # ---- the folder ----
 
 
-@contextmanager
+@contextlib.contextmanager
 def metrics_folder(root: Path) -> Iterator[None]:
     """A folder beside the models for the workers' counts: in memory, and out of reach of who cleans temporary folders.
 
@@ -80,11 +80,12 @@ def _new_folder(root: Path) -> tuple[Path, int]:
     """A new folder, and the lock on it: on the folder itself, so that it takes no file."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=".metrics-", dir=root))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
-        os.close(lock)  # another server that starts has held it for a stale one
+        with contextlib.suppress(FileNotFoundError):  # another server that starts may hold it for a stale one
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
 
 
 def _remove_if_free(folder: Path) -> None:
