@@ -1,0 +1,86 @@
+"""Evaluations whose processes are killed: what is said, what is made good, and what is left behind (nothing)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from towers import publish_towers
+
+from loader.memory import processes_below
+
+TOP = Path(__file__).resolve().parents[2]
+
+
+def test_killed_and_resumed_evaluations_give_the_same_report() -> None:
+    """A short campaign: kills and flips at random instants; it says how many, and finds no difference, file or process left."""
+    seed = int(time.time()) % 1000
+    print(f"seed {seed}")
+    code = "import sys, json; from campaigns.evals import run; print(json.dumps(run(20, int(sys.argv[1]), 12)))"
+    command = [sys.executable, "-c", code, str(seed)]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] >= 3 and found["flips"] >= 1, found
+    for name in ("wrong reports", "rows not once", "flips not named", "partial files left", "processes left", "tracebacks"):
+        assert found[name] == 0, found
+
+
+@pytest.fixture
+def command(root: Path, tmp_path: Path) -> list[str]:
+    """An evaluation of a small model of two towers."""
+    publish_towers(root, tmp_path)
+    pq.write_table(pa.table({"user": [1, 2], "item": [3, 4], "label": [0, 1]}), tmp_path / "data.parquet")
+    options = ("--out", str(tmp_path / "out"), "--root", str(root))
+    return [sys.executable, "-m", "serving.cli", "eval", "towers", str(tmp_path / "data.parquet"), *options]
+
+
+def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:
+    """Kills the process that workers are forked from as soon as it is there, that many times over; how many were killed."""
+    killed: set[int] = set()
+    end = time.monotonic() + 60
+    while process.poll() is None and len(killed) < times and time.monotonic() < end:
+        for pid in set(processes_below(process.pid)) - killed:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"multiprocessing.forkserver" in command and b"resource_tracker" not in command:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            except (OSError, ValueError):
+                continue
+        time.sleep(0.001)
+    return len(killed)
+
+
+@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
+def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int) -> None:
+    """Once: it is started again. Each time: lines that say what failed, and the last one where and the remedy."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    killed = kill_forkservers(process, times)
+    out, error = process.communicate(timeout=60)
+    assert killed >= min(times, 3) and "Traceback" not in error, error
+    if times == 1:
+        assert process.returncode == 0 and "2 rows in" in out, error
+        return
+    assert process.returncode == 1
+    *tries, last = error.splitlines()
+    assert tries and all("a process of the pool did not start (" in line for line in tries)
+    assert last.startswith("tableside: a process of the pool did not start, 3 times over") and "is there enough memory" in last
+
+
+def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_path: Path) -> None:
+    """A socket's name has 107 bytes: the error names the folder and the variable that it comes from."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert (
+        f"AF_UNIX path too long); is there enough memory, and is the folder of temporary files, TMPDIR ({folder})" in found.stderr
+    )
