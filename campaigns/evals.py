@@ -130,8 +130,8 @@ class _Evaluation:
         return found
 
     def flip(self, chance: random.Random, found: Counter[str]) -> None:
-        """Flips a bit in up to three finished parts, or in what says what they should hold."""
-        for part in chance.sample(parts := self.parts(), min(chance.randrange(4), len(parts))):
+        """Flips a bit in one to three finished parts, or in what says what they should hold."""
+        for part in chance.sample(parts := self.parts(), min(chance.randint(1, 3), len(parts))):
             path = part if chance.random() < 0.75 else part.with_name(f"{part.name}.xxh3")
             if part.name in self.flipped or not path.exists():
                 continue
@@ -153,6 +153,9 @@ def _disturb(evaluation: _Evaluation, chance: random.Random, found: Counter[str]
     """Kills and flips at random instants until the run ends."""
     found["runs"] += 1
     process = evaluation.process
+    first = chance.choice((0, SHARDS // 10))  # every other run comes far enough that there is something to flip
+    while process.poll() is None and len(evaluation.parts()) < first:
+        time.sleep(0.005)
     while process.poll() is None and chance.random() < _GO_ON:
         at = time.monotonic() + chance.expovariate(1 / _PAUSE_S)
         while process.poll() is None and time.monotonic() < at:
