@@ -62,7 +62,7 @@ class Matrix:
         """[begin, end) of a shard's bytes in its file."""
         return shard.offset, shard.offset + shard.rows * shard.columns * self.source.bytes
 
-    def check(self) -> "Matrix":
+    def check(self, checkpoint: Path) -> "Matrix":
         """Raises CheckpointError unless the shards cover every value once and lie inside their files."""
         sizes: dict[Path, int] = {}
         covered = 0
@@ -82,8 +82,8 @@ class Matrix:
             )
         if covered != self.rows * self.dim:
             raise CheckpointError(
-                f"{self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} of {self.rows * self.dim}; "
-                "a part of the checkpoint is missing"
+                f"{checkpoint}: {self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} of "
+                f"{self.rows * self.dim}; a part of the checkpoint is missing"
             )
         return self
 
@@ -116,7 +116,7 @@ class Checkpoint:
     def matrix(self, key: str) -> Matrix:
         """The matrix `key`, its shards checked; CheckpointError says what else there is."""
         if key in self.matrices:
-            return self.matrices[key].check()
+            return self.matrices[key].check(self.path)
         if key in self.skipped:
             raise CheckpointError(f"{self.path}: {key!r} cannot be a table: {self.skipped[key]}")
         near = ", ".join(sorted(self.matrices)[:10]) or "none"

@@ -104,7 +104,10 @@ def _entries(text: str) -> Iterator[tuple[str, _Entry]]:
 def _members(text: str, at: int) -> Iterator[tuple[str, int]]:
     """(key, where its value begins) of the object at `at`, whose values are flat objects; ends at the text's end."""
     at = _space(text, at + 1)
-    while text[at : at + 1] == '"':
+    more = text[at : at + 1] != "}"
+    while more:
+        if text[at : at + 1] != '"':
+            raise ValueError(f"expected a name at character {at}")
         name, at = scanstring(text, at + 1, True)
         at = _space(text, at)
         if text[at : at + 1] != ":":
@@ -112,11 +115,8 @@ def _members(text: str, at: int) -> Iterator[tuple[str, int]]:
         at = _space(text, at + 1)
         yield name, at
         at = _space(text, _past(text, at) if name == "__metadata__" else text.index("}", at) + 1)
-        if text[at : at + 1] == "}":
-            break
-        if text[at : at + 1] != ",":
-            raise ValueError(f"expected ',' at character {at}")
-        at = _space(text, at + 1)
+        if more := text[at : at + 1] == ",":
+            at = _space(text, at + 1)
     if text[at : at + 1] != "}" or text[at + 1 :].strip(" \t\r\n"):
         raise ValueError(f"expected '}}' at character {at}, and nothing after it")
 
