@@ -19,7 +19,7 @@ from make_model import publish_random
 from loader.versions import Model
 from quant import Pooling, choose
 from serving import bench
-from serving.asgi import Receive, Scope, Send, read_body, respond
+from serving.asgi import Receive, Scope, Send, holding, read_body, respond
 from serving.server import serve
 from serving.settings import ServerSettings
 
@@ -37,7 +37,8 @@ def make_echo(settings: ServerSettings) -> Any:
             if scope.get("path") != "/echo":
                 await super().__call__(scope, receive, send)
                 return
-            body = await read_body(scope, receive, settings.max_body_bytes)
+            with holding(scope, self.in_flight) as hold:
+                body = await read_body(scope, receive, settings.max_body_bytes, hold)
             await respond(send, 200, (), body, memoryview(body)[: OUT_BYTES - len(body)])
 
     return Echo(settings)

@@ -6,6 +6,7 @@ A registration belongs to one process. It is undone when the last view of it is 
 
 import ctypes
 import fcntl
+import logging
 import os
 import resource
 import threading
@@ -22,6 +23,9 @@ from loader.segment import Segment
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("tableside")
+
+TURN_WAIT_S = 60.0
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_SUPPORTED = 1, 2, 712, 801
@@ -127,14 +131,31 @@ def _supports_read_only(device: Any) -> bool:
 
 
 @contextmanager
-def _one_by_one(segment: Segment) -> Iterator[None]:
-    """Holds a lock that the kernel releases on death: registering locks every page, and several at once only contend."""
-    fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]:
+    """Waits for its turn: registering locks every page, and several at once only contend.
+
+    The turn is a lock that the kernel drops with its holder. It saves time and keeps nothing right, so who waits for it longer than
+    `wait_s` seconds goes on without it, and says so.
+    """
+    fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        deadline = time.monotonic() + wait_s
+        while not _has_turn(fd):
+            if time.monotonic() >= deadline:
+                logger.warning("%s is locked for more than %g s; it is registered beside that process", segment.path, wait_s)
+                break
+            time.sleep(0.005)
         yield
     finally:
         os.close(fd)
+
+
+def _has_turn(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _explain(code: int, segment: Segment, is_read_only: bool) -> str:

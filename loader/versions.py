@@ -75,6 +75,14 @@ class Model:
         lived, damaged = self._lived(self.record()), self.damaged_versions()
         return [v for v in reversed(lived) if v not in damaged]
 
+    def good(self) -> int:
+        """The version to serve: the live one, or, where that is known to be damaged, the last good one before it.
+
+        VersionError: none is live. Where no other is there, the live one, whose damage `attach` will say.
+        """
+        current = self.current()
+        return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
+
     def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
         """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not published."""
         for _ in range(3):  # the live version may be replaced and removed between reading its number and opening it

@@ -1,17 +1,21 @@
 """The few lines of ASGI that the raw routes need: read a body, send a response, send an error."""
 
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 
+from serving.admission import RETRY_AFTER_S, Bytes, Hold
 from serving.errors import ApiError, Kind, bad_request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+HOLD = "tableside.hold"  # where a request's scope has what it holds
+JSON_BESIDE_BYTES = 1 << 16  # JSON from this size on is parsed on the thread beside the event loop
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -19,8 +23,11 @@ class Disconnected(Exception):
     """The client went away before its request was complete; there is no one to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body, decompressed where it says so. ApiError 413: more than `limit` bytes."""
+async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
+    """The whole body, decompressed where it says so. ApiError 413: more than `limit` bytes; 503: more than may be held now.
+
+    hold: what the request holds; the connection counts the bytes that come in, this what they unpack to.
+    """
     message = await receive()
     parts, size = [], 0
     while True:
@@ -36,7 +43,21 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         message = await receive()
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     encoding = (header(scope, b"content-encoding") or b"identity").lower()
-    return body if encoding == b"identity" else _decompress(body, encoding, limit)
+    if encoding == b"identity":
+        return body
+    plain = _decompress(body, encoding, limit)
+    hold.grow(len(plain))
+    return plain
+
+
+@contextmanager
+def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
+    """What a request holds: its connection's `Hold`, which goes when the response is sent, or one for the block."""
+    if (hold := scope.get(HOLD)) is not None:
+        yield hold
+        return
+    with in_flight.holding() as own:
+        yield own
 
 
 def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
@@ -69,8 +90,29 @@ def json_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def too_large(limit: int) -> ApiError:
-    return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit (max_body_bytes)")
+def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
+    return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
+
+
+def check_json_size(size: int, limit: int) -> None:
+    """ApiError 413: a JSON text of `size` bytes is too large; numbers as binary tensors take a tenth of its time."""
+    if size > limit:
+        raise ApiError(
+            413,
+            Kind.TOO_LARGE,
+            f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary tensors, POST /v2/models/"
+            "MODEL/infer",
+        )
+
+
+def check_json_answer(size: int, limit: int) -> None:
+    """ApiError 400: vectors of `size` bytes are too many for a JSON response."""
+    if size > limit:
+        raise bad_request(
+            f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} (max_json_bytes): ask for binary "
+            "tensors, POST /v2/models/MODEL/infer with binary_data_output",
+            Kind.TOO_LARGE,
+        )
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -96,4 +138,9 @@ async def respond_json(send: Send, value: Any, status: int = 200) -> None:
 
 async def respond_error(send: Send, error: ApiError) -> None:
     """{"error": message}: the shape that the Triton client decodes."""
-    await respond_json(send, {"error": error.message}, error.status)
+    await respond(send, error.status, (JSON_TYPE, *retry_after(error)), orjson.dumps({"error": error.message}))
+
+
+def retry_after(error: ApiError) -> list[tuple[bytes, bytes]]:
+    """The header that says when to come again, of a 503."""
+    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []

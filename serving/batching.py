@@ -19,6 +19,7 @@ import numpy as np
 
 from quant import BadIds
 from serving import metrics
+from serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from serving.deadline import Deadline, timed_out
 from serving.engine import Batch, score_together
 from serving.errors import ApiError, Kind
@@ -47,8 +48,10 @@ class _Waiting:
 class Batcher:
     """Runs requests on `fused`, at most `max_batch` together, each waiting at most `delay_s` for others."""
 
-    def __init__(self, fused: "Fused", max_batch: int, delay_s: float) -> None:
+    def __init__(self, fused: "Fused", max_batch: int, delay_s: float, max_waiting: int = 1024, max_wait_s: float = 1.0) -> None:
+        """max_waiting, max_wait_s: as for `serving.admission.Waiting`, whose rules are followed here."""
         self._fused, self._max_batch, self._delay_s = fused, max_batch, delay_s
+        self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-gpu")
         self._timer: asyncio.TimerHandle | None = None
@@ -65,6 +68,8 @@ class Batcher:
             raise self._lost
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(batch, inputs, future, time.perf_counter()))
+        if len(self._waiting) > self._max_waiting:
+            _fail(self._waiting.popleft(), overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)"))
         self._start_if_due()
         result: Result = await future
         return result
@@ -97,17 +102,24 @@ class Batcher:
         self._start_if_due()
 
     def _take(self) -> list[_Waiting]:
+        self._refuse_late()
         taken: list[_Waiting] = []
         size = 0
         while self._waiting and len(taken) < self._max_batch:
-            if self._waiting[0].future.done():  # its client left
-                self._waiting.popleft()
-                continue
-            size += self._waiting[0].batch.staged_bytes
+            is_late = time.perf_counter() - self._waiting[0].since > self._delay_s + NEWEST_FIRST_AFTER_S
+            end = -1 if is_late else 0
+            w = self._waiting[end]
+            size += 0 if w.future.done() else w.batch.staged_bytes
             if taken and size > _BATCH_BYTES:
                 break
-            taken.append(self._waiting.popleft())
+            del self._waiting[end]
+            if not w.future.done():  # else its client left
+                taken.append(w)
         return taken
+
+    def _refuse_late(self) -> None:
+        while self._waiting and time.perf_counter() - self._waiting[0].since > self._delay_s + self._max_wait_s:
+            _fail(self._waiting.popleft(), overloaded(f"the request waited {self._max_wait_s:g} s for the GPU (max_wait_s)"))
 
     def _start(self) -> None:
         taken = self._take()

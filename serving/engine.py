@@ -20,7 +20,7 @@ from loader.segment import Segment, Verify
 from loader.versions import Model
 from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
 from quant.errors import Problem
-from serving.errors import ApiError, Kind, ServingError, bad_request, not_found
+from serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
 from serving.placement import Placed, Placer
 from serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, open_scorer
 
@@ -306,7 +306,7 @@ class Served:
 
     def feature(self, name: str) -> BoundFeature:
         if (bound := self.features.get(name)) is None:
-            raise bad_request(f"feature {name!r} is unknown; model {self.header.model!r} has: {', '.join(self.features)}")
+            raise bad_request(f"feature {short(name)} is unknown; model {self.header.model!r} has: {', '.join(self.features)}")
         return bound
 
     def remember(self, key: Any, layout: Any) -> None:
@@ -360,7 +360,10 @@ class Engine:
         )
         self._served: Served | None = None
         self._explicit: OrderedDict[int, Served] = OrderedDict()
-        self._refused = 0
+        self._refused: set[int] = set()  # versions that could not be taken, since another one was made live
+        self._live = 0
+        self._unusable: ApiError | None = None
+        self._last_warning = ""
 
     @property
     def cache(self) -> "Cache | None":
@@ -368,19 +371,31 @@ class Engine:
         return self._placer.cache
 
     def served(self) -> Served:
-        """The live version; ApiError before the first one is attached."""
+        """The version that answers. ApiError: none is attached yet, or its rows were found damaged and there is no other."""
+        if self._unusable is not None:
+            raise self._unusable
+        return self.attached()
+
+    def attached(self) -> Served:
+        """The version that is attached, whether or not it may answer. ApiError: none is yet."""
         if self._served is None:
             raise not_found(f"model {self.model.name!r} is not ready")
         return self._served
 
-    def attach(self, version: int | None = None) -> Served:
+    @property
+    def is_usable(self) -> bool:
+        """Whether it answers."""
+        return self._unusable is None
+
+    def attach(self, version: int | None = None, *, as_successor: bool = False) -> Served:
         """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served.
+
+        as_successor: it may take the room of the one that is served, which goes when its last request is done.
 
         LoaderError, QuantError, ServingError, OSError: it cannot be served here.
         """
         segment = self.model.attach(version, self._verify)
-        # The live version may take the room of the one that it replaces, which goes when its last request is done.
-        replaced = None if version is not None or self._served is None else self._served.placed
+        replaced = self._served.placed if as_successor and self._served is not None else None
         try:
             served = Served(
                 segment,
@@ -400,22 +415,43 @@ class Engine:
 
     def swap(self, served: Served) -> None:
         """From the next request on, `served` is answered from."""
-        self._served = served
-        self._refused = 0
+        self._served, self._unusable = served, None
 
     def changed(self) -> int | None:
-        """The number of the live version where it is neither served nor refused before."""
+        """The version that should be served instead, or None: the live one, unless it is served or was refused before; where
+        the rows of what is served were found damaged, the last good one.
+        """
         try:
-            current = self.model.record().current
+            current, damaged = self.model.record().current, self.model.damaged_versions()
+            good = self.model.last_good() if damaged else []
         except (LoaderError, OSError) as error:
-            logger.warning("cannot see which version of %s is live: %s", self.model.name, error)
+            self._warn(f"cannot see which version of {self.model.name} is live: {error}")
             return None
-        is_news = current and self._served and current != self._served.version and current != self._refused
-        return current if is_news else None
+        if current != self._live:
+            self._live = current
+            self._refused.clear()
+        served = self._served.version if self._served is not None else 0
+        wanted = [current] if current and current not in damaged else good if served in damaged else []
+        wanted = [v for v in wanted if v not in self._refused]
+        if served in damaged and not wanted and self._unusable is None:
+            self._give_up(served)
+        return wanted[0] if wanted and wanted[0] != served else None
 
     def refuse(self, version: int) -> None:
         """Remembers that `version` cannot be served, so that it is not tried again until another one is live."""
-        self._refused = version
+        self._refused.add(version)
+
+    def _give_up(self, version: int) -> None:
+        logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)
+        self._unusable = ApiError(
+            503, Kind.DAMAGED, f"rows of {self.model.name} were found damaged, and there is no other version; load it again"
+        )
+
+    def _warn(self, line: str) -> None:
+        """Says something once, not at each look."""
+        if line != self._last_warning:
+            logger.warning("%s", line)
+        self._last_warning = line
 
     def find(self, version: int) -> Served | None:
         """An attached version by number, or None."""
@@ -424,17 +460,29 @@ class Engine:
         return self._explicit.get(version)
 
     def forget_removed(self) -> None:
-        """Lets go of versions that requests named and that were removed since."""
+        """Lets go of versions that requests named and that were removed, or found damaged, since."""
+        if not self._explicit:
+            return
+        good = set(self.model.versions()) - set(self.model.damaged_versions())
         for version in list(self._explicit):  # a copy: a thread may attach one meanwhile
-            if not self.model.path(version).exists():
+            if version not in good:
                 self._explicit.pop(version, None)
 
     def attach_explicit(self, version: int) -> Served:
-        """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or damaged."""
+        """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or cannot be served.
+
+        Why it cannot is for the log: a client learns no paths.
+        """
+        published = self.model.versions()
+        if version not in published:
+            known = ", ".join(map(str, published)) or "none"
+            raise not_found(f"version {version} of model {self.model.name!r} is not published; versions there: {known}")
         try:
             served = self.attach(version)
         except (LoaderError, QuantError, ServingError, OSError) as error:
-            raise not_found(str(error)) from error
+            logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
+            what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"
+            raise not_found(what) from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:
             self._explicit.popitem(last=False)

@@ -1,6 +1,7 @@
 """What a request can do wrong. Every error becomes {"error": "..."} with a status and a kind for the metrics."""
 
 from enum import StrEnum
+from typing import Any
 
 
 class Kind(StrEnum):
@@ -11,12 +12,20 @@ class Kind(StrEnum):
     NOT_FOUND = "not_found"
     TOO_LARGE = "too_large"
     INTERNAL = "internal"
+    OVERLOADED = "overloaded"
     SWAP = "swap"
+    DAMAGED = "damaged"
     SCORER = "scorer"
     SCORER_TIMEOUT = "scorer_timeout"
 
 
 INTERNAL_ERROR = "internal error; the server's log has the details"
+
+
+def short(value: Any) -> str:
+    """A value that a client sent, for an error: its repr, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class ServingError(Exception):

@@ -3,49 +3,51 @@
     what                                    limit                  answer
     request line and headers                max_header_bytes       431, close
     a body's declared or received length    max_body_bytes         413, close (with chunk sizes and trailers: twice that)
-    first byte of a request to its headers  header_timeout_s       408, close (no byte at all: idle_timeout_s, close)
+    bytes that all requests hold            max_in_flight_bytes    503, close
+    first byte of a request to its headers  header_timeout_s       408, close
+    a connection that sent no request yet   header_timeout_s       close
+    a connection between two requests       idle_timeout_s         close
     headers to the end of the body          body_timeout_s         408, close
-    connections of this worker              max_connections        503, close
+    connections of this worker              max_connections        the one that is idle for longest is closed; none is: 503, close
     a response that is not read             write_timeout_s        reset
 
 A refused connection is read on for a moment before it is closed, so that a client that is still sending gets the answer and
 not a reset.
+
+Where a request ends must be beyond doubt, or bytes of one become another request. Two lengths, or a length and chunks, are
+refused by the parser (llhttp, strict); a transfer encoding other than chunked, and one of HTTP/1.0, are refused here. An offer to
+upgrade, which a server may ignore (Java's client offers h2c by default), makes the parser take what follows for another
+protocol; so the request is given to a new parser, its framing headers first, without the offer.
 """
 
 import asyncio
-import re
 import socket
 import struct
-from typing import Any
+from collections import deque
+from typing import Any, cast
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from serving.admission import RETRY_AFTER_S, Bytes, Hold
+from serving.asgi import HOLD
+from serving.errors import ApiError
 from serving.settings import ServerSettings
 
 LINGER_S = 1.0
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
-def limited_protocol(settings: ServerSettings) -> type[HttpToolsProtocol]:
-    """The protocol class with these limits, for uvicorn's Config(http=...)."""
-    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": settings})
-
-
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """The first bytes of a request without an Upgrade header, which a server may ignore: we speak no other protocol.
-
-    The parser would take what follows for that protocol, so that a POST lost its body (Java's client offers h2c by default).
-    """
-    end = data.find(b"\r\n\r\n")
-    head = data[: end if end >= 0 else len(data)]
-    return _UPGRADE.sub(b"", head) + data[len(head) :] if b"pgrade" in head else data
+def limited_protocol(settings: ServerSettings, in_flight: Bytes) -> type[HttpToolsProtocol]:
+    """The protocol class with these limits, for uvicorn's Config(http=...). in_flight: counts what requests hold."""
+    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": settings, "in_flight": in_flight, "idle": {}})
 
 
 class _LimitedProtocol(HttpToolsProtocol):
     limits: ServerSettings
+    in_flight: Bytes
+    idle: "dict[_LimitedProtocol, None]"  # connections of this worker without a request, idle for longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -55,20 +57,38 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._received_bytes = 0
         self._in_headers = False
-        self._in_body = False
         self._completed = False
         self._refused = False
         self._is_over = False
+        self._offers_upgrade = False  # the parser takes what follows the headers for another protocol
+        self._is_said_again = False  # a new parser is given the framing headers that came before
+        self._holds: deque[Hold] = deque()  # of requests whose responses are to come, in order
+        self._unsent: list[Hold] = []  # of responses that the client has not read yet
 
     # ---- the connection ----
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._is_over = len(self.connections) > self.limits.max_connections
-        self._arm(self.limits.idle_timeout_s, transport.close)
+        if len(self.connections) > self.limits.max_connections:
+            self._is_over = not self._close_an_idle_one()
+        self.idle[self] = None
+        self._arm(self.limits.header_timeout_s, transport.close)
+
+    def _close_an_idle_one(self) -> bool:
+        """Closes the connection that has been without a request for longest; False: there is none."""
+        longest = next(iter(self.idle), None)
+        if longest is None:
+            return False
+        del self.idle[longest]
+        self.connections.discard(longest)
+        longest.transport.close()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.idle.pop(self, None)
+        for hold in (*self._holds, *self._unsent):
+            hold.release()
         if self._write_deadline is not None:
             self._write_deadline.cancel()
         super().connection_lost(exc)
@@ -78,21 +98,59 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         began_in_headers, self._completed = self._in_headers, False
         self._received_bytes += len(data)
-        if not self._in_body:
-            data = _without_upgrade(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._refused:
             return
         if not self._in_headers:
             if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
                 self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
             if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-                self._arm(self.limits.idle_timeout_s, self.transport.close)  # blank lines between requests are no request
+                self._rest()  # blank lines between requests are no request
             return
         if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
             self._header_bytes += len(data)
         if self._header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
+
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._refused:
+                    return
+                data = self._head_without_offer() + data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("the request is not valid HTTP/1.1, or says in two ways where it ends")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        """What a new parser, made here, needs to know of the request: method, version and framing."""
+        version, method = self.parser.get_http_version().encode(), self.parser.get_method()
+        lines = [name + b": " + value for name, value in self.headers if name in _FRAMING]
+        tokens = [t.strip().lower() for name, value in self.headers if name == b"connection" for t in value.split(b",")]
+        lines += [b"connection: " + token for token in tokens if token in (b"close", b"keep-alive")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: pipelined after the last one
+        self._offers_upgrade, self._is_said_again = False, True
+        return b"\r\n".join([method + b" / HTTP/" + version, *lines, b"", b""])
+
+    def _rest(self) -> None:
+        """The connection has no request: it may stay for a while, or go for another one."""
+        self.idle[self] = None
+        self._arm(self.limits.idle_timeout_s, self.transport.close)
+
+    def on_response_complete(self) -> None:
+        hold = self._holds.popleft()
+        if self.flow.write_paused:
+            self._unsent.append(hold)
+        else:
+            hold.release()
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
+            self.idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -100,6 +158,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        while self._unsent:
+            self._unsent.pop().release()
         if self._write_deadline is not None:
             self._write_deadline.cancel()
             self._write_deadline = None
@@ -107,15 +167,29 @@ class _LimitedProtocol(HttpToolsProtocol):
     # ---- the parser's callbacks ----
 
     def on_message_begin(self) -> None:
+        if self._is_said_again:
+            return
         super().on_message_begin()
+        self.idle.pop(self, None)
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
         self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_said_again:
+            super().on_url(url)
+
     def on_headers_complete(self) -> None:
-        self._in_headers, self._in_body = False, True
-        self._disarm()
+        self._is_said_again = False
         if self._refused:
             return
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(405, "CONNECT: this server is no proxy")
+            return
+        if self.parser.should_upgrade():
+            self._offers_upgrade = True  # `_parse` goes on from here, with another parser
+            return
+        self._in_headers = False
+        self._disarm()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refuse_headers()
@@ -126,11 +200,27 @@ class _LimitedProtocol(HttpToolsProtocol):
             )
         elif self._declared_bytes() > self.limits.max_body_bytes:
             self._refuse_body(self._declared_bytes())
+        elif not self._check_encoding():
+            return
         else:
+            hold = Hold(self.in_flight)
+            self._holds.append(hold)
+            cast(dict[str, Any], self.scope)[HOLD] = hold
             super().on_headers_complete()
             self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
 
+    def _check_encoding(self) -> bool:
+        """Whether the parser has taken the body apart as its headers say; else the request is refused."""
+        codings = [v.strip().lower() for n, v in self.headers if n == b"transfer-encoding"]
+        if codings and codings != [b"chunked"]:
+            self._refuse(501, "the transfer encoding is not chunked alone, which is the only one that this server reads")
+        elif codings and self.parser.get_http_version() == "1.0":
+            self._refuse(400, "a request of HTTP/1.0 has no transfer encoding; send it as HTTP/1.1")
+        return not self._refused
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_said_again:
+            return
         if self._in_headers:
             super().on_header(name, value)
             return
@@ -144,11 +234,18 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         if self._body_bytes > self.limits.max_body_bytes:
             self._refuse_body(self._body_bytes)
-        else:
-            super().on_body(body)
+            return
+        try:
+            self._holds[-1].grow(len(body))
+        except ApiError as error:
+            self._refuse(error.status, error.message)
+            return
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._completed, self._in_body = True, False
+        if self._offers_upgrade:
+            return
+        self._completed = True
         self._disarm()
         if not self._refused:
             super().on_message_complete()
@@ -213,13 +310,15 @@ class _LimitedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         body = orjson.dumps({"error": message})
-        lines = (
+        retry = [b"retry-after: %d" % RETRY_AFTER_S] if status == 503 else []
+        lines = [
             b"content-type: application/json",
             b"content-length: %d" % len(body),
+            *retry,
             b"connection: close",
             b"",
             body,
-        )
+        ]
         self.transport.write(STATUS_LINE[status] + b"\r\n".join(lines))
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)

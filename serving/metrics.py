@@ -170,7 +170,7 @@ class _Now:
         }
         gauges = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in names.items()}
         for engine in self._engines:
-            served, label = engine.served(), [engine.model.name]
+            served, label = engine.attached(), [engine.model.name]
             values = (
                 served.version,
                 served.segment.size,

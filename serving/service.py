@@ -4,24 +4,28 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from loader.errors import LoaderError
 from loader.versions import Model
 from quant import QuantError, choose
+from serving.admission import Bytes, Turns
 from serving.batching import Batcher
 from serving.deadline import Scorers
 from serving.engine import Batch, Engine, Served
-from serving.errors import Kind, ServingError, bad_request, not_found
+from serving.errors import Kind, ServingError, bad_request, not_found, short
 from serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
 from serving.placement import Placer
 from serving.scorer import ScorerLimits
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
+
+_Result = TypeVar("_Result")
 
 
 def _log_end(watcher: asyncio.Task[None]) -> None:
@@ -30,7 +34,7 @@ def _log_end(watcher: asyncio.Task[None]) -> None:
 
 
 class Service:
-    """Engines by model name. `ready` is true after `start` and false from `drain` on."""
+    """Engines by model name; what the worker takes on (`turns`, `in_flight`)."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -51,8 +55,10 @@ class Service:
             )
             for name in settings.models
         }
-        self.ready = False
+        self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
+        self.turns = Turns(settings.max_waiting, settings.max_wait_s)
+        self.in_flight = Bytes(settings.max_in_flight_bytes)
         self._scorers = Scorers()
         self._watcher: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
@@ -61,9 +67,12 @@ class Service:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
         self.placer.open()
         if self.placer.fused is not None:
-            self._batcher = Batcher(self.placer.fused, self.settings.max_batch, self.settings.batch_delay_ms / 1e3)
+            s = self.settings
+            self._batcher = Batcher(
+                self.placer.fused, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s
+            )
         for engine in self.engines.values():
-            engine.swap(engine.attach())
+            engine.swap(engine.attach(engine.model.good()))
             served = engine.served()
             logger.info(
                 "serving %s version %d: %d tables, %.1f MB, lookups on %s",
@@ -75,14 +84,19 @@ class Service:
             )
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(_log_end)
-        self.ready = True
+        self._is_open = True
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests should come here: from `start` to `drain`, while every model answers."""
+        return self._is_open and all(engine.is_usable for engine in self.engines.values())
 
     def drain(self) -> None:
         """Turns readiness off; requests are answered on."""
-        self.ready = False
+        self._is_open = False
 
     async def stop(self) -> None:
-        self.ready = False
+        self._is_open = False
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -91,32 +105,42 @@ class Service:
             self._batcher.close()
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
+        """Takes new versions while requests run. Whatever a published file holds, the watch goes on."""
         while True:
             await asyncio.sleep(self.settings.poll_s)
             for engine in self.engines.values():
-                engine.forget_removed()
-                version = engine.changed()
-                if version is None:
-                    continue
+                version = None
                 try:
-                    served = await loop.run_in_executor(None, engine.attach)
-                except (LoaderError, QuantError, ServingError, OSError) as error:
-                    logger.error("version %d of %s is not taken: %s", version, engine.model.name, error)
-                    ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
-                    engine.refuse(version)
-                    if self._batcher is not None and self._batcher.end_if_lost():
-                        return
-                    continue
-                engine.swap(served)
-                SWAPS.labels(engine.model.name).inc()
-                logger.info("serving %s version %d from now on", engine.model.name, served.version)
+                    engine.forget_removed()
+                    version = engine.changed()
+                    if version is not None:
+                        await self._take(engine, version)
+                except Exception as error:  # noqa: BLE001  # said by `_refuse`; whatever a file holds, the watch goes on
+                    self._refuse(engine, version, error)
+                if self._batcher is not None and self._batcher.end_if_lost():
+                    return
+
+    async def _take(self, engine: Engine, version: int) -> None:
+        attach = functools.partial(engine.attach, version, as_successor=True)
+        engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
+        SWAPS.labels(engine.model.name).inc()
+        logger.info("serving %s version %d from now on", engine.model.name, version)
+
+    def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
+        """Says once that a version is not taken, and goes on with the one that is served."""
+        if version is None:
+            logger.exception("the versions of %s cannot be looked at", engine.model.name)
+            return
+        is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
+        logger.error("version %d of %s is not taken: %s", version, engine.model.name, error, exc_info=not is_expected)
+        ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
+        engine.refuse(version)
 
     # ---- requests ----
 
     def engine(self, model: Any) -> Engine:
         if not isinstance(model, str) or (engine := self.engines.get(model)) is None:
-            raise not_found(f"model {model!r} is not served here; this server has: {', '.join(self.engines)}")
+            raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines)}")
         return engine
 
     def live(self, model: Any) -> Served:
@@ -128,7 +152,7 @@ class Service:
         engine = self.engine(model)
         number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
         if type(number) is not int or number < 1:
-            raise bad_request(f"version is {version!r}; expected a number from 1")
+            raise bad_request(f"version is {short(version)}; expected a number from 1")
         if (found := engine.find(number)) is not None:
             return found
         async with self._attaching:  # requests that name the same version wait for the one that attaches it
@@ -139,15 +163,22 @@ class Service:
     def published(self, model: str) -> list[int]:
         return self.engine(model).model.versions()
 
+    async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls a function on the one thread beside the event loop. ApiError 503: too many wait for that."""
+        await self.turns.take_beside()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)
+        finally:
+            self.turns.leave_beside()
+
     async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
         """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large.
 
         Returns its output buffer, uint8 [out_bytes]: vectors, then scores where they were asked for.
         """
-        beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._beside)
         is_large = batch.ids > self.settings.inline_rows
         if self._batcher is None:
-            buffer = await beside(batch.run, inputs) if is_large else batch.run(inputs)
+            buffer = await self.beside(batch.run, inputs) if is_large else batch.run(inputs)
         else:
             batch.check(inputs)
             return await self._batcher.run(batch, inputs)

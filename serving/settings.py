@@ -53,7 +53,9 @@ class ServerSettings(RootSettings):
         0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"
     )
     verify: Literal["full", "header"] = Field(
-        "full", description="check every byte of a version when a worker attaches it, or only its header"
+        "full",
+        description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
+        "until the scrubber or `tableside verify` finds it",
     )
     poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
     max_body_bytes: int = Field(64 << 20, ge=1024, description="largest request body")
@@ -64,12 +66,29 @@ class ServerSettings(RootSettings):
     scorer_timeout_s: float = Field(
         10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
     )
+    max_json_bytes: int = Field(
+        4 << 20, ge=1024, description="largest JSON body, JSON header of a binary one, and vectors of a JSON response"
+    )
+    max_in_flight_bytes: ByteSize = Field(
+        ByteSize(1 << 30), ge=1 << 20, description="bodies and responses that a worker holds; beyond, requests get 503"
+    )
+    max_waiting: int = Field(1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503")
+    max_wait_s: float = Field(1.0, gt=0, description="seconds that a request waits for its turn before it gets 503")
     max_header_bytes: int = Field(16 << 10, ge=256, description="largest request line and headers together")
-    max_connections: int = Field(1024, ge=1, description="connections a worker holds; beyond, requests get 503")
-    header_timeout_s: float = Field(10, gt=0, description="seconds from the first byte of a request to the end of its headers")
-    body_timeout_s: float = Field(30, gt=0, description="seconds from the end of the headers to the end of the body")
-    write_timeout_s: float = Field(30, gt=0, description="seconds that a client may refuse to read its response")
-    idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open without a request")
+    max_connections: int = Field(
+        1024, ge=1, description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503"
+    )
+    header_timeout_s: float = Field(
+        8,
+        gt=0,
+        description="seconds from the first byte of a request to the end of its headers, and from connecting to that byte",
+    )
+    body_timeout_s: float = Field(8, gt=0, description="seconds from the end of the headers to the end of the body")
+    write_timeout_s: float = Field(8, gt=0, description="seconds that a client may refuse to read its response")
+    idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open between two requests")
+    scrub_hours: float = Field(
+        24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
+    )
     drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
     shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get to finish at shutdown")
     ready_timeout_s: int = Field(
@@ -89,6 +108,15 @@ class ServerSettings(RootSettings):
             raise ValueError(f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name each once")
         if not self.devices and (self.placement != "auto" or self.hbm_budget is not None):
             raise ValueError("placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> "ServerSettings":
+        if self.max_in_flight_bytes < self.max_body_bytes + self.max_response_bytes:
+            raise ValueError(
+                f"max_in_flight_bytes is {self.max_in_flight_bytes:,}; the largest request and its response alone may take "
+                f"{self.max_body_bytes + self.max_response_bytes:,} (max_body_bytes + max_response_bytes)"
+            )
         return self
 
     @field_validator("devices", mode="after")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from serving.engine import FeatureInput
-from serving.errors import bad_request
+from serving.errors import bad_request, short
 
 PARTS = ("values", "lengths", "weights")
 DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}
@@ -61,9 +61,9 @@ def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
     """A scorer's dense tensor is [batch, width], and comes once."""
     if len(tensor.shape) != 2 or tensor.shape[1] != width:
-        raise bad_request(f"input {tensor.name!r}: shape is {list(tensor.shape)}; expected [batch, {width}]")
+        raise bad_request(f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected [batch, {width}]")
     if tensor.name in before:
-        raise bad_request(f"input {tensor.name!r} came twice; send each tensor once")
+        raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
 
 
 def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
@@ -72,7 +72,7 @@ def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
     for tensor in tensors:
         feature, part = split_name(tensor.name)
         if part in parts.setdefault(feature, {}):
-            raise bad_request(f"input {tensor.name!r} came twice; send each tensor once")
+            raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
         parts[feature][part] = tensor
     return [_feature_input(feature, found) for feature, found in parts.items()]
 
@@ -80,24 +80,26 @@ def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
 def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
     dense, values, lengths, weights = (parts.get(p) for p in ("", *PARTS))
     if dense is not None and (values is not None or lengths is not None):
-        raise bad_request(f"feature {feature!r} came both as [bags, ids] and as values; send one of them")
+        raise bad_request(f"feature {short(feature)} came both as [bags, ids] and as values; send one of them")
     ids = dense or values
     if ids is None:
-        raise bad_request(f"feature {feature!r} came without ids; send {feature} or {feature}.values")
+        raise bad_request(f"feature {short(feature)} came without ids; send {feature} or {feature}.values")
     if dense is not None and len(dense.shape) != 2:
         raise bad_request(
-            f"input {feature!r}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send {feature}.values"
+            f"input {short(feature)}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send {feature}.values"
         )
     for tensor in (values, lengths):
         if tensor is not None and len(tensor.shape) != 1:
-            raise bad_request(f"input {tensor.name!r}: shape is {list(tensor.shape)}; expected one dimension")
+            raise bad_request(f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected one dimension")
     if weights is not None and weights.elements != ids.elements:
-        raise bad_request(f"input {weights.name!r} has {weights.elements} weights for {ids.elements} ids; expected one an id")
+        raise bad_request(
+            f"input {short(weights.name)} has {weights.elements} weights for {ids.elements} ids; expected one an id"
+        )
     weights_at = None if weights is None else weights.at
     if dense is not None:
         bags, bag_length = dense.shape
         if bag_length >= 2**31:
-            raise bad_request(f"input {feature!r}: shape is {list(dense.shape)}; a bag has at most {2**31 - 1} ids")
+            raise bad_request(f"input {short(feature)}: shape is {list(dense.shape)}; a bag has at most {2**31 - 1} ids")
         return FeatureInput(feature, dense.at, dense.elements, bags, bag_length, None, weights_at)
     bags_given = None if lengths is None else lengths.shape[0]
     return FeatureInput(feature, ids.at, ids.elements, bags_given, 0, None if lengths is None else lengths.at, weights_at)
@@ -111,19 +113,21 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
         expected = "a number" if datatype == "FP32" else "an integer"
-        raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is not {expected}")
+        raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
     dtype = DTYPES[datatype]
     try:
         with np.errstate(over="ignore"):
             array = np.array(flat, dtype)
         if datatype == "FP32" and not np.isfinite(array).all():
             at = int(np.flatnonzero(~np.isfinite(array))[0])
-            raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is not a finite FP32")
+            raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not a finite FP32")
         return array
     except OverflowError:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         at = next(i for i, x in enumerate(flat) if not low <= x <= high)
-        raise bad_request(f"{name!r}: value {short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]") from None
+        raise bad_request(
+            f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]"
+        ) from None
 
 
 def flatten(data: Any) -> list[Any]:
@@ -138,8 +142,3 @@ def flatten(data: Any) -> list[Any]:
             flat += row
         return flat
     return data
-
-
-def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -12,9 +12,19 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from serving import metrics
-from serving.asgi import Disconnected, json_object, read_body
+from serving.admission import JSON_GROWTH, Hold
+from serving.asgi import (
+    JSON_BESIDE_BYTES,
+    Disconnected,
+    check_json_answer,
+    check_json_size,
+    holding,
+    json_object,
+    read_body,
+    retry_after,
+)
 from serving.engine import Batch, DenseInput, Output, Served
-from serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request
+from serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request, short
 from serving.metrics import ModelMetrics, Stages
 from serving.service import Service
 from serving.tensors import DATATYPES, Tensor, feature_inputs, from_list
@@ -78,14 +88,26 @@ def make_app(service: Service) -> FastAPI:
     _answer_errors(app)
 
     async def answer(request: Request, score: bool) -> Response:
-        body = await read_body(request.scope, request.receive, service.settings.max_body_bytes)
+        with holding(request.scope, service.in_flight) as hold:
+            limit = service.settings.max_json_bytes
+            body = await read_body(request.scope, request.receive, service.settings.max_body_bytes, hold)
+            check_json_size(len(body), limit)
+            await service.turns.take()
+            return await work_on(request, body, score, hold)
+
+    async def work_on(request: Request, body: bytes, score: bool, hold: Hold) -> Response:
         started = time.perf_counter()
-        raw = _parse(body, ("dense",) if score else ())
+        is_large = len(body) > JSON_BESIDE_BYTES
+        more = ("dense",) if score else ()
+        raw = await service.beside(_parse, body, more) if is_large else _parse(body, more)
         served = service.live(raw["model"])
         request.state.model = served.header.model
         if raw.get("version") is not None:
             served = await service.version(raw["model"], raw["version"])
-        batch, inputs = _batch(served, raw["features"], raw.get("dense", {}), score)
+        arguments = (served, raw["features"], raw.get("dense", {}), score)
+        batch, inputs = await service.beside(_batch, *arguments) if is_large else _batch(*arguments)
+        check_json_answer(batch.out_bytes, service.settings.max_json_bytes)
+        hold.grow((1 + JSON_GROWTH) * batch.out_bytes)
         parsed = time.perf_counter()
         buffer = await service.run(batch, inputs)
         looked_up = time.perf_counter()
@@ -114,7 +136,7 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/health", response_model=Health, summary="Whether this worker takes requests")
     async def health() -> Response:
         status = "ready" if service.ready else "draining"
-        versions = {name: service.live(name).version for name in service.engines}
+        versions = {name: engine.attached().version for name, engine in service.engines.items()}
         return _json({"status": status, "models": versions}, 200 if service.ready else 503)
 
     @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
@@ -136,14 +158,15 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", error.kind)
-        return _json({"error": error.message}, error.status)
+        headers = {name.decode(): value.decode() for name, value in retry_after(error)}
+        return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
         return _json(
-            {"error": f"{request.method} {request.url.path}: {error.detail}; this server has: {known}"},
+            {"error": f"{request.method} {short(request.url.path)}: {error.detail}; this server has: {known}"},
             error.status_code,
         )
 
@@ -169,7 +192,7 @@ def _parse(body: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     raw = json_object(body)
     known = ("model", "version", "features", *more)
     if unknown := sorted(set(raw) - set(known)):
-        raise bad_request(f"field {unknown[0]!r} is unknown; expected {', '.join(known)}")
+        raise bad_request(f"field {short(unknown[0])} is unknown; expected {', '.join(known)}")
     for field in ("model", "features"):
         if field not in raw:
             raise bad_request(f"field {field!r} is missing")
@@ -201,7 +224,7 @@ def _dense(served: Served, raw: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]
         raise bad_request("dense: expected an object of dense tensor to rows")
     for name, rows in raw.items():
         if name not in widths:
-            raise bad_request(f"dense tensor {name!r} is unknown; the scorer has: {', '.join(widths) or 'none'}")
+            raise bad_request(f"dense tensor {short(name)} is unknown; the scorer has: {', '.join(widths) or 'none'}")
         if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == widths[name] for r in rows):
             raise bad_request(f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each")
         yield name, from_list(name, "FP32", rows).reshape(len(rows), widths[name])
@@ -224,7 +247,7 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:
-    served = service.live(name)
+    served = service.engines[name].attached()
     header, placements = served.header, served.placed.placements
     return {
         "name": name,

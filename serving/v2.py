@@ -11,12 +11,26 @@ import time
 from typing import Any
 
 from serving import VERSION, v2_request
-from serving.asgi import JSON_TYPE, Receive, Scope, Send, header, json_object, read_body, respond, respond_json
+from serving.admission import JSON_GROWTH, Hold
+from serving.asgi import (
+    JSON_BESIDE_BYTES,
+    JSON_TYPE,
+    Receive,
+    Scope,
+    Send,
+    check_json_answer,
+    check_json_size,
+    header,
+    holding,
+    json_object,
+    read_body,
+    respond,
+    respond_json,
+)
 from serving.engine import Served
-from serving.errors import ApiError, Kind, bad_request, not_found
+from serving.errors import ApiError, Kind, bad_request, not_found, short
 from serving.metrics import ModelMetrics, Stages, statistics
 from serving.service import Service
-from serving.tensors import short
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _LENGTH = b"inference-header-content-length"
@@ -36,7 +50,8 @@ class V2:
             await self._infer(scope, receive, send, path[1:-1])
         elif path == ["repository", "index"]:
             _check_method(scope, "POST")
-            await read_body(scope, receive, self.service.settings.max_body_bytes)
+            with holding(scope, self.service.in_flight) as hold:
+                await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
             await respond_json(send, self._index())
         else:
             _check_method(scope, "GET")
@@ -51,7 +66,7 @@ class V2:
             case ["health", "ready"]:
                 await respond(send, 200 if self.service.ready else 503, ())
             case ["models", "stats"]:
-                stats = [s for name in self.service.engines for s in self._stats(self.service.live(name))]
+                stats = [s for engine in self.service.engines.values() for s in self._stats(engine.attached())]
                 await respond_json(send, {"model_stats": stats})
             case ["models", _, *_]:
                 named = path[1:]
@@ -66,7 +81,7 @@ class V2:
                 else:
                     await respond_json(send, self._metadata(served))
             case _:
-                raise not_found(f"/v2/{'/'.join(path)} is not a path of this server; GET /v2 describes it")
+                raise not_found(f"{short('/v2/' + '/'.join(path))} is not a path of this server; GET /v2 describes it")
 
     async def _served(self, named: list[str]) -> Served:
         match named:
@@ -75,14 +90,21 @@ class V2:
             case [model, "versions", version]:
                 return await self.service.version(model, version)
             case _:
-                raise not_found(f"/v2/models/{'/'.join(named)} is not a path of this server")
+                raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
 
     async def _infer(self, scope: Scope, receive: Receive, send: Send, named: list[str]) -> None:
-        limit = self.service.settings.max_body_bytes
-        body = await read_body(scope, receive, limit)
+        with holding(scope, self.service.in_flight) as hold:
+            body = await read_body(scope, receive, self.service.settings.max_body_bytes, hold)
+            await self.service.turns.take()
+            await self._answer(scope, send, named, body, hold)
+
+    async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        layout, inputs = self._understand(served, header(scope, _LENGTH), body)
+        layout, inputs = await self._understand(served, header(scope, _LENGTH), body)
+        json_bytes = sum(o.bytes for o, binary in layout.outputs if not binary)
+        check_json_answer(json_bytes, self.service.settings.max_json_bytes)
+        hold.grow(layout.batch.out_bytes + JSON_GROWTH * json_bytes)
         parsed = time.perf_counter()
         buffer = await self.service.run(layout.batch, inputs)
         looked_up = time.perf_counter()
@@ -94,15 +116,18 @@ class V2:
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._metrics[served.header.model].answered(layout.batch, len(body), times)
 
-    def _understand(self, served: Served, header_length: bytes | None, body: bytes) -> tuple[v2_request.Layout, Any]:
+    async def _understand(self, served: Served, header_length: bytes | None, body: bytes) -> tuple[v2_request.Layout, Any]:
         """The request's layout, remembered where its header came before, and its input buffer."""
         length = len(body) if header_length is None else _parse_length(header_length, len(body))
         head = body[:length]
         binary = memoryview(body)[length:]
-        layout: v2_request.Layout | None = served.recall(head) if binary else None
-        if layout is not None and layout.input_bytes == len(binary):
-            return layout, binary
-        layout, inline = v2_request.layout_of(served, json_object(head), len(binary))
+        known: v2_request.Layout | None = served.recall(head) if binary else None
+        if known is not None and known.input_bytes == len(binary):
+            return known, binary
+        check_json_size(len(head), self.service.settings.max_json_bytes)
+        arguments = (served, head, len(binary))
+        is_large = len(head) > JSON_BESIDE_BYTES
+        layout, inline = await self.service.beside(_lay_out, *arguments) if is_large else _lay_out(*arguments)
         if inline is not None:
             return layout, inline
         if len(head) <= v2_request.REMEMBERED_HEADER_BYTES:
@@ -111,10 +136,9 @@ class V2:
 
     def _index(self) -> list[dict[str, str]]:
         found = []
-        for name in self.service.engines:
-            served = self.service.live(name)
-            state = "READY" if self.service.ready else "UNAVAILABLE"
-            found.append({"name": name, "version": str(served.version), "state": state})
+        for name, engine in self.service.engines.items():
+            state = "READY" if self.service.ready and engine.is_usable else "UNAVAILABLE"
+            found.append({"name": name, "version": str(engine.attached().version), "state": state})
         return found
 
     def _metadata(self, served: Served) -> dict[str, Any]:
@@ -160,9 +184,13 @@ class V2:
         ]
 
 
+def _lay_out(served: Served, head: bytes, binary_bytes: int) -> tuple[v2_request.Layout, bytes | None]:
+    return v2_request.layout_of(served, json_object(head), binary_bytes)
+
+
 def _check_method(scope: Scope, expected: str) -> None:
     if scope["method"] != expected and not (expected == "GET" and scope["method"] == "HEAD"):
-        raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {scope['path']}: expected {expected}")
+        raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {short(scope['path'])}: expected {expected}")
 
 
 def _parse_length(value: bytes, size: int) -> int:

@@ -15,8 +15,8 @@ import orjson
 
 from loader.model import SCORE
 from serving.engine import Batch, DenseInput, Output, Served
-from serving.errors import bad_request
-from serving.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list, short
+from serving.errors import bad_request, short
+from serving.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list
 
 REMEMBERED_HEADER_BYTES = 32 << 10
 
@@ -86,9 +86,9 @@ def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int])
         tensor = Tensor(name, datatype, check_shape(name, entry.get("shape")), at)
         if name in dense:
             check_dense(tensor, dense[name], {t.name for t in tensors})
-        parameters = _parameters(entry, f"input {name!r}")
+        parameters = _parameters(entry, f"input {short(name)}")
         if "shared_memory_region" in parameters:
-            raise bad_request(f"input {name!r}: shared memory regions are not supported; send the tensor in the body")
+            raise bad_request(f"input {short(name)}: shared memory regions are not supported; send the tensor in the body")
         if "data" in entry:
             arrays.append(_inline(tensor, entry, parameters))
         else:
@@ -115,11 +115,11 @@ def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
     if "binary_data_size" in parameters:
-        raise bad_request(f"input {tensor.name!r} has both data and a binary_data_size; send one of them")
+        raise bad_request(f"input {short(tensor.name)} has both data and a binary_data_size; send one of them")
     array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
     if array.size != prod(tensor.shape):
         raise bad_request(
-            f"input {tensor.name!r}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}"
+            f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}"
         )
     return array.tobytes()
 
@@ -127,10 +127,10 @@ def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -
 def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
     size = parameters.get("binary_data_size")
     if type(size) is not int:
-        raise bad_request(f"input {tensor.name!r} has neither data nor a binary_data_size (found {short(size)})")
+        raise bad_request(f"input {short(tensor.name)} has neither data nor a binary_data_size (found {short(size)})")
     if size != tensor.bytes:
         raise bad_request(
-            f"input {tensor.name!r}: binary_data_size is {short(size)}, "
+            f"input {short(tensor.name)}: binary_data_size is {short(size)}, "
             f"but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
         )
 
@@ -149,14 +149,14 @@ def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> 
         if not isinstance(name, str) or name not in by_name:
             known = ", ".join(by_name)
             if isinstance(name, str) and name in features:
-                raise bad_request(f"output {name!r} was asked for without its input; send {name} or {name}.values")
+                raise bad_request(f"output {short(name)} was asked for without its input; send {name} or {name}.values")
             raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {known}")
         if name in chosen:
-            raise bad_request(f"output {name!r} is asked for twice")
-        parameters = _parameters(entry, f"output {name!r}")
+            raise bad_request(f"output {short(name)} is asked for twice")
+        parameters = _parameters(entry, f"output {short(name)}")
         for unsupported in ("classification", "shared_memory_region"):
             if unsupported in parameters:
-                raise bad_request(f"output {name!r}: {unsupported} is not supported")
+                raise bad_request(f"output {short(name)}: {unsupported} is not supported")
         chosen[name] = (by_name[name], _flag(parameters, "binary_data", binary_default))
     return tuple(chosen.values())
 

@@ -18,12 +18,13 @@ from support import run_tableside, until
 from loader.header import plan_tables
 from loader.versions import Model
 from quant import Pooling, RowFormat, choose
-from serving import server as serving_server
 from serving.client import Client, ClientError
 from serving.errors import ServingError
 from serving.placement import Placement, plan_placements
 from serving.settings import ServerSettings
+from serving.supervisor import Supervisor
 from serving.wire import Jagged
+from serving.worker import WorkerConfig, WorkerProcess, make_application
 
 Start = Callable[..., Any]
 
@@ -253,12 +254,15 @@ def test_smallest_tables_go_to_hbm_first() -> None:
 def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     settings = ServerSettings(models=("demo",), workers=3, devices=("4", "7"))
-    config = serving_server._Config(settings, serving_server.make_application)
-    runner = serving_server._Supervisor(config, [], lambda: None)
+    supervisor = Supervisor(WorkerConfig(settings, make_application), [], lambda: None)
+    monkeypatch.setattr(WorkerProcess, "start", lambda worker: None)
     for _ in range(3):
-        runner.processes.append(runner._worker(config, []))
-    assert [p.device for p in runner.processes] == ["4", "7", "4"]  # type: ignore[attr-defined]
-    assert runner.processes[1].config.settings.devices == ("7",)
-    assert runner.processes[1].config.settings.sharing == 2
-    runner._replaced = runner.processes[1]
-    assert runner._worker(config, []).device == "7"
+        supervisor.workers.append(supervisor._started(supervisor._device()))
+    assert [w.device for w in supervisor.workers] == ["4", "7", "4"]
+    assert supervisor.workers[1].config.settings.devices == ("7",)
+    assert supervisor.workers[1].config.settings.sharing == 2
+    monkeypatch.setattr(WorkerProcess, "kill", lambda worker: None)
+    ended = supervisor.workers[1]
+    ended.is_ready = True
+    supervisor._replace_ended(1, ended)
+    assert supervisor.workers[1] is not ended and supervisor.workers[1].device == "7"

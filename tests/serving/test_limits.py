@@ -4,6 +4,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
+from itertools import product
 from typing import Any
 
 import pytest
@@ -87,8 +88,23 @@ def test_a_body_that_never_comes(connect: Callable[[], socket.socket]) -> None:
 
 
 def test_a_connection_without_a_request(connect: Callable[[], socket.socket]) -> None:
-    """Closed after idle_timeout_s, without a word."""
+    """Closed after header_timeout_s, without a word."""
     assert everything(connect()) == b""
+
+
+def test_idle_connections_make_room(connect: Callable[[], socket.socket]) -> None:
+    """When all are taken, the one that is idle for longest is closed for a new one; the others stay."""
+    held = [connect() for _ in range(8)]
+    for one in held:
+        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(one) == 200
+    late = connect()
+    late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert status(late) == 200
+    assert everything(held[0]) == b""
+    for one in held[1:]:
+        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert status(one) == 200
 
 
 def test_a_kept_connection_that_goes_quiet(connect: Callable[[], socket.socket]) -> None:
@@ -139,8 +155,10 @@ def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) 
 
 
 def test_too_many_connections(connect: Callable[[], socket.socket], tight: Any) -> None:
-    """The ninth gets 503; when others leave, requests are answered again."""
+    """Where all have a request under way the ninth gets 503; when others leave, requests are answered again."""
     held = [connect() for _ in range(8)]
+    for one in held:
+        one.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
     last = connect()
     last.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     status, error = answer(last)
@@ -211,6 +229,74 @@ def test_an_offer_to_upgrade_is_ignored(connect: Callable[[], socket.socket]) ->
     for _ in range(2):
         connection.sendall(head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         assert status(connection) == 200
+
+
+LOOKUP = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
+
+
+def smuggled(name: bytes, value: bytes = b"h2c") -> bytes:
+    """A request that offers to upgrade, whose body is a request."""
+    body = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, " + name.lower() + b"\r\n"
+    return head + name + b": " + value + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_a_body_is_never_a_request(connect: Callable[[], socket.socket]) -> None:
+    """However an offer to upgrade is written, however the bytes are cut, whatever comes before: one request, one answer."""
+    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
+    last = ask.replace(b"Host: x", b"Host: x\r\nConnection: close")
+    for name, piece, pipelined in product((b"Upgrade", b"UPGRADE", b"uPgRaDe"), (1, 7, 90, 1000), (0, 2)):
+        connection = connect()
+        data = ask * pipelined + smuggled(name) + last
+        for at in range(0, len(data), piece):
+            connection.sendall(data[at : at + piece])
+        answers = everything(connection).split(b"HTTP/1.1 ")[1:]
+        assert [a[:3] for a in answers] == [b"200"] * (pipelined + 2), (name, piece, pipelined)
+        assert [b"READY" in a for a in answers] == [n == pipelined for n in range(pipelined + 2)]
+
+
+def test_an_offer_with_a_chunked_body(connect: Callable[[], socket.socket]) -> None:
+    """Chunks are read as chunks; the connection goes on."""
+    head = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = b"%x\r\n" % len(LOOKUP) + LOOKUP + b"\r\n0\r\n\r\n"
+    connection = connect()
+    for _ in range(2):
+        connection.sendall(head + chunked)
+        assert status(connection) == 200
+
+
+FRAMINGS = {
+    b"Content-Length: 5\r\nContent-Length: 6": 400,
+    b"Content-Length: 5\r\nTransfer-Encoding: chunked": 400,
+    b"Transfer-Encoding: chunked\r\nContent-Length: 5": 400,
+    b"Content-Length: +5": 400,
+    b"Content-Length: 5, 5": 400,
+    b"Transfer-Encoding: gzip, chunked": 501,
+    b"Transfer-Encoding: identity": 501,
+    b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked": 400,
+    b"Connection: upgrade\r\nUpgrade: h2c\r\nContent-Length: 5\r\nTransfer-Encoding: chunked": 400,
+}
+
+
+def test_a_body_whose_end_is_in_doubt(connect: Callable[[], socket.socket]) -> None:
+    """Refused, and the connection closes: nothing after it is taken for a request."""
+    for framing, expected in FRAMINGS.items():
+        connection = connect()
+        connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\nhello" + smuggled(b"Upgrade"))
+        found = everything(connection)
+        assert (found.count(b"HTTP/1.1 "), int(found.split()[1])) == (1, expected), framing
+
+
+def test_chunks_of_an_old_client(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"POST /v1/lookup HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    assert answer(connection)[0] == 400
+
+
+def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert answer(connection) == (405, "CONNECT: this server is no proxy")
 
 
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:

@@ -1,0 +1,167 @@
+"""A worker of the server: uvicorn's server, its configuration, and the process that it runs in as the supervisor sees it."""
+
+import asyncio
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from serving.settings import ServerSettings
+
+PING_S = 1.0  # between two questions whether a worker that serves still answers
+
+
+class Worker(uvicorn.Server):
+    """A worker's server: readiness goes false, then for `drain_s` requests are still answered, then it closes."""
+
+    def __init__(self, config: "WorkerConfig") -> None:
+        super().__init__(config)
+        self._drain_s = config.settings.drain_s
+        self.is_ending = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        is_second, self.is_ending = self.is_ending, True
+        if is_second or not self.started:
+            super().handle_exit(sig, frame)
+            return
+        self.config.loaded_app.service.drain()
+        loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
+        loop.call_soon_threadsafe(loop.call_later, self._drain_s, finish)
+
+
+MakeApplication = Callable[[ServerSettings], Any]
+
+
+def make_application(settings: ServerSettings) -> Any:
+    """The ASGI application, imported where it is built: in the worker."""
+    from serving.app import Application
+
+    return Application(settings)
+
+
+class WorkerConfig(uvicorn.Config):
+    """uvicorn's configuration of a worker. It travels to the worker, and makes application and protocol class there."""
+
+    def __init__(self, settings: ServerSettings, make: MakeApplication) -> None:
+        self.settings, self._make = settings, make
+        super().__init__(
+            functools.partial(make, settings),
+            factory=True,
+            workers=settings.workers,
+            loop="uvloop",
+            lifespan="on",
+            ws="none",
+            access_log=False,
+            date_header=False,
+            server_header=False,
+            proxy_headers=False,
+            log_config=_log_config(),
+            timeout_keep_alive=settings.idle_timeout_s,
+            timeout_graceful_shutdown=settings.shutdown_timeout_s,
+            backlog=2048,
+        )
+
+    def on(self, device: str, sharing: int) -> "WorkerConfig":
+        """This configuration for a worker on one device, which `sharing` workers share."""
+        return WorkerConfig(self.settings.model_copy(update={"devices": (device,), "sharing": sharing}), self._make)
+
+    def load(self) -> None:
+        super().load()
+        from serving.http import limited_protocol
+
+        self.http_protocol_class = limited_protocol(self.settings, self.loaded_app.in_flight)
+
+
+def _log_config() -> dict[str, Any]:
+    line = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
+    handler = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
+    loggers = {
+        name: {"handlers": ["stderr"], "level": level, "propagate": False}
+        for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": line},
+        "handlers": {"stderr": handler},
+        "loggers": loggers,
+    }
+
+
+class WorkerProcess:
+    """A worker's process, forked from the preloaded one. It answers questions over a pipe and ends when its supervisor is gone.
+
+    `look` never waits. is_ready: it said that it takes requests.
+    """
+
+    def __init__(self, config: WorkerConfig, sockets: list[socket.socket], device: str = "") -> None:
+        self.config, self.device, self.is_ready = config, device, False
+        self._pipe, self._theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=_run, args=(config, sockets, self._theirs), name="tableside-worker")
+        self._asked_at: float | None = None
+        self._answered_at = 0.0
+
+    def start(self) -> None:
+        """Starts it. Only the worker has its end of the pipe then, so that its death closes it."""
+        self.process.start()
+        self._theirs.close()
+        self._answered_at = time.monotonic()
+
+    def look(self) -> bool:
+        """Whether it is alive, and has answered within uvicorn's time for that; asks again from time to time."""
+        if not self.process.is_alive():
+            return False
+        now = time.monotonic()
+        try:
+            while self._pipe.poll():
+                self.is_ready = self._pipe.recv()
+                self._asked_at, self._answered_at = None, now
+            if self._asked_at is None and (not self.is_ready or now - self._answered_at >= PING_S):
+                self._pipe.send(b"ping")
+                self._asked_at = now
+        except (OSError, EOFError, pickle.UnpicklingError):  # it is about to end, or has lost its mind: the deadline is for that
+            pass
+        return self._asked_at is None or now - self._asked_at < self.config.timeout_worker_healthcheck
+
+    def terminate(self) -> None:
+        """Asks it to end: it answers what it has begun to. The pipe stays open: closed, it would ask for the same once more."""
+        if self.process.is_alive():
+            self.process.terminate()
+
+    def kill(self) -> None:
+        """Ends it at once, and waits for that."""
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -> None:
+    """The worker's process."""
+    config.configure_logging()
+    server = Worker(config)
+    threading.Thread(target=_answer, args=(server, pipe), daemon=True).start()
+    server.run(sockets)
+
+
+def _answer(server: Worker, pipe: Connection) -> None:
+    """Tells the supervisor, whenever it asks, whether this worker takes requests; ends the worker when it is gone."""
+    try:
+        while True:
+            pipe.recv()
+            pipe.send(server.started)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        # The pipe is closed where the supervisor asked for the end, which is then under way, or where it died.
+        if not server.is_ending:
+            os.kill(os.getpid(), signal.SIGTERM)
