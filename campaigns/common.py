@@ -195,6 +195,7 @@ TABLES = {"user": 1, "item": 2}  # name -> its number, which stands in its rows
 FEATURES = {
     "user": {"table": "user", "pooling": "none"},
     "bought": {"table": "item", "pooling": "sum"},
+    "liked": {"table": "item", "pooling": "mean", "output": "fp16"},
 }
 
 
