@@ -3,7 +3,7 @@
     python -m campaigns.programs --cases 20000 --seed 1
 
 Each case (`program_cases`) is read, its shapes are propagated, and what both let through is run on three and on five rows, in a
-child process, over guarded memory (`guarded`): with the weights and inputs ending at, then beginning at, an untouchable page,
+child process, over guarded memory (`guarded`): with the weights and inputs beginning at, then ending at, an untouchable page,
 each with two canaries. Children are forked from a process that has torch imported, and one that dies is replaced. `checks=False`
 takes the checks of operators and the propagation away: what the campaign sees without them.
 """
@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ import numpy as np
 from campaigns.guarded import Arena, Place, arena, poison_heap
 
 _CANARIES = 0x55, 0xA3
-_PLACES: tuple[Place, ...] = ("end", "start")
+_PLACES: tuple[Place, ...] = ("start", "end")
 _ROWS = 3, 5
 _MOST_BYTES, _MOST_WORK = 64 << 20, 1 << 28
 _HANG_S = 60
+_ROOT = Path(__file__).parent.parent
 _CHILD_BYTES = 3 << 30
 _REFUSED = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError, AssertionError)
 _BATCH = 250  # cases of one child
@@ -50,7 +52,7 @@ def run(seconds: float | None, seed: int, cases: int | None = None, *, checks: b
         "MKL_CBWR": "COMPATIBLE",
     }
     command = [sys.executable, "-m", "campaigns.programs", "--inside", json.dumps(options)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -66,7 +68,7 @@ def _inside(seconds: float | None, seed: int, cases: int | None, checks: bool) -
 
     torch.set_num_threads(1)
     if not checks:
-        loader.program.run.CHECKS = {}
+        loader.program.run.CHECKS = {}  # type: ignore[attr-defined]
     bases()
     ends = None if seconds is None else time.monotonic() + seconds
     outcomes: Counter[str] = Counter()

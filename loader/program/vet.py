@@ -25,9 +25,9 @@ from loader.program.graph import (
     TensorRef,
     refuse,
 )
-from loader.program.operators import ARITHMETIC, NOTES, OPERATORS, READ_AS
+from loader.program.operators import ARITHMETIC, ASSERTION, NOTES, OPERATORS, READ_AS
 
-LARGEST_NODES, LARGEST_LIST, LARGEST_NAME = 20_000, 10_000, 300
+LARGEST_NODES, LARGEST_LIST, LARGEST_NAME, LARGEST_WIDTH = 20_000, 10_000, 300, 1 << 20
 _END = (1 << 63) - 1  # how export writes "to the end" of a slice
 _LARGEST_INT = 1 << 31
 _STRING = re.compile(r"[\w ,.>-]{0,200}", re.ASCII)
@@ -215,12 +215,22 @@ def check_arguments(node: Node) -> None:
         refuse("its graph asks for pinned memory")
 
 
+def check_is_of_numbers(node: Node) -> None:
+    """Python's operators would take texts, lists and tensors, too: a text times 2^31, a remainder that no check saw."""
+    if node.target not in ARITHMETIC:
+        return
+    given = [value for _, value in node.arguments if not (node.target == ASSERTION and isinstance(value, str))]
+    if not all(isinstance(value, bool | int | float | NumberRef) for value in given):
+        refuse(f"its graph calls {node.target} with something else than numbers")
+
+
 def node(value: Any) -> Node:
     """One call."""
     arguments = tuple((check_name(i["name"]), argument(i["arg"])) for i in value["inputs"])
     found = Node(check_target(value["target"]), arguments, tuple(map(output, value["outputs"])))
     check_arguments(found)
     check_is_for_inference(found)
+    check_is_of_numbers(found)
     return found
 
 
@@ -271,7 +281,9 @@ def program_input(name: str, declared: Mapping[str, Any]) -> ProgramInput:
         refuse(f"input {name!r} was exported for a batch of {batch} alone; name its dimension 0 in dynamic_shapes")
     if declared["dtype"] != FP32:
         refuse(f"input {name!r} is not fp32")
-    return ProgramInput(name, _int(sizes[1]["as_int"]))
+    if not 1 <= (width := _int(sizes[1]["as_int"])) <= LARGEST_WIDTH:
+        refuse(f"input {name!r} is {width:,} wide; expected 1 to {LARGEST_WIDTH:,}")
+    return ProgramInput(name, width)
 
 
 def rows(name: str, declared: Mapping[str, Any], constraints: Mapping[str, Any]) -> tuple[int, int]:

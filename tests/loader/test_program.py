@@ -183,6 +183,29 @@ EVIL = {
         lambda e: nodes(e)[0].update(target="torch.ops.aten._sparse_coo_tensor_unsafe.default"),
         "a dense part is made of",
     ),
+    "arithmetic of texts": (
+        lambda e: nodes(e)[0].update(
+            target="_operator.mul",
+            inputs=[{"name": "a", "arg": {"as_string": "a"}}, {"name": "b", "arg": {"as_int": 1 << 31}}],
+        ),
+        "something else than numbers",
+    ),
+    "arithmetic of tensors": (lambda e: nodes(e)[0].update(target="_operator.mod"), "something else than numbers"),
+    "a large number": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "n", "arg": {"as_int": 1 << 40}}),
+        "expected one of at most 2,147,483,648",
+    ),
+    "a value of nothing": (
+        lambda e: nodes(e)[1]["inputs"][0]["arg"]["as_tensor"].update(name="other"),
+        "uses 'other', which nothing made before",
+    ),
+    "a value twice": (lambda e: nodes(e).append(nodes(e)[0]), "twice"),
+    "a wide input": (lambda e: tensors(e)["user"]["sizes"].__setitem__(1, {"as_int": 1 << 30}), "expected 1 to 1,048,576"),
+    "pinned": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "pin_memory", "arg": {"as_bool": True}}),
+        "asks for pinned memory",
+    ),
+    "sparse layout": (lambda e: nodes(e)[0]["inputs"].append({"name": "layout", "arg": {"as_layout": 1}}), "is not dense"),
     "unknown argument": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_complex": {}}}), "holds a complex"),
     "device": (
         lambda e: nodes(e)[0]["inputs"].append({"name": "device", "arg": {"as_device": {"type": "meta"}}}),
