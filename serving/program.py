@@ -40,7 +40,9 @@ class ProgramScorer(Scorer):
             self._program = read_program(archive)
             check_shapes(self._program)
             self._meter = Meter(self._program, self._most_bytes)
-            self._runner = Runner(self._program, weight_tensors(self._program.weights, self._device), self._device, self._most_bytes)
+            self._runner = Runner(
+                self._program, weight_tensors(self._program.weights, self._device), self._device, self._most_bytes
+            )
             self._costs: dict[int, Cost | str] = {}
             first, second = self._program.trial_rows()
             small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (first, second))
