@@ -152,15 +152,23 @@ class Segment:
         packed = self.mapping.bytes[t.offset : t.offset + t.bytes].reshape(t.rows, t.row_bytes)
         return Table(packed, RowFormat.parse(t.row_format), t.dim)
 
-    def corrupt_chunks(self) -> Iterator[tuple[StoredTable, int, int]]:
-        """Reads every row; yields (table, first row, end row) of each chunk whose checksum is wrong."""
+    def chunks(self) -> Iterator[tuple[StoredTable, int, int]]:
+        """(table, first row, end row) of each chunk."""
         for t in self.header.tables:
             for chunk in range(t.chunks):
-                start, stop = t.chunk_range(chunk)
-                first = t.offset + start * t.row_bytes
-                data = self.mapping.bytes[first : first + (stop - start) * t.row_bytes]
-                if checksum(data) != int(self._checksums[t.first_chunk + chunk]):
-                    yield t, start, stop
+                yield t, *t.chunk_range(chunk)
+
+    def is_whole(self, table: StoredTable, start: int, stop: int) -> bool:
+        """Reads the rows of a chunk; whether they are as they were written."""
+        first = table.offset + start * table.row_bytes
+        data = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
+        return checksum(data) == int(self._checksums[table.first_chunk + start // table.chunk_rows])
+
+    def corrupt_chunks(self) -> Iterator[tuple[StoredTable, int, int]]:
+        """Reads every row; yields (table, first row, end row) of each chunk whose checksum is wrong."""
+        for t, start, stop in self.chunks():
+            if not self.is_whole(t, start, stop):
+                yield t, start, stop
 
     def verify(self) -> None:
         """Reads every row; SegmentError names the first chunk whose bytes changed since it was written."""

@@ -6,6 +6,7 @@ request is done, and then goes.
 """
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -230,7 +231,10 @@ class Served:
         scorer: Scorer | None = None,
         threads: int = 1,
         max_response_bytes: int | None = None,
+        verified_at: float = 0.0,
     ) -> None:
+        """verified_at: when its rows were read against their checksums, of time.time(); 0: never."""
+        self.verified_at = verified_at
         self.segment, self.backend, self.threads = segment, backend, threads
         self.scorer = scorer
         self.max_response_bytes = max_response_bytes
@@ -404,6 +408,7 @@ class Engine:
                 scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits),
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
+                verified_at=time.time() if self._verify == "full" else 0.0,
             )
             served.warm_up()
         except (LoaderError, QuantError, ServingError, OSError):

@@ -73,6 +73,7 @@ CACHE_EVENTS = {
     "padded": Counter("tableside_cache_padded_rows_total", "Rows used from the pad of one batch, and not taken in.", ["device"]),
     "locked_out": Counter("tableside_cache_locked_out_rows_total", "Rows that found every slot in use by a batch.", ["device"]),
 }
+SCRUBS = Counter("tableside_scrubs_total", "Readings of all rows of a served version, by outcome.", ["model", "outcome"])
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
 
 

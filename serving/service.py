@@ -21,6 +21,7 @@ from serving.errors import Kind, ServingError, bad_request, not_found, short
 from serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
 from serving.placement import Placer
 from serving.scorer import ScorerLimits
+from serving.scrub import Scrubber
 from serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -55,6 +56,7 @@ class Service:
             )
             for name in settings.models
         }
+        self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
         self.turns = Turns(settings.max_waiting, settings.max_wait_s)
@@ -84,6 +86,7 @@ class Service:
             )
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(_log_end)
+        self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
 
     @property
@@ -99,7 +102,9 @@ class Service:
         self._is_open = False
         if self._watcher is not None:
             self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._scrubbing.cancel()
+            await asyncio.gather(self._watcher, self._scrubbing, return_exceptions=True)
+            self._scrubber.stop()
         self._beside.shutdown()
         if self._batcher is not None:
             self._batcher.close()
