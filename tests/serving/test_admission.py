@@ -1,0 +1,241 @@
+"""What a worker takes on: turns, bytes in flight, JSON; in its own loop and over real sockets."""
+
+import asyncio
+import gzip
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from support import until
+
+from loader.memory import pss_bytes
+from serving.admission import NEWEST_FIRST_AFTER_S, Bytes, Hold, Turns, Waiting
+from serving.client import Client
+from serving.errors import ApiError
+
+Start = Callable[..., Any]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
+
+
+def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
+    """Order is for those who have waited for a moment; beyond that the newest has the best chance of still being wanted."""
+
+    async def test() -> None:
+        taken: list[int] = []
+        waiting = Waiting(100, 10.0)
+
+        async def request(n: int) -> None:
+            await waiting.wait()
+            taken.append(n)
+
+        for late, expected in ((False, [0, 1, 2]), (True, [2, 1, 0])):
+            taken.clear()
+            requests = [asyncio.create_task(request(n)) for n in range(3)]
+            await asyncio.sleep(0)
+            if late:
+                await asyncio.sleep(2 * NEWEST_FIRST_AFTER_S)
+            for _ in range(3):
+                assert waiting.wake()
+                await asyncio.sleep(0)
+            await asyncio.gather(*requests)
+            assert taken == expected
+        assert not waiting.wake()
+
+    run(test())
+
+
+def test_who_waits_for_too_long_or_is_one_too_many_is_refused() -> None:
+    async def test() -> None:
+        waiting = Waiting(2, 0.05)
+        requests = [asyncio.create_task(waiting.wait()) for _ in range(3)]
+        with pytest.raises(ApiError, match=r"2 requests wait for this worker, its limit \(max_waiting\); try again later"):
+            await requests[0]
+        for request in requests[1:]:
+            with pytest.raises(ApiError, match=r"the request waited 0.05 s for its turn \(max_wait_s\)") as refused:
+                await request
+            assert refused.value.status == 503
+        assert len(waiting) == 0
+
+    run(test())
+
+
+def test_a_request_that_leaves_hands_its_turn_on() -> None:
+    async def test() -> None:
+        waiting = Waiting(10, 10.0)
+        first, second = (asyncio.create_task(waiting.wait()) for _ in range(2))
+        await asyncio.sleep(0)
+        waiting.wake()
+        first.cancel()
+        await second
+
+    run(test())
+
+
+def test_the_sockets_are_read_between_two_slices() -> None:
+    """Requests that take long do not keep the loop: whatever else is ready runs between any two of them."""
+
+    async def test() -> None:
+        turns, seen = Turns(100, 10.0), []
+
+        async def request(n: int) -> None:
+            await turns.take()
+            seen.append(n)
+            end = time.perf_counter() + 0.005  # of work, more than a slice
+            while time.perf_counter() < end:
+                pass
+
+        async def health() -> None:
+            while len(seen) < 8:
+                seen_before.append(len(seen))
+                await asyncio.sleep(0)
+
+        seen_before: list[int] = []
+        await asyncio.gather(health(), *(request(n) for n in range(8)))
+        assert max(np.diff(seen_before)) == 1
+
+    run(test())
+
+
+def test_bytes_are_counted_until_they_are_let_go() -> None:
+    """Refused growth takes nothing; what a gone connection would hold is not kept for it."""
+    total = Bytes(100)
+    first, second = Hold(total), Hold(total)
+    first.grow(60)
+    with pytest.raises(ApiError, match=r"requests hold 60 bytes of this worker, this one needs 41 more; the limit is 100"):
+        second.grow(41)
+    second.grow(40)
+    assert total.held == 100
+    first.release()
+    first.release()
+    first.grow(1000)
+    assert total.held == 40
+
+
+@pytest.fixture
+def narrow(start: Start) -> Any:
+    """A server that holds few bytes and reads little JSON."""
+    return start(
+        *("--max-body-bytes", 1 << 20, "--max-response-bytes", 8 << 20, "--max-in-flight-bytes", 20 << 20),
+        *("--max-json-bytes", 200_000, "--write-timeout-s", 5),
+    )
+
+
+def unread(port: int, bags: int) -> socket.socket:
+    """A connection that asks for `bags` vectors of 256 bytes with a small request, and reads nothing."""
+    asked = {
+        "inputs": [{"name": "user", "datatype": "INT64", "shape": [bags, 0], "data": []}],
+        "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
+    }
+    body = json.dumps(asked).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    return connection
+
+
+def test_responses_that_nobody_reads_are_bounded(narrow: Any) -> None:
+    """Two of 8 MiB fit in 20 MiB; the third is refused, small requests are answered, and what was read or reset is free again."""
+    held = [unread(narrow.port, 32_000) for _ in range(2)]
+    with Client(narrow.url) as client:
+        until(lambda: refused(narrow, 32_000), what="a third large response to be refused")
+        assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
+        response = ask(narrow, 32_000)
+        assert response.headers["retry-after"] == "1"
+        assert "bytes of this worker" in response.json()["error"]
+    for connection in held:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    until(lambda: not refused(narrow, 32_000), what="the room to be free again")
+
+
+def ask(server: Any, bags: int) -> httpx.Response:
+    asked = {
+        "inputs": [{"name": "user", "datatype": "INT64", "shape": [bags, 0], "data": []}],
+        "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
+    }
+    return httpx.post(server.url + "/v2/models/demo/infer", json=asked)
+
+
+def refused(server: Any, bags: int) -> bool:
+    return ask(server, bags).status_code == 503
+
+
+def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
+    """Thirty clients that send all but the last byte of 1 MiB: the worker holds 20 MiB of it, refuses the rest, and frees it."""
+    head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
+    (worker,) = narrow.workers()
+    before = pss_bytes(worker)["private"]
+    connections = [socket.create_connection(("127.0.0.1", narrow.port), 10) for _ in range(30)]
+
+    def send(connection: socket.socket) -> None:
+        try:
+            connection.sendall(head + bytes((1 << 20) - 1))
+        except OSError:  # refused while it was sending
+            return
+
+    threads = [threading.Thread(target=send, args=(c,)) for c in connections]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    with httpx.Client(base_url=narrow.url) as client:
+        assert client.get("/health").status_code == 200
+    assert pss_bytes(worker)["private"] - before < 3 * (20 << 20)  # a body lies there once, and once more as it is joined
+    for connection in connections:
+        connection.close()
+    until(lambda: not refused(narrow, 32_000), what="the room to be free again")
+
+
+def test_json_has_a_limit_of_its_own(narrow: Any) -> None:
+    """Text takes ten times the time of bytes; what is too long is refused with the way to send it, packed or not."""
+    ids = list(range(1000)) * 60
+    body = json.dumps({"model": "demo", "features": {"user": [ids]}}).encode()
+    assert 200_000 < len(body) < 1 << 20
+    for headers, content in (({}, body), ({"content-encoding": "gzip"}, gzip.compress(body))):
+        found = httpx.post(narrow.url + "/v1/lookup", content=content, headers=headers)
+        assert found.status_code == 413
+        assert "the limit is 200,000 (max_json_bytes): send ids as binary tensors" in found.json()["error"]
+    inputs = [{"name": "user", "datatype": "INT64", "shape": [1, len(ids)], "data": ids}]
+    assert httpx.post(narrow.url + "/v2/models/demo/infer", json={"inputs": inputs}).status_code == 413
+    with Client(narrow.url) as client:
+        assert client.lookup("demo", {"user": np.array([ids])})["user"].shape == (1, 64)
+
+
+def test_json_answers_have_a_limit_too(narrow: Any) -> None:
+    features = {"user": [[1]] * 1000}
+    found = httpx.post(narrow.url + "/v1/lookup", json={"model": "demo", "features": features})
+    assert found.status_code == 400
+    assert "asks for 256,000 bytes of vectors as JSON; the limit is 200,000 (max_json_bytes)" in found.json()["error"]
+
+
+def test_large_json_is_parsed_beside_the_loop_and_is_right(start: Start) -> None:
+    """Beyond 64 KiB: the same vectors, as JSON and as V2's inline data."""
+    server = start()
+    ids = np.random.default_rng(0).integers(0, 1000, (500, 40))
+    assert len(json.dumps(ids.tolist())) > 1 << 16
+    with Client(server.url) as client:
+        expected = client.lookup("demo", {"user": ids})["user"]
+    v1 = httpx.post(server.url + "/v1/lookup", json={"model": "demo", "features": {"user": ids.tolist()}}).json()
+    np.testing.assert_array_equal(np.array(v1["vectors"]["user"], np.float32), expected)
+    inputs = [{"name": "user", "datatype": "INT64", "shape": list(ids.shape), "data": ids.reshape(-1).tolist()}]
+    v2 = httpx.post(server.url + "/v2/models/demo/infer", json={"inputs": inputs}).json()
+    np.testing.assert_array_equal(np.array(v2["outputs"][0]["data"], np.float32).reshape(-1, 64), expected)
+
+
+def test_a_limit_that_one_request_exceeds_alone(root: Any) -> None:
+    from support import run_tableside
+
+    found = run_tableside("serve", "demo", "--max-in-flight-bytes", "1MiB", root=root)
+    assert found.returncode == 2
+    assert "the largest request and its response alone may take" in found.stderr
