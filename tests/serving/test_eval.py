@@ -213,8 +213,12 @@ def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
     process = begin(root, "ctr", path, "--out", out, "--workers", 2, "--shard-rows", 400, "--batch", 8)
     until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
     victims = workers_of(process, root)
+    begun, others = out / "parts" / f"00099.partial-{victims[0]}", out / "parts" / "00098.partial-1"
+    begun.touch()
+    others.touch()
     os.kill(victims[0], signal.SIGKILL)
     until(lambda: set(workers_of(process, root)) - set(victims), 60, what="a replacement")
+    assert not begun.exists() and others.exists()
     error = process.communicate(timeout=200)[1]
     assert process.returncode == 0, error
     assert "ended with -9" in error and "it is replaced" in error

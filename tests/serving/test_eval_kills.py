@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support import until
 from towers import publish_towers
 
 from loader.memory import processes_below
@@ -84,3 +86,39 @@ def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_pa
     assert (
         f"AF_UNIX path too long); is there enough memory, and is the folder of temporary files, TMPDIR ({folder})" in found.stderr
     )
+
+
+def forked(process: "subprocess.Popen[str]") -> tuple[list[int], list[int]]:
+    """Process ids of (workers, the process that they were forked from)."""
+    below = set(processes_below(process.pid))
+    workers = {w for pid in below for w in processes_below(pid)}
+    return sorted(workers), sorted({p for p in below - workers if set(processes_below(p)) & workers})
+
+
+@pytest.mark.parametrize("victim", ["main", "forkserver"])
+def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path, victim: str) -> None:
+    """In the middle of a shard: where the pool is killed no part appears later; where the forkserver is, both are replaced."""
+    rows = 40_000
+    ids = np.zeros(rows, np.int64)
+    pq.write_table(pa.table({"user": ids, "item": ids, "label": ids}), tmp_path / "data.parquet")
+    process = subprocess.Popen([*command, "--batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: forked(process)[0], 60, what="a worker")
+    (worker,), (forkserver,) = forked(process)
+    until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), 60, what="its model")
+    os.kill({"main": process.pid, "forkserver": forkserver}[victim], signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{worker}").exists() or is_zombie(worker), 60, what="the worker to end")
+    assert not list((tmp_path / "out" / "parts").glob("*.parquet"))
+    if victim == "forkserver":
+        until(lambda: forked(process)[0], 60, what="a replacement")
+        assert worker not in forked(process)[0]
+        process.kill()
+    _, error = process.communicate(timeout=60)
+    assert ("it is replaced" in error) == (victim == "forkserver")
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether it ended, and nobody asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
