@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from campaigns import file_cases
 from campaigns.common import random_of
-from campaigns.files import Answer, Child, mutate
+from campaigns.files import Child, mutate
 from loader.checkpoint import open_checkpoint
 from loader.checkpoint.rows import Matrix, Shard
 from loader.errors import CheckpointError
@@ -38,9 +38,9 @@ def test_honest_files_load(kind: str, child: Child, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_lie_is_refused(name: str, child: Child, tmp_path: Path) -> None:
-    """One line, no other rows, no traceback, signal, hang, or more than 1 GiB."""
+    """One line, no other rows, no traceback, signal or hang; a few megabytes on disk take at most 512 MiB of memory."""
     found = child.ask(CASES[name].write(tmp_path))
-    assert found.outcome in ("refused", CASES[name].expected), found
+    assert found.outcome in ("refused", CASES[name].expected) and found.grown_bytes < 512 << 20, found
 
 
 @pytest.mark.parametrize("kind", file_cases.HONEST)
@@ -64,18 +64,11 @@ def test_random_changes_break_nothing(kind: str, child: Child, tmp_path: Path) -
 def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_path: Path) -> None:
     """Refused at the bound; at the bound itself it is read, in less than 400 MB."""
     for tensors, outcome in ((1_000_000, "refused"), (249_999, "true")):
-        header = {f"tensor_{i}": {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]} for i in range(tensors)}
-        header["a"] = {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]}
-        (tmp_path / "c.safetensors").write_bytes(file_cases.safetensors(header))
+        empty = ",".join(f'"tensor_{i}":{{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}}' for i in range(tensors))
+        text = f'{{{empty},"a":{{"dtype":"F32","shape":[8,4],"data_offsets":[0,128]}}}}'.encode()
+        (tmp_path / "c.safetensors").write_bytes(file_cases.safetensors(text))
         found = child.ask(tmp_path / "c.safetensors")
         assert (found.outcome, found.grown_bytes < 400 << 20) == (outcome, True), found
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if "bomb" in n])
-def test_a_bomb_takes_little_memory(name: str, child: Child, tmp_path: Path) -> None:
-    """Of a few megabytes on disk, at most 512 MiB in memory."""
-    found: Answer = child.ask(CASES[name].write(tmp_path))
-    assert (found.outcome, found.grown_bytes < 512 << 20) == ("refused", True), found
 
 
 # ---- what is said ----
