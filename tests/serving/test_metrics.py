@@ -73,8 +73,8 @@ def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, root: Pat
         assert sample(client.metrics(), 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 1
 
 
-def test_counters_survive_kills(start: Start) -> None:
-    """What a killed worker counted is still counted, at once and after its replacement."""
+def test_counters_survive_kills(start: Start, root: Path) -> None:
+    """What a killed worker counted is still counted, at once and after its replacement; its files are folded into one."""
     server = start("--workers", 2)
     name = 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}'
     with Client(server.url, retries=3) as client:
@@ -85,6 +85,9 @@ def test_counters_survive_kills(start: Start) -> None:
             assert sample(client.metrics(), name) == 10 * killed
             until(lambda: len(server.workers()) == 2, what="a replacement")
             assert sample(client.metrics(), name) == 10 * killed
+        (folder,) = root.glob(".metrics-*")
+        numbers = {p.stem.partition("_")[2] for p in folder.glob("*.db")}
+        assert "folded" in numbers and numbers <= {"folded", *map(str, server.workers())}
 
 
 def test_top_shows_rates(start: Start) -> None:
