@@ -107,7 +107,8 @@ def test_any_bit_of_a_record(tmp_path: Path) -> None:
 def test_flips_between_two_runs(root: Path, tmp_path: Path, data: Path) -> None:
     """One bit in each part: every part is named, and the report is the same. One in plan.json: a line with the remedy."""
     out = tmp_path / "out"
-    assert run_tableside("eval", "towers", data, "--out", out, *OPTIONS, root=root).returncode == 0
+    first = run_tableside("eval", "towers", data, "--out", out, *OPTIONS, root=root)
+    assert first.returncode == 0, first.stderr
     wanted, parts = figures(out), sorted((out / "parts").glob("*.parquet"))
     assert len(parts) == 12
     seed = random.randrange(1000)
