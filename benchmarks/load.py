@@ -4,6 +4,7 @@ read      the same bytes with preadv into a buffer, as many threads as the load 
 quantize  the same rows from memory to memory, as many threads
 load      both, plus reserving, hashing and publishing the segment
 The file is in the page cache (warm: the processor is the limit), or dropped from it first (cold: the disk is).
+verified  loads of the same tables: not verified (safetensors), by a manifest, by the CRC-32 of a .npz
 """
 
 import argparse
@@ -20,13 +21,16 @@ from common import console, report, shared_folder
 from safetensors.numpy import save_file
 
 from loader.load import PIECE_BYTES, load
+from loader.manifest import write_manifest
 from loader.memory import pss_bytes
 from loader.model import ModelSpec, parse_model
+from loader.verification import summary
 from loader.versions import Model
 from quant import RowFormat, Source, choose
 
 DIM, TABLES, ROUNDS = 64, 4, 5
 TARGET, MEMORY_TARGET = 0.7, 256 << 20
+VERIFIED_ROUNDS, VERIFIED_TARGET = 11, 1.05
 
 
 def write_checkpoint(path: Path, gib: float) -> int:
@@ -150,6 +154,44 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
     }
 
 
+def verified(path: Path, rows: int) -> list[dict[str, Any]]:
+    """Loads of the same tables in turns: not verified, by a manifest, by CRC-32; medians, and their ratio to not verified."""
+    with_manifest = path.with_name("manifest.safetensors")
+    os.link(path, with_manifest)
+    write_manifest(with_manifest)
+    values = np.random.default_rng(0).standard_normal((rows, DIM), dtype=np.float32)
+    np.savez(path.with_suffix(".npz"), **{f"t{i}.weight": values for i in range(TABLES)})
+    tables = {f"t{i}": {"key": f"t{i}.weight", "row_format": "int8"} for i in range(TABLES)}
+    files = {"nothing": path, "manifest": with_manifest, "CRC-32": path.with_suffix(".npz")}
+    specs = {
+        by: parse_model({"name": "bench", "checkpoint": str(file), "tables": tables}, path.parent) for by, file in files.items()
+    }
+    times: dict[str, list[float]] = {by: [] for by in files}
+    with shared_folder() as root:
+        for round_ in range(VERIFIED_ROUNDS + 1):
+            for by, spec in specs.items():
+                started = time.perf_counter()
+                loaded = load(spec, root)
+                seconds = time.perf_counter() - started
+                assert ("not verified" if by == "nothing" else f"verified by {by}") in summary(loaded.header.source)
+                Model(root, spec.name).collect(keep=0)
+                if round_:
+                    times[by].append(seconds)
+    medians = {by: float(np.median(found)) for by, found in times.items()}
+    slower = {by: float(np.median(np.divide(times[by], times["nothing"]))) for by in times}
+    return [
+        {
+            "format": "int8",
+            "verified by": by,
+            "load GB/s": path.stat().st_size / medians[by] / 1e9,
+            "seconds / not verified": slower[by],
+            "target": VERIFIED_TARGET,
+            "met": bool(slower[by] <= VERIFIED_TARGET),
+        }
+        for by in files
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint (default: %(default)s)")
@@ -160,6 +202,8 @@ def main() -> None:
         console.print(f"{path.stat().st_size / 1e9:.2f} GB of fp32 in {TABLES} tables of {rows:,} x {DIM}")
         result = [measure(path, rows, RowFormat.parse(f), False) for f in ("int8", "int4", "int2", "fp8", "fp16", "fp32")]
         result += [measure(path, rows, RowFormat.INT8, True)]
+        checked = verified(path, rows)
+    report("load_verified", "loads that verify their rows, against one that cannot", checked)
     report("load", "throughput of a load, in bytes of the checkpoint", result)
 
 

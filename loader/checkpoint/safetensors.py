@@ -31,6 +31,9 @@ _ITEM_BITS = {
 }  # fmt: skip
 
 
+_PAIRS = json.JSONDecoder(object_pairs_hook=list)
+
+
 class _Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
@@ -152,7 +155,7 @@ def _entry(text: str, at: int) -> _Entry:
     end = text.find("}", at, at + _ENTRY_LIMIT)
     if end < 0 or text[at] != "{":
         raise ValueError(f"expected {{dtype, shape, data_offsets}} at character {at}")
-    pairs = json.loads(text[at : end + 1], object_pairs_hook=list)
+    pairs = _PAIRS.decode(text[at : end + 1])
     raw = dict(pairs)
     if len(raw) != len(pairs) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"expected dtype, shape and data_offsets, found {[str(k)[:30] for k, _ in pairs]}")
