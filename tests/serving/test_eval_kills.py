@@ -102,18 +102,21 @@ def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path
     ids = np.zeros(rows, np.int64)
     pq.write_table(pa.table({"user": ids, "item": ids, "label": ids}), tmp_path / "data.parquet")
     process = subprocess.Popen([*command, "--batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until(lambda: forked(process)[0], 60, what="a worker")
-    (worker,), (forkserver,) = forked(process)
-    until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), 60, what="its model")
-    os.kill({"main": process.pid, "forkserver": forkserver}[victim], signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{worker}").exists() or is_zombie(worker), 60, what="the worker to end")
-    assert not list((tmp_path / "out" / "parts").glob("*.parquet"))
-    if victim == "forkserver":
-        until(lambda: forked(process)[0], 60, what="a replacement")
-        assert worker not in forked(process)[0]
+    try:
+        until(lambda: forked(process)[0], 60, what="a worker")
+        (worker,), (forkserver,) = forked(process)
+        until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), 60, what="its model")
+        os.kill({"main": process.pid, "forkserver": forkserver}[victim], signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{worker}").exists() or is_zombie(worker), 60, what="the worker to end")
+        assert not list((tmp_path / "out" / "parts").glob("*.parquet"))
+        if victim == "forkserver":
+            until(lambda: forked(process)[0], 60, what="a replacement")
+            assert worker not in forked(process)[0]
+            process.kill()
+        _, error = process.communicate(timeout=60)
+        assert ("it is replaced" in error) == (victim == "forkserver")
+    finally:
         process.kill()
-    _, error = process.communicate(timeout=60)
-    assert ("it is replaced" in error) == (victim == "forkserver")
 
 
 def is_zombie(pid: int) -> bool:
