@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
 
-.PHONY: help setup demo serve minilm dlrm test test-gpu check bench clean
+.PHONY: help setup demo serve minilm dlrm test test-gpu check bench campaign clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -46,6 +46,10 @@ check: setup     ## ruff and mypy
 
 bench: setup     ## the benchmarks; results go to benchmarks/results
 	@for b in cpu_lookup load http_lookup workers eval_pool; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+CAMPAIGN_S ?= 600
+campaign: setup  ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count
+	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
 	rm -rf $(VENV) build *.egg-info quant/*.so

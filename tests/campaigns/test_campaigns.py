@@ -1,0 +1,35 @@
+"""A short run of each campaign: what may never happen does not, and the campaign did what it is for."""
+
+import pytest
+
+from campaigns.common import Result
+from campaigns.goals import CAMPAIGNS
+
+SEED = 1
+SHORT = {
+    "kills": (4, ("kills", "requests checked")),
+    "loads": (6, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
+    "requests": (6, ("cases in process", "raw sockets", "schemathesis cases")),
+    "overload": (5, ("capacity, requests/s",)),
+    "soak": (6, ("requests", "swaps")),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_run(name: str) -> None:
+    seconds, did = SHORT[name]
+    result = Result(name, seconds, SEED, CAMPAIGNS[name].run(seconds, SEED), CAMPAIGNS[name].goals)
+    missed = [row for row in result.rows() if row[3] == "MISSED" and result.goals[row[0]].kind == "must"]
+    assert not missed, f"seed {SEED}: {missed}"
+    assert all(result.measured[figure] > 0 for figure in did), result.measured
+
+
+def test_slow_clients_are_closed() -> None:
+    """A tenth as many as in a full run; with the server's own deadlines, so it takes those."""
+    from campaigns import clients
+
+    found = clients.run(0, SEED, clients=50)
+    assert found["slow clients"] == 50
+    assert found["closed late or never"] == 0, found
+    assert found["wrong or failed meanwhile"] == 0, found
+    assert found["descriptors leaked"] == 0, found
