@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -219,7 +220,7 @@ def _archive_cases(good: bytes, record: bytes) -> Iterator[tuple[str, Data]]:
                 yield f"{part}: {field} {new} instead of {old}", bytes(data)
 
 
-def _of_record(good: bytes, record: bytes) -> int:
+def _of_record(good: bytes | bytearray, record: bytes) -> int:
     """Where the directory's entry of a record begins: the last entry that names it."""
     return good.rindex(b"PK\x01\x02", 0, good.rindex(record))
 
@@ -228,8 +229,8 @@ def _of_record(good: bytes, record: bytes) -> int:
 
 
 def value(v: Any) -> bytes:
-    """The instructions that push a plain value."""
-    return pickle.dumps(v, 2)[2:-1]
+    """The instructions that push a plain value, and leave the memo as it is."""
+    return pickletools.optimize(pickle.dumps(v, 2))[2:-1]
 
 
 def name(module: str, what: str) -> bytes:
@@ -309,7 +310,17 @@ def _pt_cases() -> Iterator[tuple[str, Data]]:
     yield "two data.pkl", archive({"c/data.pkl": b"\x80\x02}.", "d/data.pkl": b"\x80\x02}."}, root="")
     yield "a TorchScript program", pt(held(tensor()), **{"constants.pkl": b"\x80\x02)."})
     yield "compressed", archive({"data.pkl": b"\x80\x02" + held(tensor()) + b".", "data/0": DATA}, compress=True)
+    yield "a record inside another", _inside()
     yield from _pickle_cases()
+
+
+def _inside() -> bytes:
+    """The directory's entry of data/0 names a local header that lies in another record's bytes."""
+    record = GOOD_PT[GOOD_PT.rindex(b"PK\x03\x04", 0, GOOD_PT.index(b"c/data/0")) :][: 30 + len("c/data/0") + len(DATA)]
+    data = bytearray(pt(held(tensor()), x=record))
+    at = _of_record(data, b"c/data/0") + 42
+    data[at : at + 4] = data.rindex(record, 0, data.index(b"PK\x01\x02")).to_bytes(4, "little")
+    return bytes(data)
 
 
 def _pickle_cases() -> Iterator[tuple[str, Data]]:

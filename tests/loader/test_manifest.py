@@ -72,6 +72,16 @@ def test_a_flipped_bit_is_found_by_the_archives_crc(write: Callable[..., Path], 
     assert _load(path, root, "b") == "verified by CRC-32"
 
 
+def test_a_flipped_bit_in_a_pickle_is_found_by_the_archives_crc(tmp_path: Path, root: Path) -> None:
+    """Where names, sizes and offsets stand; here a tensor begins one row later, inside its storage."""
+    big = torch.from_numpy(rows_of(40, 8))
+    torch.save({"a": big[2:20]}, tmp_path / "c.pt")
+    assert _load(tmp_path / "c.pt", root, "a") == "verified by CRC-32"
+    _flip(tmp_path / "c.pt", (tmp_path / "c.pt").read_bytes().index(b"QK\x10K\x12K\x08") + 2)
+    with pytest.raises(CheckpointError, match=r"c\.pt: the CRC-32 of record 'c/data\.pkl' is wrong"):
+        _load(tmp_path / "c.pt", root, "a")
+
+
 def test_torchrecs_shards_are_verified_by_crc(tmp_path: Path, root: Path) -> None:
     """By row, by column and replicated: each shard's record, however its columns are laid into rows."""
     shutil.copytree(DCP, tmp_path / "dcp")
