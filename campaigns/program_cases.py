@@ -24,6 +24,7 @@ from loader.program.operators import ARITHMETIC, OPERATORS, aten_name
 
 Archive = dict[str, Any]  # name -> bytes, or parsed JSON
 _TARGETS = sorted(OPERATORS)
+_MOST_VALUES = 4096  # of a weight that is drawn
 _INTS = (*range(-3, 10), 16, 63, 64, 65, 1000, 1 << 20, 1 << 31, -(1 << 31), (1 << 63) - 1)
 _JUNK: tuple[Any, ...] = (
     None,
@@ -299,7 +300,8 @@ def called(rng: random.Random) -> bytes:
 def _weight(rng: random.Random, number: int) -> tuple[dict[str, Any], bytes]:
     dtype = rng.choice((7, 7, 7, 7, 5, 5, 4, 8, 12, 6, 1))
     sizes = [rng.choice((1, 2, 3, 4, 8, 8, 64)) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4)))]
-    count = int(np.prod(sizes, dtype=np.int64))
+    while (count := int(np.prod(sizes, dtype=np.int64))) > _MOST_VALUES:
+        sizes.pop()
     kind = np.dtype(TYPES[dtype][0])
     low, high = (0, 2) if dtype in (1, 12) else rng.choice(((0, 2), (0, 4), (-9, 9), (-(1 << 31), 1 << 31)))
     if dtype == 6:

@@ -208,7 +208,7 @@ BOMBS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
     "squares": lambda x, _: x.sum(1) + torch.outer(torch.arange(20_000.0), torch.arange(20_000.0)).sum(),
     "einsum": lambda x, _: torch.einsum("ba,bc,bd,be,bf,bg,bh,bi,bj,bk->bacdefghijk", *[x] * 10).flatten(1).sum(1),
     "views": lambda x, _: x[:, None, None].expand(-1, 1 << 15, 1 << 15, -1).sum((1, 2, 3)),
-    "products": lambda x, _: (torch.ones(1 << 13, 1 << 13) @ torch.ones(1 << 13, 1 << 13)).sum() + x.sum(1),
+    "products": lambda x, _: (torch.ones(1 << 12, 1 << 12) @ torch.ones(1 << 12, 1 << 12)).sum() + x.sum(1),
 }
 
 
@@ -238,6 +238,12 @@ def test_what_a_call_takes_is_known_beforehand() -> None:
     assert large.bytes / small.bytes > 64**2 / 4
     with pytest.raises(TooLarge, match="the limit is 1,048,576"):
         meter.cost(4096, 1 << 20)
+
+
+def test_what_an_operator_may_copy_counts() -> None:
+    """A view of a thousand times its memory is as large as it says to whom reads it."""
+    meter = Meter(program(lambda x, _: x[:, None].expand(-1, 1024, -1).sum((1, 2))))
+    assert meter.cost(64, LARGEST_BYTES).bytes >= 64 * 1024 * 8 * 4
 
 
 def test_the_measure_is_what_torch_allocates() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from support import rows_of, until
 
 from loader.load import load
 from loader.model import parse_model
+from loader.program import Program, read_program
 from loader.versions import Model
 from serving.client import Client, ClientError
-from serving.errors import ServingError
+from serving.engine import DenseInput, Output, Scoring, score_together
+from serving.errors import ApiError, ServingError
 from serving.scorer import ScorerLimits, open_scorer
 from serving.settings import ServerSettings
 
@@ -48,10 +51,10 @@ class Logarithm(torch.nn.Module):
 class Norm(torch.nn.Module):
     """A batch norm over 64 channels, as core ATen has it."""
 
-    def __init__(self, values: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         for name in ("mean", "var"):
-            self.register_buffer(name, torch.ones(values))
+            self.register_buffer(name, torch.ones(64))
 
     def forward(self, user: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         wide = torch.nn.functional.pad(user, (0, 56))
@@ -153,26 +156,48 @@ def test_a_program_that_came_past_the_load_is_checked_where_it_is_attached(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 values for 64 channels, written to shared memory by somebody: no worker reads beyond them."""
+
+    def smaller(data: bytes) -> Program:
+        found = read_program(data)
+        weights = tuple(replace(w, sizes=(2,), content=w.content[:8]) if w.sizes == (64,) else w for w in found.weights)
+        return replace(found, weights=weights)
+
+    publish(root, tmp_path, Norm())
     with monkeypatch.context() as patch:
         patch.setattr("loader.program.measure.check_shapes", lambda program: None)
-        publish(root, tmp_path, Norm(64))
-        real = exported(Norm(64), user=8, context=2)
-        from loader import scorer as loading
-        from loader.program import read_program
-
-        def smaller(data: bytes) -> Any:
-            from dataclasses import replace
-
-            found = read_program(data)
-            weights = tuple(replace(w, sizes=(2,), content=w.content[:8]) if w.sizes == (64,) else w for w in found.weights)
-            return replace(found, weights=weights)
-
-        patch.setattr(loading, "read_program", smaller)
-        assert real
-        publish(root, tmp_path, Norm(64))
+        patch.setattr("loader.scorer.read_program", smaller)
+        publish(root, tmp_path, Norm())
     assert open_scorer(Model(root, "demo").attach(1)) is not None
     with pytest.raises(ServingError, match="has 2 values for 64 channels"):
         open_scorer(Model(root, "demo").attach(2))
+
+
+class Large(torch.nn.Module):
+    """A gigabyte and a bit of ones, whatever the batch."""
+
+    def forward(self, user: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return user.sum(1) + context.sum(1) + torch.full((270 << 20,), 1.0)[0]
+
+
+def test_shapes_are_propagated_where_a_program_is_attached(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no single check refuses is found there as at the load: here, more memory than any program gets for two rows."""
+    with monkeypatch.context() as patch:
+        patch.setattr("loader.program.measure.check_shapes", lambda program: None)
+        publish(root, tmp_path, Large())
+    with pytest.raises(ServingError, match="the limit is 1,073,741,824"):
+        open_scorer(Model(root, "demo").attach())
+
+
+def test_requests_that_are_scored_together_count_together(root: Path, tmp_path: Path) -> None:
+    """The memory of a GPU's batch is that of all its rows; each request alone fits."""
+    publish(root, tmp_path, Squares(1))
+    scorer = open_scorer(Model(root, "demo").attach(), limits=ScorerLimits(bytes=4 << 20))
+    assert scorer is not None
+    dense = (DenseInput("user", 0, 512, 8), DenseInput("context", 512 * 32, 512, 2))
+    scoring, inputs = Scoring(scorer, dense, Output("score", 0, 2048, (512,), False)), bytes(512 * 40)
+    scoring.run(inputs, np.zeros(2048, np.uint8))
+    with pytest.raises(ApiError, match=r"1,024 rows are too many for the scorer.*the limit is 4,194,304"):
+        score_together([(scoring, inputs, np.zeros(2048, np.uint8))] * 2)
 
 
 def test_a_scorer_may_take_as_much_as_it_wants_where_nothing_is_said(root: Path, tmp_path: Path) -> None:
