@@ -1,13 +1,14 @@
-"""What a worker takes on: whose turn it is on its one core, and how many bytes requests and responses may hold.
+"""What a worker takes on: how many requests it works on at once, and how many bytes they may hold.
 
 A worker that is asked for more than it can do should go on doing as much as it can, soon, and refuse the rest at little cost.
 
-*Turns.* The event loop works on requests for at most `SLICE_S` before it reads its sockets again, so a health check waits for
-that long and no longer. Requests that come in beyond that wait. They are taken in order while the oldest has waited for less than
-`NEWEST_FIRST_AFTER_S`; from then on the newest is taken first, since those that have waited longest are the likeliest to be
-given up by their clients: what is answered is answered soon. Who has waited `max_wait_s` is refused, and so is the oldest where
-more than `max_waiting` wait. Both are answered 503 with Retry-After. Waiting costs nothing, and a client that waits for its
-refusal sends nothing new meanwhile: so refusing late is cheaper than refusing at once.
+*Turns.* A worker works on at most `slots` requests at once, from the first byte of a body to the response handed over. Beyond
+that a request waits after its headers, its body left unread in the kernel, where it costs nothing. Those who wait are taken in
+order while the oldest has waited for less than `NEWEST_FIRST_AFTER_S`; from then on the newest is taken first, since those that
+have waited longest are the likeliest to be given up by their clients: what is answered is answered soon. Who has waited
+`max_wait_s` is refused, and so is the oldest where more than `max_waiting` wait: 503 with Retry-After. A client that waits for
+its refusal sends nothing new meanwhile, so refusing late is cheaper than refusing at once. A body that comes too slowly gives
+its slot back (`PROMPT_S`), so that slow clients keep nobody waiting.
 
 *Bytes.* A request holds its body from the first byte received and its response until the last byte is sent (`Hold`). Where all
 requests of a worker together would hold more than `max_in_flight_bytes`, the one that asks is refused.
@@ -16,13 +17,14 @@ requests of a worker together would hold more than `max_in_flight_bytes`, the on
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from serving.errors import ApiError, Kind
 
-SLICE_S = 1e-3
+CPU_SLOTS = 32  # requests that are read and looked up in the same milliseconds
 NEWEST_FIRST_AFTER_S = 0.02
+PROMPT_S = 0.05
 RETRY_AFTER_S = 1
 JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 that it says
 
@@ -32,96 +34,82 @@ def overloaded(why: str) -> ApiError:
     return ApiError(503, Kind.OVERLOADED, f"{why}; try again later, or start more workers")
 
 
-class Waiting:
-    """Requests that wait for something, which `wake` gives to one of them. Belongs to one event loop."""
+class Turn:
+    """A request's turn: it waits, then holds a slot, until it is over. is_whole: its body is here."""
 
-    def __init__(self, max_waiting: int, max_wait_s: float) -> None:
-        self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
-        self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()  # oldest first
+    def __init__(self, slots: "Slots", start: Callable[[], None], refuse: Callable[[ApiError], None]) -> None:
+        self.start, self.refuse, self.is_whole, self.since = start, refuse, False, time.perf_counter()
+        self._slots = slots
+
+    def end(self) -> None:
+        """Gives the slot back, or the place among those who wait. Safe to call twice."""
+        self._slots.give_back(self)
+
+
+class Slots:
+    """The slots of a worker, and who waits for one. Belongs to one event loop."""
+
+    def __init__(self, slots: int, max_waiting: int, max_wait_s: float) -> None:
+        self.slots, self._max_waiting, self._max_wait_s = slots, max_waiting, max_wait_s
+        self._held: dict[Turn, None] = {}  # in the order in which they began
+        self._waiting: deque[Turn] = deque()  # oldest first
         self._timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    @property
+    def is_full(self) -> bool:
+        """Whether a request that comes now has to wait."""
+        return len(self._held) >= self.slots
 
-    async def wait(self) -> None:
-        """Returns when it is this request's turn. ApiError 503: that takes too long, or too many wait."""
-        loop = asyncio.get_running_loop()
-        mine: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((time.perf_counter(), mine))
+    def ask(self, start: Callable[[], None], refuse: Callable[[ApiError], None]) -> Turn:
+        """A request's turn: `start` is called when it has a slot, now or later, or `refuse`, with a 503."""
+        turn = Turn(self, start, refuse)
+        if self.is_full:
+            self._take_from_slow()
+        if not self.is_full:
+            self._held[turn] = None
+            start()
+            return turn
+        self._waiting.append(turn)
         if len(self._waiting) > self._max_waiting:
-            self._refuse_oldest()
+            why = f"{self._max_waiting} requests wait for this worker, its limit (max_waiting)"
+            self._waiting.popleft().refuse(overloaded(why))
         if self._timer is None:
-            self._timer = loop.call_later(self._max_wait_s, self._refuse_late)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # it was given the turn as its client left
-                self.wake()
-            raise
+            self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse_late)
+        return turn
 
-    def wake(self) -> bool:
-        """Gives the turn to one that waits: the oldest, or, where that has waited for long, the newest. False: nobody waits."""
-        while self._waiting:
-            is_late = time.perf_counter() - self._waiting[0][0] > NEWEST_FIRST_AFTER_S
-            _, chosen = self._waiting.pop() if is_late else self._waiting.popleft()
-            if not chosen.done():
-                chosen.set_result(None)
-                return True
-        return False
+    def give_back(self, turn: Turn) -> None:
+        """Ends a turn, and begins the next ones."""
+        if turn in self._held:
+            del self._held[turn]
+            self._begin_next()
+        elif turn in self._waiting:
+            self._waiting.remove(turn)
 
-    def _refuse_oldest(self) -> None:
-        _, oldest = self._waiting.popleft()
-        if not oldest.done():
-            oldest.set_exception(overloaded(f"{self._max_waiting} requests wait for this worker, its limit (max_waiting)"))
+    def _begin_next(self) -> None:
+        while self._waiting and not self.is_full:
+            is_late = time.perf_counter() - self._waiting[0].since > NEWEST_FIRST_AFTER_S
+            turn = self._waiting.pop() if is_late else self._waiting.popleft()
+            self._held[turn] = None
+            turn.since = time.perf_counter()
+            turn.start()
+
+    def _take_from_slow(self) -> None:
+        """Takes the slots of requests whose bodies should have come by now; they go on without."""
+        now = time.perf_counter()
+        for turn in [t for t in self._held if not t.is_whole and now - t.since > PROMPT_S]:
+            del self._held[turn]
 
     def _refuse_late(self) -> None:
-        """Refuses who has waited for too long, and looks again when the next one will have."""
+        """Refuses who has waited for too long, gives slots of slow ones to others, and looks again."""
         self._timer = None
+        self._take_from_slow()
+        self._begin_next()
         while self._waiting:
-            since, oldest = self._waiting[0]
-            left = since + self._max_wait_s - time.perf_counter()
-            if left > 0 and not oldest.done():
-                self._timer = asyncio.get_running_loop().call_later(left, self._refuse_late)
+            left = self._waiting[0].since + self._max_wait_s - time.perf_counter()
+            if left > 0:
+                self._timer = asyncio.get_running_loop().call_later(min(left, PROMPT_S), self._refuse_late)
                 return
-            self._waiting.popleft()
-            if not oldest.done():
-                oldest.set_exception(overloaded(f"the request waited {self._max_wait_s:g} s for its turn (max_wait_s)"))
-
-
-class Turns:
-    """Turns on the event loop, a slice of its time after another, and turns on the one thread beside it."""
-
-    def __init__(self, max_waiting: int, max_wait_s: float) -> None:
-        self._inline, self._beside = Waiting(max_waiting, max_wait_s), Waiting(max_waiting, max_wait_s)
-        self._slice_began: float | None = None
-        self._is_busy_beside = False
-
-    async def take(self) -> None:
-        """Returns when the request may be worked on, on the event loop. ApiError 503: it was not taken on."""
-        now = time.perf_counter()
-        if self._slice_began is None:
-            self._begin_slice(now)
-        elif now - self._slice_began >= SLICE_S:
-            await self._inline.wait()
-
-    def _begin_slice(self, now: float) -> None:
-        self._slice_began = now
-        asyncio.get_running_loop().call_soon(self._end_slice)  # after the sockets were read again
-
-    def _end_slice(self) -> None:
-        self._slice_began = None
-        if self._inline.wake():
-            self._begin_slice(time.perf_counter())
-
-    async def take_beside(self) -> None:
-        """Returns when the thread beside the event loop is free for this request, which then calls `leave_beside`."""
-        if self._is_busy_beside:
-            await self._beside.wait()
-        self._is_busy_beside = True
-
-    def leave_beside(self) -> None:
-        """Gives the thread to the next one."""
-        self._is_busy_beside = self._beside.wake()
+            self._waiting.popleft().refuse(overloaded(f"the request waited {self._max_wait_s:g} s for its turn (max_wait_s)"))
 
 
 class Bytes:

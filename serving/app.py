@@ -20,7 +20,7 @@ class Application:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.service = Service(settings)
-        self.in_flight = self.service.in_flight
+        self.in_flight, self.slots = self.service.in_flight, self.service.slots
         self._v2 = V2(self.service)
         self._v1 = make_app(self.service)
 

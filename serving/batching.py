@@ -49,7 +49,7 @@ class Batcher:
     """Runs requests on `fused`, at most `max_batch` together, each waiting at most `delay_s` for others."""
 
     def __init__(self, fused: "Fused", max_batch: int, delay_s: float, max_waiting: int = 1024, max_wait_s: float = 1.0) -> None:
-        """max_waiting, max_wait_s: as for `serving.admission.Waiting`, whose rules are followed here."""
+        """max_waiting, max_wait_s: as for `serving.admission.Slots`, whose rules are followed here."""
         self._fused, self._max_batch, self._delay_s = fused, max_batch, delay_s
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
         self._waiting: deque[_Waiting] = deque()

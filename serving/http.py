@@ -21,17 +21,21 @@ protocol; so the request is given to a new parser, its framing headers first, wi
 """
 
 import asyncio
+import functools
 import socket
 import struct
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, cast
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from serving.admission import RETRY_AFTER_S, Bytes, Hold
-from serving.asgi import HOLD
+from serving import metrics
+from serving.admission import RETRY_AFTER_S, Bytes, Hold, Slots, Turn
+from serving.asgi import HOLD, Receive, Scope, Send, respond_error
 from serving.errors import ApiError
 from serving.settings import ServerSettings
 
@@ -39,14 +43,66 @@ LINGER_S = 1.0
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
-def limited_protocol(settings: ServerSettings, in_flight: Bytes) -> type[HttpToolsProtocol]:
-    """The protocol class with these limits, for uvicorn's Config(http=...). in_flight: counts what requests hold."""
-    return type("LimitedProtocol", (_LimitedProtocol,), {"limits": settings, "in_flight": in_flight, "idle": {}})
+_BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
+
+
+def limited_protocol(settings: ServerSettings, in_flight: Bytes, slots: Slots) -> type[asyncio.Protocol]:
+    """The protocol class with these limits, for uvicorn's Config(http=...). in_flight, slots: of the worker."""
+    common = {"limits": settings, "in_flight": in_flight, "slots": slots, "idle": {}}
+    protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
+    reader = {"protocol": protocol, "buffer": memoryview(bytearray(_BUFFER_BYTES))}
+    return cast(type[asyncio.Protocol], type("Reader", (_Reader,), reader))
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """Reads a connection for its `_LimitedProtocol` through one buffer of the worker's, which saves a copy of each body.
+
+    Where requests have to wait for their turn, what is read of a new one is its head: its body stays in the kernel.
+    """
+
+    protocol: "type[_LimitedProtocol]"
+    buffer: memoryview
+
+    def __init__(self, **options: Any) -> None:
+        self._http = self.protocol(**options)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._http.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer if self._http.takes_all else self.buffer[:_HEAD_BYTES]
+
+    def buffer_updated(self, count: int) -> None:
+        self._http.data_received(self.buffer[:count])
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+@dataclass
+class _Request:
+    """A request whose response is not complete. is_whole: its body is here; is_shed: its body is read and dropped."""
+
+    hold: Hold
+    turn: Turn | None = None
+    is_started: bool = False
+    is_whole: bool = False
+    is_shed: bool = False
 
 
 class _LimitedProtocol(HttpToolsProtocol):
     limits: ServerSettings
     in_flight: Bytes
+    slots: Slots
     idle: "dict[_LimitedProtocol, None]"  # connections of this worker without a request, idle for longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -62,7 +118,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._is_over = False
         self._offers_upgrade = False  # the parser takes what follows the headers for another protocol
         self._is_said_again = False  # a new parser is given the framing headers that came before
-        self._holds: deque[Hold] = deque()  # of requests whose responses are to come, in order
+        self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
+        self._parts: list[bytes] = []  # of the body that is being read
         self._unsent: list[Hold] = []  # of responses that the client has not read yet
 
     # ---- the connection ----
@@ -87,13 +144,22 @@ class _LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self.idle.pop(self, None)
-        for hold in (*self._holds, *self._unsent):
+        for request in self._open:
+            request.hold.release()
+            if request.turn is not None:
+                request.turn.end()
+        for hold in self._unsent:
             hold.release()
         if self._write_deadline is not None:
             self._write_deadline.cancel()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    @property
+    def takes_all(self) -> bool:
+        """Whether to read as much as there is: a body that is wanted, or whatever comes where nobody has to wait."""
+        return not self.slots.is_full or (bool(self._open) and self._open[-1].is_started and not self._open[-1].is_whole)
+
+    def data_received(self, data: "bytes | memoryview") -> None:
         if self._refused:
             return
         began_in_headers, self._completed = self._in_headers, False
@@ -113,7 +179,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: "bytes | memoryview") -> None:
         while True:
             try:
                 self.parser.feed_data(data)
@@ -121,7 +187,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as offer:
                 if self._refused:
                     return
-                data = self._head_without_offer() + data[offer.args[0] :]
+                data = self._head_without_offer() + bytes(data[offer.args[0] :])
             except httptools.HttpParserError:
                 self.send_400_response("the request is not valid HTTP/1.1, or says in two ways where it ends")
                 return
@@ -143,11 +209,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._arm(self.limits.idle_timeout_s, self.transport.close)
 
     def on_response_complete(self) -> None:
-        hold = self._holds.popleft()
+        request = self._open.popleft()
         if self.flow.write_paused:
-            self._unsent.append(hold)
+            self._unsent.append(request.hold)
         else:
-            hold.release()
+            request.hold.release()
+        if request.turn is not None:
+            request.turn.end()
         super().on_response_complete()
         if self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
             self.idle[self] = None
@@ -171,6 +239,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         super().on_message_begin()
         self.idle.pop(self, None)
+        self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
         self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
@@ -203,11 +272,36 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif not self._check_encoding():
             return
         else:
-            hold = Hold(self.in_flight)
-            self._holds.append(hold)
-            cast(dict[str, Any], self.scope)[HOLD] = hold
+            request = _Request(Hold(self.in_flight))
+            self._open.append(request)
+            cast(dict[str, Any], self.scope)[HOLD] = request.hold
             super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Begins the oldest request when it is its turn. What has no body is answered whatever the load."""
+        request = self._open[0]
+        if cycle.scope["method"] != "POST":
+            self._begin(request, cycle, app)
+            return
+        begin = functools.partial(self._begin, request, cycle, app)
+        request.turn = self.slots.ask(begin, functools.partial(self._shed, request, cycle))
+        request.turn.is_whole = request.is_whole
+        if not request.is_started:
+            self.flow.pause_reading()
+
+    def _begin(self, request: _Request, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        request.is_started = True
+        self.flow.resume_reading()
+        super()._start_asgi_task(cycle, app)
+        if not request.is_whole:
             self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def _shed(self, request: _Request, cycle: RequestResponseCycle, error: ApiError) -> None:
+        """Refuses a request that waited; what comes of its body is dropped, and the connection goes on."""
+        request.is_shed = True
+        request.hold.release()
+        metrics.refused(metrics.UNKNOWN, "http", error.kind)
+        self._begin(request, cycle, cast(ASGI3Application, functools.partial(_answer_refusal, error)))
 
     def _check_encoding(self) -> bool:
         """Whether the parser has taken the body apart as its headers say; else the request is refused."""
@@ -235,20 +329,30 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._body_bytes > self.limits.max_body_bytes:
             self._refuse_body(self._body_bytes)
             return
+        if not self._open or (request := self._open[-1]).is_shed:
+            return  # it was answered already
         try:
-            self._holds[-1].grow(len(body))
+            request.hold.grow(len(body))
         except ApiError as error:
             self._refuse(error.status, error.message)
             return
-        super().on_body(body)
+        self._parts.append(body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
             return
         self._completed = True
         self._disarm()
-        if not self._refused:
-            super().on_message_complete()
+        if self._refused:
+            return
+        if self._open:  # else it was answered before its body was here
+            self._open[-1].is_whole = True
+            if (turn := self._open[-1].turn) is not None:
+                turn.is_whole = True
+        # The application gets the body whole, and as it is: uvicorn would copy it twice more.
+        self.cycle.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)  # type: ignore[assignment]
+        self._parts = []
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
@@ -331,3 +435,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+async def _answer_refusal(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Takes the rest of a request, and answers that it was not taken on."""
+    message = await receive()
+    if message["type"] == "http.request":
+        await respond_error(send, error)

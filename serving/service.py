@@ -13,7 +13,7 @@ import numpy as np
 from loader.errors import LoaderError
 from loader.versions import Model
 from quant import QuantError, choose
-from serving.admission import Bytes, Turns
+from serving.admission import CPU_SLOTS, Bytes, Slots
 from serving.batching import Batcher
 from serving.deadline import Scorers
 from serving.engine import Batch, Engine, Served
@@ -35,7 +35,7 @@ def _log_end(watcher: asyncio.Task[None]) -> None:
 
 
 class Service:
-    """Engines by model name; what the worker takes on (`turns`, `in_flight`)."""
+    """Engines by model name; what the worker takes on (`slots`, `in_flight`)."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -59,7 +59,8 @@ class Service:
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
-        self.turns = Turns(settings.max_waiting, settings.max_wait_s)
+        slots = CPU_SLOTS if not settings.devices else max(CPU_SLOTS, 4 * settings.max_batch)
+        self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
         self._scorers = Scorers()
         self._watcher: asyncio.Task[None] | None = None
@@ -169,12 +170,8 @@ class Service:
         return self.engine(model).model.versions()
 
     async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function on the one thread beside the event loop. ApiError 503: too many wait for that."""
-        await self.turns.take_beside()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)
-        finally:
-            self.turns.leave_beside()
+        """Calls a function on the one thread beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)
 
     async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
         """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large.

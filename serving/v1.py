@@ -92,7 +92,6 @@ def make_app(service: Service) -> FastAPI:
             limit = service.settings.max_json_bytes
             body = await read_body(request.scope, request.receive, service.settings.max_body_bytes, hold)
             check_json_size(len(body), limit)
-            await service.turns.take()
             return await work_on(request, body, score, hold)
 
     async def work_on(request: Request, body: bytes, score: bool, hold: Hold) -> Response:

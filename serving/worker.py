@@ -80,7 +80,7 @@ class WorkerConfig(uvicorn.Config):
         super().load()
         from serving.http import limited_protocol
 
-        self.http_protocol_class = limited_protocol(self.settings, self.loaded_app.in_flight)
+        self.http_protocol_class = limited_protocol(self.settings, self.loaded_app.in_flight, self.loaded_app.slots)
 
 
 def _log_config() -> dict[str, Any]:

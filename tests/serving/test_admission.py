@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from support import until
 
 from loader.memory import pss_bytes
-from serving.admission import NEWEST_FIRST_AFTER_S, Bytes, Hold, Turns, Waiting
+from serving.admission import NEWEST_FIRST_AFTER_S, Bytes, Hold, Slots
 from serving.client import Client
 from serving.errors import ApiError
 
@@ -27,81 +26,80 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 20))
 
 
+class Request:
+    """A request for a slot: what became of it."""
+
+    def __init__(self, slots: Slots, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+        self.turn = slots.ask(lambda: log.append(name), self._refuse)
+
+    def _refuse(self, error: ApiError) -> None:
+        assert error.status == 503
+        self._log.append(f"{self._name}: {error.message}")
+
+
 def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
     """Order is for those who have waited for a moment; beyond that the newest has the best chance of still being wanted."""
 
     async def test() -> None:
-        taken: list[int] = []
-        waiting = Waiting(100, 10.0)
-
-        async def request(n: int) -> None:
-            await waiting.wait()
-            taken.append(n)
-
-        for late, expected in ((False, [0, 1, 2]), (True, [2, 1, 0])):
-            taken.clear()
-            requests = [asyncio.create_task(request(n)) for n in range(3)]
-            await asyncio.sleep(0)
+        for late, expected in ((False, ["a", "b", "c", "d"]), (True, ["a", "d", "c", "b"])):
+            slots, log = Slots(1, 100, 10.0), list[str]()
+            turns = {name: Request(slots, name, log).turn for name in "abcd"}
+            turns["a"].is_whole = True
             if late:
                 await asyncio.sleep(2 * NEWEST_FIRST_AFTER_S)
-            for _ in range(3):
-                assert waiting.wake()
-                await asyncio.sleep(0)
-            await asyncio.gather(*requests)
-            assert taken == expected
-        assert not waiting.wake()
+            for n in range(4):
+                turns[log[n]].is_whole = True
+                turns[log[n]].end()
+            assert log == expected
+            assert not slots.is_full
 
     run(test())
 
 
 def test_who_waits_for_too_long_or_is_one_too_many_is_refused() -> None:
     async def test() -> None:
-        waiting = Waiting(2, 0.05)
-        requests = [asyncio.create_task(waiting.wait()) for _ in range(3)]
-        with pytest.raises(ApiError, match=r"2 requests wait for this worker, its limit \(max_waiting\); try again later"):
-            await requests[0]
-        for request in requests[1:]:
-            with pytest.raises(ApiError, match=r"the request waited 0.05 s for its turn \(max_wait_s\)") as refused:
-                await request
-            assert refused.value.status == 503
-        assert len(waiting) == 0
+        slots, log = Slots(1, 2, 0.05), list[str]()
+        turns = [Request(slots, name, log).turn for name in "abcd"]
+        turns[0].is_whole = True
+        assert log[1].startswith("b: 2 requests wait for this worker, its limit (max_waiting); try again later")
+        while len(log) < 4:
+            await asyncio.sleep(0.01)
+        assert [line.partition(" s for")[0] for line in log[2:]] == ["c: the request waited 0.05", "d: the request waited 0.05"]
+        turns[0].end()
+        assert len(log) == 4
 
     run(test())
 
 
-def test_a_request_that_leaves_hands_its_turn_on() -> None:
+def test_who_leaves_gives_back_what_it_had() -> None:
+    """A slot, or a place among those who wait; ending twice gives back once."""
+
     async def test() -> None:
-        waiting = Waiting(10, 10.0)
-        first, second = (asyncio.create_task(waiting.wait()) for _ in range(2))
-        await asyncio.sleep(0)
-        waiting.wake()
-        first.cancel()
-        await second
+        slots, log = Slots(1, 10, 10.0), list[str]()
+        a, b, c = (Request(slots, name, log).turn for name in "abc")
+        b.end()
+        a.end()
+        a.end()
+        assert log == ["a", "c"] and slots.is_full
+        c.end()
+        assert not slots.is_full
 
     run(test())
 
 
-def test_the_sockets_are_read_between_two_slices() -> None:
-    """Requests that take long do not keep the loop: whatever else is ready runs between any two of them."""
+def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
+    """After a moment its slot is for others, who have waited or come then."""
 
     async def test() -> None:
-        turns, seen = Turns(100, 10.0), []
-
-        async def request(n: int) -> None:
-            await turns.take()
-            seen.append(n)
-            end = time.perf_counter() + 0.005  # of work, more than a slice
-            while time.perf_counter() < end:
-                pass
-
-        async def health() -> None:
-            while len(seen) < 8:
-                seen_before.append(len(seen))
-                await asyncio.sleep(0)
-
-        seen_before: list[int] = []
-        await asyncio.gather(health(), *(request(n) for n in range(8)))
-        assert max(np.diff(seen_before)) == 1
+        slots, log = Slots(2, 10, 10.0), list[str]()
+        for name in "abc":
+            Request(slots, name, log)
+        assert log == ["a", "b"]
+        slots.ask(lambda: None, lambda error: None)
+        while log == ["a", "b"]:
+            await asyncio.sleep(0.01)
+        assert log == ["a", "b", "c"]
 
     run(test())
 
