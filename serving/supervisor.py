@@ -26,6 +26,7 @@ logger = logging.getLogger("tableside")
 
 RETRY_S = 5.0  # before a worker that could not start is tried again
 _AGAIN_S = 0.5  # before one that ended before it was ready is tried again
+_GRACE_S = 5.0  # beyond the time that a worker takes to end
 _LOOK_S, _EAGER_S = 0.25, 0.02
 _KILLED_BY_QUIT = 128 + signal.SIGQUIT
 
@@ -184,12 +185,15 @@ class Supervisor:
         return [*self.workers, *self._retiring, *([self._successor[1]] if self._successor else [])]
 
     def _end(self) -> int:
-        """Ends all workers: those that serve answer what they have begun, unless SIGQUIT comes."""
+        """Ends all workers: those that serve answer what they have begun, unless SIGQUIT comes or one takes too long for that."""
+        if self._successor is not None:
+            self._successor[1].kill()  # it has answered nothing yet
         everyone = self._everyone()
         for worker in everyone:
             worker.terminate()
+        deadline = time.monotonic() + self.config.settings.drain_s + self.config.settings.shutdown_timeout_s + _GRACE_S
         while alive := [w for w in everyone if w.process.is_alive()]:
-            if self._is_at_once:
+            if self._is_at_once or time.monotonic() > deadline:
                 for worker in alive:
                     worker.kill()
             multiprocessing.connection.wait([w.process.sentinel for w in alive], _LOOK_S)

@@ -1,0 +1,105 @@
+"""The supervisor waits for no worker: what ends is replaced whatever another one does, and signals are heard at any time."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from support import until
+
+from loader.memory import processes_below
+from serving.client import Client
+
+Start = Callable[..., Any]
+
+
+def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
+    """One is stopped, so that it answers nothing; one that is killed meanwhile has its successor before the first is given up."""
+    server = start("--workers", 2)
+    stopped, victim = server.workers()
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(set(server.workers()) - {stopped, victim}) == 1, what="the successor")
+        assert stopped in server.workers()
+        until(lambda: stopped not in server.workers(), what="the one that hangs to be replaced")
+        until(lambda: len(server.workers()) == 2, what="two workers")
+    finally:
+        if Path(f"/proc/{stopped}").exists():
+            os.kill(stopped, signal.SIGKILL)
+
+
+def test_kills_again_and_again(start: Start) -> None:
+    """Whenever the supervisor is asked to look, both places are filled again, and a client with retries sees nothing of it."""
+    server = start("--workers", 2)
+    with Client(server.url, retries=5) as client:
+        for n in range(10):
+            before = server.workers()
+            os.kill(before[n % 2], signal.SIGKILL)
+            until(lambda b=before: len(set(server.workers()) - set(b)) == 1, what="the successor")
+            for _ in range(10):
+                client.lookup("demo", {"user": [[1]]})
+
+
+def test_a_request_to_end_overtakes_those_to_replace(start: Start) -> None:
+    """SIGTERM after many SIGHUPs, while a successor does not get ready: the server ends, and nothing of it is left."""
+    server = start("--workers", 2, "--ready-timeout-s", 600)
+    before = set(processes_below(server.process.pid))
+    for _ in range(5):
+        server.process.send_signal(signal.SIGHUP)
+    until(lambda: set(processes_below(server.process.pid)) - before, what="a successor")
+    for successor in set(processes_below(server.process.pid)) - before:
+        os.kill(successor, signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+
+
+def test_hangups_are_not_queued(start: Start) -> None:
+    """Many SIGHUPs at once replace each worker, and then it is quiet."""
+    server = start("--workers", 1)
+    (before,) = server.workers()
+    for _ in range(20):
+        server.process.send_signal(signal.SIGHUP)
+    until(lambda: server.workers() and before not in server.workers(), what="a new worker")
+    assert server.get("/health").status_code == 200
+
+
+def test_quit_ends_at_once(start: Start) -> None:
+    """Whatever runs: a response that is being drained does not hold SIGQUIT up."""
+    server = start("--workers", 2, "--drain-s", 300)
+    below = processes_below(server.process.pid)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.get("/v2/health/ready").status_code == 503, what="draining")
+    server.process.send_signal(signal.SIGQUIT)
+    assert server.process.wait(20) == 128 + signal.SIGQUIT
+    until(lambda: not any(Path(f"/proc/{p}").exists() for p in below), what="the workers to be gone")
+
+
+def test_more_and_fewer_workers(start: Start) -> None:
+    """SIGTTIN and SIGTTOU, while requests run; the last one stays."""
+    server = start("--workers", 1)
+    failed: list[Exception] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                with Client(server.url, retries=3) as client:
+                    client.lookup("demo", {"user": [[1]]})
+            except Exception as error:  # noqa: BLE001  # shown below
+                failed.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.process.send_signal(signal.SIGTTIN)
+    until(lambda: len(server.workers()) == 2, what="a second worker")
+    for _ in range(3):
+        server.process.send_signal(signal.SIGTTOU)
+        until(lambda: len(server.workers()) == 1, what="one worker")
+    stop.set()
+    thread.join()
+    assert not failed
+    assert httpx.get(server.url + "/health").status_code == 200
