@@ -319,17 +319,17 @@ def evaluate(options: argparse.Namespace) -> int:
     from serving.evaluation.run import EvalSettings, check_out
     from serving.evaluation.run import evaluate as run
 
-    root = _settings(options).root
+    root, owner = _settings(options).root, _settings(options).owner
     names = [options.model, *([options.against] if options.against else [])]
     if any(name.endswith(".toml") for name in names):
         check_out(options.out)  # before what is loaded is noted there
-    candidates = [_candidate(name, root, options.out) for name in names]
+    candidates = [_candidate(name, root, owner, options.out) for name in names]
     for source in options.source or []:
         spec = read_model(source)
         candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
-    server = ServerSettings(**{**given(options, ServerSettings), "root": root})
+    server = ServerSettings(**{**given(options, ServerSettings), "root": root, "owner": owner})
     settings = EvalSettings(
         options.data,
         options.out,
@@ -349,7 +349,7 @@ def evaluate(options: argparse.Namespace) -> int:
     return 3 if report.passed is False else 0
 
 
-def _candidate(text: str, root: Path, out: Path) -> "Candidate":
+def _candidate(text: str, root: Path, owner: str | None, out: Path) -> "Candidate":
     """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated: once for each OUT."""
     from serving.evaluation.sources import remember, remembered
     from serving.evaluation.work import Candidate
@@ -367,7 +367,7 @@ def _candidate(text: str, root: Path, out: Path) -> "Candidate":
     name, at, version = text.partition("@")
     if at and not version.isdecimal():
         raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")
-    return Candidate(check_name(name), int(version) if at else Model(root, name).current())
+    return Candidate(check_name(name), int(version) if at else Model(root, name, owner).current())
 
 
 def _print_report(report: "Report") -> None:

@@ -51,8 +51,11 @@ _reported: set[str] = set()  # torn files, which are logged once
 def metrics_folder(root: Path) -> Iterator[None]:
     """A folder beside the models for the workers' counts: in memory, and out of reach of who cleans temporary folders.
 
-    Folders of servers that were killed are removed: their lock is free. Where none can be made the server goes without.
+    Beside `root`, where the models are another user's. Folders of servers that were killed are removed: their lock is free. Where
+    none can be made the server goes without.
     """
+    if not os.access(root, os.W_OK):
+        root = root.parent
     for stale in root.glob(".metrics-*"):
         _remove_if_free(stale)
     lock = -1

@@ -81,7 +81,7 @@ def evaluate(
     """
     if settings.stash and (not server.devices or server.placement != "hbm"):
         raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
-    segments = [Model(server.root, c.model).attach(c.version, "header") for c in candidates]
+    segments = [Model(server.root, c.model, server.owner).attach(c.version, "header") for c in candidates]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
     data, out = settings.data.resolve(), settings.out.resolve()

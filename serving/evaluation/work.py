@@ -71,12 +71,12 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
     One that is not there is published from its model.toml, once, whoever asks first; it is not activated. LoaderError,
     ServingError: it is not here, and cannot be made.
     """
-    model = Model(job.root, candidate.model)
+    model = Model(job.root, candidate.model, job.settings.owner)
+    if (version := _published(model, candidate)) is not None:
+        return model, version
     with model.alone("eval.lock"):
-        published = model.versions()
-        for version in (candidate.version, *reversed(published)):
-            if version in published and model.attach(version, "header").content() == candidate.content:
-                return model, version
+        if (version := _published(model, candidate)) is not None:  # somebody else was first
+            return model, version
         if candidate.source is None:
             here = f"is not published on this machine ({job.root})"
             raise ServingError(f"{candidate} {here}; name its model.toml with --source, to publish it here")
@@ -85,6 +85,15 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
             model.remove(loaded.version)
             raise ServingError(f"{candidate.source} gives other bytes here than {candidate} has; is the checkpoint the same?")
         return model, loaded.version
+
+
+def _published(model: Model, candidate: Candidate) -> int | None:
+    """The published version that has the candidate's bytes: the one of its number, or the newest."""
+    published = model.versions()
+    for version in (candidate.version, *reversed(published)):
+        if version in published and model.attach(version, "header").content() == candidate.content:
+            return version
+    return None
 
 
 class Evaluator:

@@ -1,5 +1,6 @@
 """A segment registered with CUDA. What CUDA answers is played where there is no GPU; with --device cuda:0 it is CUDA itself."""
 
+import fcntl
 import gc
 import os
 import select
@@ -14,7 +15,7 @@ import pytest
 from support import rows_of, until
 
 from loader.errors import RegistrationError
-from loader.registration import MAPPED, PORTABLE, READ_ONLY, Registration
+from loader.registration import MAPPED, PORTABLE, READ_ONLY, Registration, _one_by_one
 from loader.segment import Segment
 from loader.versions import Model
 
@@ -146,6 +147,19 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
     first.kill()
     first.communicate()
     assert second.communicate("go\n", timeout=20)[0] == "began\nended\n"
+
+
+def test_nobody_waits_for_ever_for_its_turn(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever can read a segment can lock it: the turn saves time, so after a while it is gone on without, and that is said."""
+    held = os.open(segment.path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with _one_by_one(segment, wait_s=0.05):
+            assert "is locked for more than 0.05 s; it is registered beside that process" in caplog.text
+    finally:
+        os.close(held)
+    with _one_by_one(segment, wait_s=0.05):
+        assert caplog.text.count("is locked") == 1
 
 
 @on_gpu
