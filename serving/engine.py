@@ -141,7 +141,7 @@ def score_together(requests: Sequence[tuple[Scoring, Any, np.ndarray[Any, Any]]]
     try:
         # Copied where that is needed for a scorer to get aligned memory that it may write to.
         scores = scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, ArithmeticError) as error:
+    except (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
     if scores.shape != (expected := (sum(rows), *requests[0][0].output.shape[1:])):

@@ -46,9 +46,9 @@ class Scorer(ABC):
     def run(self, arrays: list[Floats]) -> Floats:
         """fp32 [batch, width] of each input -> fp32 [batch], or [batch, `width`]."""
 
-    @abstractmethod
     def admit(self, rows: int) -> int:
         """The work of a call with `rows` rows, in multiplications. ApiError: it would take more memory than it may."""
+        return 4 * rows * sum(i.width for i in self.inputs)
 
     @property
     def name(self) -> str:
@@ -76,9 +76,6 @@ class Similarity(Scorer):
 
     def __init__(self, stored: StoredScorer) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
-
-    def admit(self, rows: int) -> int:
-        return 4 * rows * sum(i.width for i in self.inputs)
 
     def run(self, arrays: list[Floats]) -> Floats:
         a, b = arrays
