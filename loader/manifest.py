@@ -57,14 +57,22 @@ class Manifest:
 
         CheckpointError names the first rows that are not what they were.
         """
-        step, known = chunk_rows(matrix), self.chunks[matrix.key]
-        for at in range(0, len(values), step):
-            rows = values[at : at + step]
-            if xxhash.xxh3_64_intdigest(rows.data) != known[(first + at) // step]:
-                raise CheckpointError(
-                    f"{checkpoint}: {matrix.key!r}, rows [{first + at}, {first + at + len(rows)}) are not those of {self.path}; "
-                    f"take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest {checkpoint}"
-                )
+        step = chunk_rows(matrix)
+        found = _digests(values, step)
+        known = self.chunks[matrix.key][first // step :][: len(found)]
+        for chunk in np.flatnonzero(np.array(found, np.uint64) != known)[:1]:
+            at = first + int(chunk) * step
+            raise CheckpointError(
+                f"{checkpoint}: {matrix.key!r}, rows [{at}, {min(at + step, first + len(values))}) are not those of {self.path}; "
+                f"take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest {checkpoint}"
+            )
+
+
+def _digests(values: NDArray[Any], step: int) -> list[int]:
+    """xxh3-64 of each `step` rows."""
+    data = values.reshape(-1).view(np.uint8).data
+    step_bytes = step * values.shape[1] * values.itemsize
+    return [xxhash.xxh3_64_intdigest(data[at : at + step_bytes]) for at in range(0, len(data), step_bytes)]
 
 
 def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Manifest | None:
@@ -177,5 +185,4 @@ def _sums(checkpoint: Checkpoint, matrix: Matrix, start: int) -> str:
     stop = min(matrix.rows, start + _piece_rows(matrix))
     values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
     checkpoint.read(matrix, start, stop, values, bytearray(values.nbytes))
-    step = chunk_rows(matrix)
-    return "".join(xxhash.xxh3_64_hexdigest(values[at : at + step].data) for at in range(0, stop - start, step))
+    return "".join(f"{digest:0{_DIGITS}x}" for digest in _digests(values, chunk_rows(matrix)))
