@@ -19,7 +19,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -199,18 +201,21 @@ class Scripts:
 
 
 def run_scripts(port: int, seconds: float, seed: int) -> Scripts:
-    """Scripts over some connections at once: a refused one stays open for a second, so that its answer arrives."""
+    """Scripts over some connections at once: one that is refused takes a second, in which its answer arrives."""
+    end, counts, lock = time.monotonic() + seconds, Scripts(), Lock()
 
-    def one(number: int) -> tuple[int, raw_cases.Script, bytes]:
-        chance = random_of(seed, "sockets", number)
-        script = raw_cases.script_of(chance)
-        return number, script, raw_cases.send(port, script, chance)
-
-    end, counts = time.monotonic() + seconds, Scripts()
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        while counts.sent == 0 or time.monotonic() < end:
-            for number, script, data in pool.map(one, range(counts.sent, counts.sent + 2 * CONNECTIONS)):
+    def lane(first: int) -> None:
+        for number in count(first, CONNECTIONS):
+            chance = random_of(seed, "sockets", number)
+            script = raw_cases.script_of(chance)
+            data = raw_cases.send(port, script, chance)
+            with lock:
                 counts.count(seed, number, script, data)
+            if time.monotonic() > end:
+                return
+
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        list(pool.map(lane, range(CONNECTIONS)))
     return counts
 
 
