@@ -50,7 +50,9 @@ class Loader:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-            sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # whoever has replaced them
+            sys.stdout, sys.stderr = (
+                os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)
+            )  # whoever has replaced them
             if short_reads:
                 shorten_reads(short_reads)
             there.send(b"r")
