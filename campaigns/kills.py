@@ -39,7 +39,7 @@ from campaigns.common import (
 from serving.client import Client, ClientError, Jagged
 from serving.local import local_server
 
-WORKERS, CLIENTS = 2, 3
+WORKERS, CLIENTS = 2, 2
 STALE_AFTER_S, STOPPED_S, PUBLISH_EVERY_S = 2.0, 0.5, 1.5
 COUNTS = ("checked", "wrong", "mixed", "stale", "failed")
 
