@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from campaigns import raw_cases
+from campaigns import raw_cases, raw_http
 from campaigns.common import descriptors, folders, publish, random_of, standalone, until, workers_of
 from campaigns.request_cases import VALUE, Case, Unclear, Vectors, answer_of, mutated, right_v1, right_v2
 from serving import wire
@@ -37,20 +37,20 @@ from serving.client import Client
 from serving.local import LocalServer, local_server
 from serving.settings import ServerSettings
 
-SHARES = {"in process": 0.5, "sockets": 0.2, "schemathesis": 0.3}
+SHARES = {"in process": 0.6, "sockets": 0.1, "schemathesis": 0.3}
 CASES_A_TURN, CONNECTIONS = 2000, 16
 FP16_MAX = 65_000.0
 HALF_TOLERANCE = 2.0**-10  # the features in fp16: a value is off by half a unit in the last of 11 bits, relative
 
 
-class Application_:
+class InProcess:
     """The worker's ASGI application in this process, without HTTP."""
 
     def __init__(self, root: Path) -> None:
         logging.getLogger("tableside").setLevel(logging.CRITICAL)
         self.app = Application(ServerSettings.model_validate({"models": ("demo",), "root": root}))
 
-    async def __aenter__(self) -> "Application_":
+    async def __aenter__(self) -> "InProcess":
         self._ended, started = asyncio.Event(), asyncio.Event()
         first = True
 
@@ -111,13 +111,13 @@ class Fuzz:
 
     async def run(self, root: Path, seconds: float) -> None:
         end = time.monotonic() + seconds
-        async with Application_(root) as application:
+        async with InProcess(root) as application:
             while self.cases == 0 or time.monotonic() < end:
                 for number in range(self.cases, self.cases + CASES_A_TURN):
                     await self._one(application, number)
                 self.cases += CASES_A_TURN
 
-    async def _one(self, application: Application_, number: int) -> None:
+    async def _one(self, application: InProcess, number: int) -> None:
         chance = random_of(self.seed, "fuzz", number)
         case = (right_v2 if chance.random() < 0.8 else right_v1)(chance)
         is_right = chance.random() < 0.2
@@ -190,11 +190,11 @@ class Scripts:
         self.failed += b"HTTP/1.1 5" in data and b"HTTP/1.1 501" not in data
         found: list[raw_cases.Answer]
         try:
-            found = raw_cases.answers(data)
-            is_right = raw_cases.is_right(script, found)
+            found = raw_http.answers(data)
+            is_right = raw_http.is_right(script, found)
         except ValueError as error:
             found, is_right = [str(error)], False
-        self.short += is_right and raw_cases.is_short(script, found)
+        self.short += is_right and raw_http.is_short(script, found)
         if not is_right:
             self.wrong += 1
             print(f"requests: seed {seed} sockets {number}: {script.name}: {found}, expected {script.expected}", flush=True)
@@ -208,7 +208,7 @@ def run_scripts(port: int, seconds: float, seed: int) -> Scripts:
         for number in count(first, CONNECTIONS):
             chance = random_of(seed, "sockets", number)
             script = raw_cases.script_of(chance)
-            data = raw_cases.send(port, script, chance)
+            data = raw_http.send(port, script, chance)
             with lock:
                 counts.count(seed, number, script, data)
             if time.monotonic() > end:

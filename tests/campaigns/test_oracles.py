@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from campaigns import raw_cases
+from campaigns import raw_cases, raw_http
 from campaigns.common import folders, random_of, told, version_told
 from campaigns.request_cases import Case, Unclear, answer_of, mutated, right_v1, right_v2
 from campaigns.shelf import Shelf
@@ -94,7 +94,7 @@ def test_an_answer_too_many_or_out_of_order_is_found() -> None:
     script.add(b"", raw_cases.REFUSED)
 
     def is_right(data: bytes) -> bool:
-        return raw_cases.is_right(script, raw_cases.answers(data))
+        return raw_http.is_right(script, raw_http.answers(data))
 
     assert is_right(row(7) + http("400 Bad Request"))
     assert is_right(row(7))  # refused by closing
