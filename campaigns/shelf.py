@@ -59,10 +59,12 @@ class Loader:
             there.recv(1)
             code = cli.main(["load", str(shelf.toml(value)), "--root", str(shelf.root), "--keep", "1"])
         finally:
-            if sys.exc_info()[0] is not None:
-                traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(code)
+            try:
+                if sys.exc_info()[0] is not None:
+                    traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)  # whatever fails: this process must not go on as the campaign, and clear its folders
 
     def go(self) -> None:
         self._go.send(b"g")
