@@ -134,7 +134,7 @@ class Campaign:
         self.counts["failed"] += code != 0
         if code == -signal.SIGALRM:
             self.shelf.wrong("hung", f"{where}: {name} {inject}")
-        elif code and not loader.failed_plainly():
+        elif code and not loader.failed_plainly() and not (name == "write" and not loader.said()):  # stderr itself failed
             self.counts["not one line"] += 1
             self.shelf.details.append(
                 f"not one line: {where}: {name} {inject}: exit code {code}: {' | '.join(loader.said()[-3:])}"
