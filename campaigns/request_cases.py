@@ -204,7 +204,7 @@ def _answer_v2(case: Case) -> Vectors:
     found = {}
     for feature in dict.fromkeys(map(_feature_of, parts)):
         lengths = parts.get(f"{feature}.lengths")
-        if feature in parts:
+        if feature in parts and FEATURES[feature]["pooling"] != "none":  # else [2**32, 0] is a shape of no ids like any other
             lengths = [shapes[feature][1]] * shapes[feature][0]
         found[feature] = vectors(
             feature, parts.get(feature, parts.get(f"{feature}.values")), lengths, parts.get(f"{feature}.weights")
