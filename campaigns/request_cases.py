@@ -224,8 +224,10 @@ def vectors(feature: str, ids: Any, lengths: Any, weights: Any) -> NDArray[np.fl
         return rows
     _need(lengths is not None)
     if weights is not None:
-        _need(len(weights) == len(ids) and bool(np.isfinite(weights).all()))
-        rows = rows * np.array(weights, np.float64).reshape(-1, 1)
+        _need(len(weights) == len(ids) and all(type(w) in (int, float) for w in weights))
+        factors = np.array([float(w) for w in weights])
+        _need(np.isfinite(factors.astype(np.float32)).all())
+        rows = rows * factors.reshape(-1, 1)
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
     bags = [rows[a:b].sum(0) / (b - a if pooling == "mean" and b > a else 1) for a, b in pairwise(ends)]
     return np.array(bags, np.float64).reshape(-1, DIM)
