@@ -56,7 +56,7 @@ CLIENTS = {
 OVERLOAD = {
     **_never("wrong answers", "health checks unanswered"),
     "goodput at 4 x, share of peak": at_least(0.9, "figure"),
-    "p99 at 4 x, times that at 80 %": at_most(3),
+    "p99 at 4 x from the sending, times that at 80 %": at_most(3),
     "slowest health check at 80 %, ms": at_most(100),
     "slowest health check at 4 x, ms": at_most(100),
     "its growth from first to second half, MB": at_most(5),

@@ -7,7 +7,6 @@ what to change, and exit code 1. Never imports torch, which takes seconds.
 import os
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from loader.checkpoint import open_checkpoint
@@ -19,7 +18,6 @@ from loader.versions import DEFAULT_ROOT, Model
 from quant import QuantError
 
 MIB = 1 << 20
-TYPICAL_DIM = 16  # rows of fewer values are rare; the more values, the smaller the share of a row's scale and padding
 
 
 class Problem(Exception):
@@ -95,26 +93,12 @@ def published_bytes(model: Model) -> int:
 
 
 def segment_bytes(spec: ModelSpec) -> int:
-    """Upper bound of the bytes that a load of `spec` takes in shared memory.
-
-    From the tables' shapes, where numpy can read them. Where that takes torch: from the sizes of the files, as if all of them
-    were fp32 rows of TYPICAL_DIM values for the largest row format. The limit of a container's shared memory reserves
-    nothing, so asking for too much costs nothing.
-    """
-    try:
-        with open_checkpoint(spec.checkpoint) as checkpoint:
-            matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
-    except ImportError:
-        row_bytes = max(t.row_format.row_bytes(TYPICAL_DIM) for t in spec.tables)
-        return sum(file.stat().st_size for file in files(spec.checkpoint)) * row_bytes // (4 * TYPICAL_DIM) + MIB
+    """Upper bound of the bytes that a load of `spec` takes in shared memory, from its tables' shapes."""
+    with open_checkpoint(spec.checkpoint) as checkpoint:
+        matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
     tables = plan_tables([(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables])
     rows_and_checksums = sum(t.bytes + 8 * t.chunks for t in tables)
     return rows_and_checksums + len(tables) * 8192 + MIB  # alignment and header: a few kB a table
-
-
-def files(path: Path) -> Iterator[Path]:
-    """The files of a checkpoint."""
-    return (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else iter([path])
 
 
 def existing(path: Path) -> Path:
@@ -166,5 +150,4 @@ def gpu_wanted() -> bool:
 
 
 if __name__ == "__main__":
-    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` an ImportError
     sys.exit(main(sys.argv[1:]))

@@ -134,8 +134,8 @@ def _supports_read_only(device: Any) -> bool:
 def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]:
     """Waits for its turn: registering locks every page, and several at once only contend.
 
-    The turn is a lock that the kernel drops with its holder. It saves time and keeps nothing right, so who waits for it longer than
-    `wait_s` seconds goes on without it, and says so.
+    The turn is a lock that the kernel drops with its holder. It saves time and keeps nothing right, so who waits for it longer
+    than `wait_s` seconds goes on without it, and says so.
     """
     fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

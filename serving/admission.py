@@ -10,6 +10,9 @@ have waited longest are the likeliest to be given up by their clients: what is a
 its refusal sends nothing new meanwhile, so refusing late is cheaper than refusing at once. A body that comes too slowly gives
 its slot back (`PROMPT_S`), so that slow clients keep nobody waiting.
 
+*Slices.* The event loop works on requests for `SLICE_S` at a time, and reads its sockets in between: so a health check, or a new
+connection, waits for that long, not for all requests that hold a slot.
+
 *Bytes.* A request holds its body from the first byte received and its response until the last byte is sent (`Hold`). Where all
 requests of a worker together would hold more than `max_in_flight_bytes`, the one that asks is refused.
 """
@@ -22,9 +25,10 @@ from contextlib import contextmanager
 
 from serving.errors import ApiError, Kind
 
-CPU_SLOTS = 32  # requests that are read and looked up in the same milliseconds
-NEWEST_FIRST_AFTER_S = 0.02
+CPU_SLOTS = 64  # requests whose bodies are read and that are looked up, in the same tens of milliseconds
+NEWEST_FIRST_AFTER_S = 0.1
 PROMPT_S = 0.05
+SLICE_S = 1e-3
 RETRY_AFTER_S = 1
 JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 that it says
 
@@ -87,10 +91,13 @@ class Slots:
 
     def _begin_next(self) -> None:
         while self._waiting and not self.is_full:
-            is_late = time.perf_counter() - self._waiting[0].since > NEWEST_FIRST_AFTER_S
+            now = time.perf_counter()
+            is_late = now - self._waiting[0].since > NEWEST_FIRST_AFTER_S
+            if is_late and now - self._waiting[-1].since > NEWEST_FIRST_AFTER_S and 2 * len(self._held) > self.slots:
+                return  # a newer one is about to come, and finds a free slot
             turn = self._waiting.pop() if is_late else self._waiting.popleft()
             self._held[turn] = None
-            turn.since = time.perf_counter()
+            turn.since = now
             turn.start()
 
     def _take_from_slow(self) -> None:
@@ -110,6 +117,42 @@ class Slots:
                 self._timer = asyncio.get_running_loop().call_later(min(left, PROMPT_S), self._refuse_late)
                 return
             self._waiting.popleft().refuse(overloaded(f"the request waited {self._max_wait_s:g} s for its turn (max_wait_s)"))
+
+
+class Slices:
+    """Slices of the event loop's time. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # the slice that runs
+        self._taken = 0  # requests of that slice
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Returns in a slice that is not used up: at once, or after the sockets were read."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._begin(now)
+        elif now - self._began >= SLICE_S:
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(mine)
+            await mine
+        self._taken += 1
+
+    def _begin(self, now: float) -> None:
+        self._began = now
+        asyncio.get_running_loop().call_soon(self._end)  # in the next round of the loop
+
+    def _end(self) -> None:
+        """Gives the next slice to as many as were taken in this one."""
+        count, self._taken, self._began = max(1, self._taken), 0, None
+        while self._waiting and count:
+            if not (first := self._waiting.popleft()).done():
+                first.set_result(None)
+                count -= 1
+                if self._began is None:
+                    self._began = time.perf_counter()
+        if self._began is not None:
+            asyncio.get_running_loop().call_soon(self._end)
 
 
 class Bytes:

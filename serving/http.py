@@ -35,11 +35,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving import metrics
 from serving.admission import RETRY_AFTER_S, Bytes, Hold, Slots, Turn
-from serving.asgi import HOLD, Receive, Scope, Send, respond_error
+from serving.asgi import HOLD
 from serving.errors import ApiError
 from serving.settings import ServerSettings
 
 LINGER_S = 1.0
+IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -90,20 +91,20 @@ class _Reader(asyncio.BufferedProtocol):
 
 @dataclass
 class _Request:
-    """A request whose response is not complete. is_whole: its body is here; is_shed: its body is read and dropped."""
+    """A request whose response is not complete. is_whole: its body is here; shed: why it is refused when its body was read."""
 
     hold: Hold
     turn: Turn | None = None
     is_started: bool = False
     is_whole: bool = False
-    is_shed: bool = False
+    shed: ApiError | None = None
 
 
 class _LimitedProtocol(HttpToolsProtocol):
     limits: ServerSettings
     in_flight: Bytes
     slots: Slots
-    idle: "dict[_LimitedProtocol, None]"  # connections of this worker without a request, idle for longest first
+    idle: "dict[_LimitedProtocol, float]"  # connections of this worker without a request, since when; longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -116,6 +117,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._completed = False
         self._refused = False
         self._is_over = False
+        self._last_words: bytes | None = None  # a refusal that waits for the answers before it
         self._offers_upgrade = False  # the parser takes what follows the headers for another protocol
         self._is_said_again = False  # a new parser is given the framing headers that came before
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
@@ -128,13 +130,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             self._is_over = not self._close_an_idle_one()
-        self.idle[self] = None
+        self.idle[self] = self.loop.time()
         self._arm(self.limits.header_timeout_s, transport.close)
 
     def _close_an_idle_one(self) -> bool:
-        """Closes the connection that has been without a request for longest; False: there is none."""
+        """Closes the connection that has been without a request for longest; False: none has been, for longer than a moment."""
         longest = next(iter(self.idle), None)
-        if longest is None:
+        if longest is None or self.loop.time() - self.idle[longest] < IDLE_S:
             return False
         del self.idle[longest]
         self.connections.discard(longest)
@@ -205,7 +207,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _rest(self) -> None:
         """The connection has no request: it may stay for a while, or go for another one."""
-        self.idle[self] = None
+        self.idle[self] = self.loop.time()
         self._arm(self.limits.idle_timeout_s, self.transport.close)
 
     def on_response_complete(self) -> None:
@@ -217,8 +219,10 @@ class _LimitedProtocol(HttpToolsProtocol):
         if request.turn is not None:
             request.turn.end()
         super().on_response_complete()
-        if self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
-            self.idle[self] = None
+        if self._last_words is not None and not self._open:
+            self._end_with(self._last_words)
+        elif self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
+            self.idle[self] = self.loop.time()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -297,11 +301,25 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
 
     def _shed(self, request: _Request, cycle: RequestResponseCycle, error: ApiError) -> None:
-        """Refuses a request that waited; what comes of its body is dropped, and the connection goes on."""
-        request.is_shed = True
-        request.hold.release()
+        """Refuses a request that waited. What comes of its body is dropped, then it is answered, and the connection goes on."""
         metrics.refused(metrics.UNKNOWN, "http", error.kind)
-        self._begin(request, cycle, cast(ASGI3Application, functools.partial(_answer_refusal, error)))
+        self.flow.resume_reading()
+        if cycle.waiting_for_100_continue:  # its body does not come
+            self._refuse(error.status, error.message)
+            return
+        request.shed = error
+        request.hold.release()
+        if request.is_whole:
+            self._answer_shed(cycle, error)
+        else:
+            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def _answer_shed(self, cycle: RequestResponseCycle, error: ApiError) -> None:
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(_plain_answer(error.status, error.message, cycle.keep_alive))
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
 
     def _check_encoding(self) -> bool:
         """Whether the parser has taken the body apart as its headers say; else the request is refused."""
@@ -329,8 +347,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._body_bytes > self.limits.max_body_bytes:
             self._refuse_body(self._body_bytes)
             return
-        if not self._open or (request := self._open[-1]).is_shed:
-            return  # it was answered already
+        if not self._open or (request := self._open[-1]).shed is not None:
+            return  # it was answered already, or will be refused
         try:
             request.hold.grow(len(body))
         except ApiError as error:
@@ -349,6 +367,9 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._open[-1].is_whole = True
             if (turn := self._open[-1].turn) is not None:
                 turn.is_whole = True
+            if (error := self._open[-1].shed) is not None:
+                self._answer_shed(self.cycle, error)
+                return
         # The application gets the body whole, and as it is: uvicorn would copy it twice more.
         self.cycle.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)  # type: ignore[assignment]
         self._parts = []
@@ -407,25 +428,28 @@ class _LimitedProtocol(HttpToolsProtocol):
             if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
                 cycle.keep_alive = False
                 return
+            if len(self._open) > 1:  # those before it are answered first, in order
+                self._give_up_last()
+                self._last_words = _plain_answer(status, message, keep_alive=False)
+                return
             begun = cycle.response_started
             cycle.disconnected = True
             cycle.message_event.set()
             if begun:
                 self.transport.close()
                 return
-        body = orjson.dumps({"error": message})
-        retry = [b"retry-after: %d" % RETRY_AFTER_S] if status == 503 else []
-        lines = [
-            b"content-type: application/json",
-            b"content-length: %d" % len(body),
-            *retry,
-            b"connection: close",
-            b"",
-            body,
-        ]
-        self.transport.write(STATUS_LINE[status] + b"\r\n".join(lines))
+        self._end_with(_plain_answer(status, message, keep_alive=False))
+
+    def _end_with(self, answer: bytes) -> None:
+        """The last answer of this connection; what still comes is read for a moment, and then it closes."""
+        self.transport.write(answer)
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _give_up_last(self) -> None:
+        """Forgets the request that is being read, which has not begun: others before it are under way."""
+        self.pipeline.popleft()
+        self._open.pop().hold.release()
 
     def _arm(self, seconds: float, callback: Any, *arguments: Any) -> None:
         self._disarm()
@@ -437,8 +461,12 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._deadline = None
 
 
-async def _answer_refusal(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Takes the rest of a request, and answers that it was not taken on."""
-    message = await receive()
-    if message["type"] == "http.request":
-        await respond_error(send, error)
+def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
+    """A response that comes from here, not from the application."""
+    body = orjson.dumps({"error": message})
+    lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
+    if status == 503:
+        lines.append(b"retry-after: %d" % RETRY_AFTER_S)
+    if not keep_alive:
+        lines.append(b"connection: close")
+    return STATUS_LINE[status] + b"\r\n".join([*lines, b"", body])

@@ -25,6 +25,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setblocking(False)
         sock.bind((settings.host, settings.port))
         sock.listen(2048)  # also finds an address that another server listens on
     except OSError as error:

@@ -13,7 +13,7 @@ import numpy as np
 from loader.errors import LoaderError
 from loader.versions import Model
 from quant import QuantError, choose
-from serving.admission import CPU_SLOTS, Bytes, Slots
+from serving.admission import CPU_SLOTS, Bytes, Slices, Slots
 from serving.batching import Batcher
 from serving.deadline import Scorers
 from serving.engine import Batch, Engine, Served
@@ -60,6 +60,7 @@ class Service:
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
         slots = CPU_SLOTS if not settings.devices else max(CPU_SLOTS, 4 * settings.max_batch)
+        self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
         self._scorers = Scorers()

@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 
 from serving import metrics
@@ -92,6 +93,7 @@ def make_app(service: Service) -> FastAPI:
             limit = service.settings.max_json_bytes
             body = await read_body(request.scope, request.receive, service.settings.max_body_bytes, hold)
             check_json_size(len(body), limit)
+            await service.slices.take()
             return await work_on(request, body, score, hold)
 
     async def work_on(request: Request, body: bytes, score: bool, hold: Hold) -> Response:
@@ -143,12 +145,31 @@ def make_app(service: Service) -> FastAPI:
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
         return Response(text, media_type="text/plain; version=0.0.4")
 
+    _describe_bodies(app, LookupRequest, ScoreRequest)
     return app
 
 
+_SCHEMAS = "#/components/schemas/"
+
+
 def _takes(schema: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": schema.model_json_schema()}}
+    """What an operation takes: a reference to a schema that `_describe_bodies` adds."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def _describe_bodies(app: FastAPI, *taken: type[BaseModel]) -> None:
+    """Adds the schemas of bodies, which are parsed here and not by FastAPI, to /openapi.json."""
+    described = app.openapi
+    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in taken]
+    _, definitions = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
+
+    def openapi() -> dict[str, Any]:
+        found = described()
+        found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -195,6 +216,8 @@ def _parse(body: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     for field in ("model", "features"):
         if field not in raw:
             raise bad_request(f"field {field!r} is missing")
+    if raw.get("version") is not None and type(raw["version"]) is not int:
+        raise bad_request(f"version is {short(raw['version'])}; expected a number from 1")
     return raw
 
 
@@ -238,11 +261,11 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
         return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
     if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
         raise bad_request(f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights")
-    return [
-        (part, from_list(f"{feature}.{part}", DATATYPES[part], value[part]))
-        for part in ("values", "lengths", "weights")
-        if value.get(part) is not None
-    ]
+    parts = [part for part in ("values", "lengths", "weights") if value.get(part) is not None]
+    for part in parts:
+        if isinstance(value[part], list) and any(isinstance(x, list) for x in value[part][:1]):
+            raise bad_request(f"{short(f'{feature}.{part}')}: expected a list of numbers, not of lists")
+    return [(part, from_list(f"{feature}.{part}", DATATYPES[part], value[part])) for part in parts]
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:

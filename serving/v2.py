@@ -95,6 +95,7 @@ class V2:
     async def _infer(self, scope: Scope, receive: Receive, send: Send, named: list[str]) -> None:
         with holding(scope, self.service.in_flight) as hold:
             body = await read_body(scope, receive, self.service.settings.max_body_bytes, hold)
+            await self.service.slices.take()
             await self._answer(scope, send, named, body, hold)
 
     async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 
 from serving.settings import ServerSettings
 
+ACCEPTS = 32  # connections that a worker takes in one round of its loop
 PING_S = 1.0  # between two questions whether a worker that serves still answers
 
 
@@ -152,7 +153,12 @@ def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -
     config.configure_logging()
     server = Worker(config)
     threading.Thread(target=_answer, args=(server, pipe), daemon=True).start()
-    server.run(sockets)
+    # Whether it blocks is a property of the socket that all workers share. One that made it block, as `dup` of a socket that is
+    # not known to be non-blocking does, would stop the others in the midst of accepting.
+    for sock in sockets:
+        sock.setblocking(False)
+    # uvloop takes one connection from a socket in each round of its loop; several descriptors of it let it take as many.
+    server.run([sock.dup() for sock in sockets for _ in range(ACCEPTS)])
 
 
 def _answer(server: Worker, pipe: Connection) -> None:

@@ -182,7 +182,7 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
         engines[name].swap(engines[name].attach())
         assert engines[name].served().placed.placements == {"t": wanted}
     publish({"t": rows_of(100, 12, 1)}, name="a")
-    successor = engines["a"].attach()
+    successor = engines["a"].attach(as_successor=True)
     assert successor.placed.placements == {"t": Placement.HBM}
     explicit = engines["a"].attach(1)
     assert explicit.placed.placements == {"t": Placement.UVM}

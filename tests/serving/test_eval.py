@@ -401,7 +401,7 @@ def test_a_machine_that_has_not_the_model_publishes_it_once(root: Path, tmp_path
     content = Model(root, "ctr").attach().content()
     other = Path(f"{root}-other-machine")
     try:
-        job: Any = type("Job", (), {"root": other})
+        job: Any = type("Job", (), {"root": other, "settings": ServerSettings(root=other)})
         with pytest.raises(ServingError, match=r"is not published on this machine .* name its model.toml with --source"):
             attach_or_publish(job, Candidate("ctr", 1, content))
         for _ in range(2):

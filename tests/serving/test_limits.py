@@ -98,9 +98,13 @@ def test_idle_connections_make_room(connect: Callable[[], socket.socket]) -> Non
     for one in held:
         one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert status(one) == 200
-    late = connect()
-    late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert status(late) == 200
+
+    def is_taken() -> bool:
+        late = connect()
+        late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        return status(late) == 200
+
+    until(is_taken, what="a new connection to be taken, once the others have been idle for a moment")
     assert everything(held[0]) == b""
     for one in held[1:]:
         one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -297,6 +301,17 @@ def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert answer(connection) == (405, "CONNECT: this server is no proxy")
+
+
+def test_answers_come_in_order(connect: Callable[[], socket.socket]) -> None:
+    """What is wrong with a later request is said after those before it are answered."""
+    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
+    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
+    for before in range(4):
+        connection = connect()
+        connection.sendall(ask * before + broken)
+        answers = everything(connection).split(b"HTTP/1.1 ")[1:]
+        assert [a[:3] for a in answers] == [b"200"] * before + [b"400"]
 
 
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:

@@ -91,7 +91,7 @@ def test_without_named_outputs_every_input_is_answered(client: Any) -> None:
 def test_a_version_by_number(client: Any) -> None:
     result = client.infer("demo", [tensor("user", np.zeros((1, 1), np.int64), True)], model_version="1")
     assert result.get_response()["model_version"] == "1"
-    with pytest.raises(InferenceServerException, match="version 77 is not published"):
+    with pytest.raises(InferenceServerException, match="version 77 of model 'demo' is not published"):
         client.infer("demo", [tensor("user", np.zeros((1, 1), np.int64), True)], model_version="77")
 
 
