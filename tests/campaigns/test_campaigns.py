@@ -9,7 +9,7 @@ SEED = 1
 SHORT = {
     "kills": (4, ("kills", "requests checked")),
     "loads": (6, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
-    "requests": (4, ("cases in process", "raw sockets", "schemathesis cases")),
+    "requests": (12, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "soak": (6, ("requests", "swaps")),
 }
