@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
 
-.PHONY: help setup demo serve minilm dlrm test test-gpu check bench campaign clean
+.PHONY: help setup demo serve minilm dlrm test quick test-gpu check bench campaign clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -36,6 +36,12 @@ dlrm: setup      ## trains a small DLRM, publishes it in every row format, score
 
 test: setup      ## all tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
+	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
+	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_admission.py tests/serving/test_watch.py
+quick: setup     ## a part of the tests, in under two minutes
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
 
 test-gpu:        ## the tests of GPU kernels, placements and registration, on this machine's first GPU, with the torch that is here
 	@$(PYTHON) -m pytest --device cuda:0 tests/quant/test_fused.py tests/quant/test_cache.py tests/quant/test_backends.py \

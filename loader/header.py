@@ -5,6 +5,7 @@ It is JSON, with a checksum; `check_header` holds what it says against what can 
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -118,12 +119,18 @@ class Header:
         return sum(4 * t.rows * t.dim for t in self.tables)
 
 
-def plan_tables(tables: list[tuple[str, str, RowFormat, int, int]]) -> tuple[StoredTable, ...]:
-    """Lays tables (name, key, format, rows, dim) out one after another; offsets are relative to the first table."""
+def plan_tables(
+    tables: list[tuple[str, str, RowFormat, int, int]], steps: Mapping[str, int] | None = None
+) -> tuple[StoredTable, ...]:
+    """Lays tables (name, key, format, rows, dim) out one after another; offsets are relative to the first table.
+
+    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many.
+    """
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:
         row_bytes = row_format.row_bytes(dim)
-        chunk_rows = max(1, CHUNK_BYTES // row_bytes)
+        chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
+        chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
         table = StoredTable(name, key, row_format.label, dim, rows, row_bytes, offset, chunk_rows, chunk)
         stored.append(table)
         offset += align(table.bytes)

@@ -82,7 +82,8 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                     "files": checkpoint.fingerprint(matrices.values()),
                     "verified": checks.describe(),
                 }
-                header = replace(_plan(spec, matrices, version, source), scorer=scorer, evaluation=spec.evaluation)
+                steps = {table: checks.step(table) for table in matrices}
+                header = replace(_plan(spec, matrices, version, source, steps), scorer=scorer, evaluation=spec.evaluation)
                 writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
                     job = _Load(checkpoint, matrices, checks, writer, backend, settings, progress)
@@ -99,9 +100,10 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     return Loaded(spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge)
 
 
-def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int, source: dict[str, Any]) -> Header:
+def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int, source: dict[str, Any], steps: dict[str, int]) -> Header:
     try:
-        tables = plan_tables([(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables])
+        shapes = [(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables]
+        tables = plan_tables(shapes, steps)
     except QuantError as error:
         raise ModelError(f"model {spec.name!r}: {error}") from error
     created = datetime.now(UTC).isoformat(timespec="seconds")

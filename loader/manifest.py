@@ -3,7 +3,7 @@
     {"format": "tableside manifest", "version": 1, "checksum": "<xxh3-64 of the JSON of tensors>",
      "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256, "chunks": "<16 hex digits a chunk>"}}}
 
-A chunk is about 64 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks each while it is in
+A chunk is about 512 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks each while it is in
 the processor's cache. It lies beside a checkpoint's file as FILE.manifest.json, or in the folder of several files as
 tableside.manifest.json. It finds what changed after it was written, not what was wrong before, and it is no signature: who can
 write the one can write the other.
@@ -27,7 +27,7 @@ from loader.errors import CheckpointError
 from loader.files import read_regular
 
 FORMAT, VERSION = "tableside manifest", 1
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 512 << 10
 _PIECE_BYTES = 1 << 20
 _DIGITS = 16
 Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread

@@ -5,6 +5,7 @@
 time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -147,8 +148,11 @@ def _no_space(size: int, free: int, where: Path) -> NoSpace:
 
 
 def processes_below(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, and of theirs."""
-    children = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
+    """Process ids of the children of `pid`, and of theirs; those that end meanwhile may be missing."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, task.read_text().split())
     return children + [below for child in children for below in processes_below(child)]
 
 

@@ -19,7 +19,7 @@ import uvicorn
 
 from serving.settings import ServerSettings
 
-ACCEPTS = 32  # connections that a worker takes in one round of its loop
+ACCEPTS = 64  # connections that a worker takes in one round of its loop
 PING_S = 1.0  # between two questions whether a worker that serves still answers
 
 
