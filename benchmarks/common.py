@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{p: version for p in packages if (version := version_of(p))},
         "commit": os.environ.get("COMMIT") or commit.stdout.strip(),
-        "command": "python " + " ".join([str(Path(sys.argv[0])), *sys.argv[1:]]),
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
