@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from support import until
 
 from loader.memory import pss_bytes
-from serving.admission import NEWEST_FIRST_AFTER_S, Bytes, Hold, Slots
+from serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots
 from serving.client import Client
 from serving.errors import ApiError
 
@@ -100,6 +101,32 @@ def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
         while log == ["a", "b"]:
             await asyncio.sleep(0.01)
         assert log == ["a", "b", "c"]
+
+    run(test())
+
+
+def test_the_sockets_are_read_between_two_slices() -> None:
+    """Requests that each take a slice do not keep the loop: what else is ready runs between any two, and all are taken."""
+
+    async def test() -> None:
+        slices, seen = Slices(), list[int]()
+        seen_before: list[int] = []
+
+        async def request(n: int) -> None:
+            await slices.take()
+            seen.append(n)
+            end = time.perf_counter() + 2 * SLICE_S
+            while time.perf_counter() < end:
+                pass
+
+        async def health() -> None:
+            while len(seen) < 8:
+                seen_before.append(len(seen))
+                await asyncio.sleep(0)
+
+        await asyncio.gather(health(), *(request(n) for n in range(8)))
+        assert seen == list(range(8))
+        assert max(np.diff(seen_before)) == 1
 
     run(test())
 
