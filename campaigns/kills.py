@@ -5,7 +5,7 @@ one that answers within a second. A worker that is stopped (SIGSTOP) for a momen
 version is published leaves the server with the old version or the new one, and soon with the new one.
 
 The oracle: clients are processes of their own. They know each version's rows by formula (common.told), compare every value, and
-call an answer stale when it comes from a version that had been replaced two seconds before the request was sent. A replacement
+call an answer stale when it comes from a version that had been replaced ten seconds before the request was sent. A replacement
 is seen from outside: a process that is new below the supervisor holds a connection of ours that was answered.
 """
 
@@ -40,7 +40,7 @@ from serving.client import Client, ClientError, Jagged
 from serving.local import local_server
 
 WORKERS, CLIENTS = 2, 2
-STALE_AFTER_S, STOPPED_S, PUBLISH_EVERY_S = 2.0, 0.5, 1.5
+STALE_AFTER_S, STOPPED_S, PUBLISH_EVERY_S = 10.0, 0.5, 1.5
 COUNTS = ("checked", "wrong", "mixed", "stale", "failed")
 
 
