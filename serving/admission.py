@@ -28,7 +28,7 @@ from serving.errors import ApiError, Kind
 CPU_SLOTS = 64  # requests whose bodies are read and that are looked up, in the same tens of milliseconds
 NEWEST_FIRST_AFTER_S = 0.1
 PROMPT_S = 0.05
-SLICE_S = 1e-3
+SLICE_S = 5e-3
 RETRY_AFTER_S = 1
 JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 that it says
 

@@ -145,8 +145,16 @@ class SharedCounts(MmapedDict):
 
 
 def count_in_reserved_files() -> None:
-    """Has prometheus_client count in `SharedCounts`; called before the first metric has labels."""
+    """Has prometheus_client count in `SharedCounts`; called before the first metric has labels.
+
+    It asks for the process's number at every count, a system call each, to see whether it was forked; here a fork says so itself.
+    """
     values.MmapedDict = SharedCounts  # type: ignore[attr-defined, assignment]
+    if VARIABLE not in os.environ:
+        return
+    process = {"id": os.getpid()}
+    os.register_at_fork(after_in_child=lambda: process.update(id=os.getpid()))
+    values.ValueClass = values.MultiProcessValue(lambda: process["id"])  # type: ignore[no-untyped-call]
 
 
 def _reserve(filename: str | Path, size: int) -> None:
