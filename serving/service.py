@@ -124,8 +124,8 @@ class Service:
                         await self._take(engine, version)
                 except Exception as error:  # noqa: BLE001  # said by `_refuse`; whatever a file holds, the watch goes on
                     self._refuse(engine, version, error)
-                if self._batcher is not None and self._batcher.end_if_lost():
-                    return
+                    if self._batcher is not None and self._batcher.end_if_lost():
+                        return
 
     async def _take(self, engine: Engine, version: int) -> None:
         attach = functools.partial(engine.attach, version, as_successor=True)
