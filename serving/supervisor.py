@@ -6,7 +6,7 @@
     SIGTTIN, SIGTTOU    one worker more, one less
 
 One loop, in which nothing waits for a worker: it looks at all of them at least four times a second, and at once when one ends. So
-a worker that ended is replaced within a second, whatever another one does, and whatever is under way.
+a worker that ended has a successor started at once, whatever another one does, and whatever is under way.
 """
 
 import logging
