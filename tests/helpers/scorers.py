@@ -1,9 +1,15 @@
 """Small scorers, exported as a user would."""
 
 import io
+from pathlib import Path
 
+import numpy as np
 import torch
+from support import rows_of
 from torch.export import Dim, export, save
+
+from loader.load import load
+from loader.model import parse_model
 
 
 class Ctr(torch.nn.Module):
@@ -29,3 +35,17 @@ def exported(module: torch.nn.Module, **widths: int) -> bytes:
     out = io.BytesIO()
     save(program, out)
     return out.getvalue()
+
+
+def publish_scored(root: Path, folder: Path, program: bytes) -> None:
+    """Loads a model `demo` of one table and feature `user`, dim 8, with a .pt2 file as its scorer, through a real checkpoint."""
+    np.savez(folder / "c.npz", user=rows_of(100, 8))
+    (folder / "s.pt2").write_bytes(program)
+    raw = {
+        "name": "demo",
+        "checkpoint": "c.npz",
+        "tables": {"user": {"key": "user"}},
+        "features": {"user": {"table": "user"}},
+        "scorer": {"program": "s.pt2"},
+    }
+    load(parse_model(raw, folder), root)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scorers import Ctr, exported
+from scorers import Ctr, exported, publish_scored
 from support import rows_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -76,21 +76,8 @@ def shrunk(data: bytes, name: str, values: int) -> bytes:
     return out.getvalue()
 
 
-def publish(folder: Path, root: Path, data: bytes) -> None:
-    (folder / "s.pt2").write_bytes(data)
-    np.savez(folder / "c.npz", user=rows_of(50, 8))
-    raw = {
-        "name": "demo",
-        "checkpoint": "c.npz",
-        "tables": {"user": {"key": "user"}},
-        "features": {"user": {"table": "user"}},
-        "scorer": {"program": "s.pt2"},
-    }
-    load(parse_model(raw, folder), root)
-
-
 def test_a_batch_norm_of_right_sizes_is_taken(tmp_path: Path, root: Path) -> None:
-    publish(tmp_path, root, exported(Scores(batch_norm, **STATISTICS), user=8))
+    publish_scored(root, tmp_path, exported(Scores(batch_norm, **STATISTICS), user=8))
     assert Model(root, "demo").versions() == [1]
 
 
@@ -102,7 +89,7 @@ def test_a_batch_norm_that_reads_beyond_its_statistics_is_not_published(
     """2 values for 64 channels: its kernel reads 62 of what lies behind. A single one would even broadcast, as a shape."""
     data = shrunk(exported(Scores(batch_norm, **STATISTICS), user=8), name, values)
     with pytest.raises(ProgramError, match=f"has {values} values for 64 channels"):
-        publish(tmp_path, root, data)
+        publish_scored(root, tmp_path, data)
     assert not Model(root, "demo").versions()
 
 
@@ -331,4 +318,4 @@ def test_without_torch_a_program_is_not_published(tmp_path: Path, root: Path, mo
     """One line names the remedy; the shapes could not be checked."""
     monkeypatch.setattr("loader.scorer.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"install tableside\[cpu\]"):
-        publish(tmp_path, root, exported(Scores(lambda x, _: x.sum(1)), user=8))
+        publish_scored(root, tmp_path, exported(Scores(lambda x, _: x.sum(1)), user=8))

@@ -12,12 +12,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from scorers import exported
+from scorers import exported, publish_scored
 from servers import Server
-from support import rows_of, until
+from support import until
 
-from loader.load import load
-from loader.model import parse_model
 from loader.program import Program, read_program
 from loader.versions import Model
 from serving.client import Client, ClientError
@@ -64,26 +62,13 @@ class Norm(torch.nn.Module):
         return found.sum(1) + context.sum(1)
 
 
-def publish(root: Path, folder: Path, module: torch.nn.Module) -> None:
-    np.savez(folder / "c.npz", user=rows_of(100, 8))
-    (folder / "s.pt2").write_bytes(exported(module, user=8, context=2))
-    raw = {
-        "name": "demo",
-        "checkpoint": "c.npz",
-        "tables": {"user": {"key": "user"}},
-        "features": {"user": {"table": "user"}},
-        "scorer": {"program": "s.pt2"},
-    }
-    load(parse_model(raw, folder), root)
-
-
 def request(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"user": np.zeros((rows, 1), np.int64)}, {"context": np.ones((rows, 2), np.float32)}
 
 
 def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_path: Path) -> None:
     """500 that names the row and the version, counted as its own kind: the scorer's fault. 400 where the request brought it."""
-    publish(root, tmp_path, Logarithm())
+    publish_scored(root, tmp_path, exported(Logarithm(), user=8, context=2))
     server = start()
     body = {"model": "demo", "features": {"user": [[1], [2], [3]]}, "dense": {"context": [[1, 1], [1, 0], [2, 2]]}}
     answer = httpx.post(f"{server.url}/v1/score", json=body, timeout=10)
@@ -102,7 +87,7 @@ def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_p
 
 def test_a_call_that_takes_too_much_memory_is_refused(start: Start, root: Path, tmp_path: Path) -> None:
     """Before anything is allocated, with the rows, the bytes and the limit; fewer rows are scored."""
-    publish(root, tmp_path, Squares(1))
+    publish_scored(root, tmp_path, exported(Squares(1), user=8, context=2))
     server = start("--max-scorer-bytes", "4MiB")
     with Client(server.url) as client:
         assert client.score("demo", *request(64)).shape == (64,)
@@ -114,7 +99,7 @@ def test_a_call_that_takes_too_much_memory_is_refused(start: Start, root: Path, 
 
 def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, tmp_path: Path) -> None:
     """It is answered 503 and counted; the worker whose thread is stuck is replaced, lookups go on, small calls work after."""
-    publish(root, tmp_path, Squares(20))
+    publish_scored(root, tmp_path, exported(Squares(20), user=8, context=2))
     server = start("--workers", 1, "--scorer-timeout-s", 1, "--shutdown-timeout-s", 1)
     (before,) = server.workers()
     with Client(server.url, timeout_s=60, retries=0) as client:
@@ -162,11 +147,11 @@ def test_a_program_that_came_past_the_load_is_checked_where_it_is_attached(
         weights = tuple(replace(w, sizes=(2,), content=w.content[:8]) if w.sizes == (64,) else w for w in found.weights)
         return replace(found, weights=weights)
 
-    publish(root, tmp_path, Norm())
+    publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
     with monkeypatch.context() as patch:
         patch.setattr("loader.program.measure.check_shapes", lambda program: None)
         patch.setattr("loader.scorer.read_program", smaller)
-        publish(root, tmp_path, Norm())
+        publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
     assert open_scorer(Model(root, "demo").attach(1)) is not None
     with pytest.raises(ServingError, match="has 2 values for 64 channels"):
         open_scorer(Model(root, "demo").attach(2))
@@ -183,14 +168,14 @@ def test_shapes_are_propagated_where_a_program_is_attached(root: Path, tmp_path:
     """What no single check refuses is found there as at the load: here, more memory than any program gets for two rows."""
     with monkeypatch.context() as patch:
         patch.setattr("loader.program.measure.check_shapes", lambda program: None)
-        publish(root, tmp_path, Large())
+        publish_scored(root, tmp_path, exported(Large(), user=8, context=2))
     with pytest.raises(ServingError, match="the limit is 1,073,741,824"):
         open_scorer(Model(root, "demo").attach())
 
 
 def test_requests_that_are_scored_together_count_together(root: Path, tmp_path: Path) -> None:
     """The memory of a GPU's batch is that of all its rows; each request alone fits."""
-    publish(root, tmp_path, Squares(1))
+    publish_scored(root, tmp_path, exported(Squares(1), user=8, context=2))
     scorer = open_scorer(Model(root, "demo").attach(), limits=ScorerLimits(bytes=4 << 20))
     assert scorer is not None
     dense = (DenseInput("user", 0, 512, 8), DenseInput("context", 512 * 32, 512, 2))
@@ -202,7 +187,7 @@ def test_requests_that_are_scored_together_count_together(root: Path, tmp_path: 
 
 def test_a_scorer_may_take_as_much_as_it_wants_where_nothing_is_said(root: Path, tmp_path: Path) -> None:
     """Evaluations have no limits; servers have, of a size that a batch of scores fits into."""
-    publish(root, tmp_path, Squares(1))
+    publish_scored(root, tmp_path, exported(Squares(1), user=8, context=2))
     scorer = open_scorer(Model(root, "demo").attach())
     assert scorer is not None and scorer.limits == ScorerLimits(None, None) and scorer.admit(100_000) > 1e10
     assert ServerSettings().max_scorer_bytes == 2 << 30 and ServerSettings().scorer_timeout_s == 10
