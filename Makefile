@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := pyproject.toml $(wildcard quant/*.c quant/*.h)
+SOURCES := pyproject.toml $(wildcard quant/cpu/*.c quant/cpu/*.h)
 
 .PHONY: help setup demo serve minilm dlrm test quick test-gpu check bench campaign clean
 
@@ -48,7 +48,10 @@ test-gpu:        ## the tests of GPU kernels, placements and registration, on th
 		tests/loader/test_registration.py tests/serving/test_gpu.py -k 'fused or cache or gpu or registration or beyond or placement'
 
 check: setup     ## ruff and mypy
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@mkdir -p build/types/tableside
+	@ln -sfn $(CURDIR)/tableside/*.py $(CURDIR)/quant $(CURDIR)/loader $(CURDIR)/serving build/types/tableside
+	@$(BIN)/mypy
 
 bench: setup     ## the benchmarks; results go to benchmarks/results
 	@for b in cpu_lookup load http_lookup workers eval_pool; do $(BIN)/python benchmarks/$$b.py || exit 1; done
@@ -58,4 +61,4 @@ campaign: setup  ## kills, damage, hostile requests and files, overload, a soak:
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
-	rm -rf $(VENV) build *.egg-info quant/*.so
+	rm -rf $(VENV) build *.egg-info quant/cpu/*.so

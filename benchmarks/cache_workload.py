@@ -12,16 +12,15 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
-
-from loader.registration import Registration
-from loader.versions import Model
-from quant import Lookup, Pooling, Precision, RowFormat, Table, choose
-from quant.cache import Cache
-from quant.cache_settings import CacheSettings, Policy
-from quant.cache_statistics import Statistics
-from quant.contract import DeviceTable
-from quant.fused import Fused
-from quant.prepared import PreparedLookup
+from tableside.loader.registration import Registration
+from tableside.loader.versions import Model
+from tableside.quant import Lookup, Pooling, Precision, RowFormat, Table, choose
+from tableside.quant.cache.cache import Cache
+from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.cache.statistics import Statistics
+from tableside.quant.contract import DeviceTable
+from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.prepared import PreparedLookup
 
 DEVICE = torch.device("cuda:0")
 DIM = 128

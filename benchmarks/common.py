@@ -17,8 +17,7 @@ from uuid import uuid4
 
 from rich.console import Console
 from rich.table import Table
-
-from quant.installed import version_of
+from tableside.quant.installed import version_of
 
 HERE = Path(__file__).parent
 console = Console(highlight=False, soft_wrap=True, width=150)

@@ -17,14 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from common import console, report, shared_folder
-
-from loader.load import load
-from loader.memory import processes_below, pss_bytes
-from loader.model import parse_model
-from loader.versions import Model
-from serving.evaluation.run import EvalSettings, evaluate
-from serving.evaluation.work import Candidate
-from serving.settings import ServerSettings
+from tableside.loader.load import load
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.serving.evaluation.run import EvalSettings, evaluate
+from tableside.serving.evaluation.work import Candidate
+from tableside.serving.settings import ServerSettings
 
 FEATURES, TABLE_ROWS, DIM, IDS, DENSE, BATCH = 8, 1_000_000, 32, 10, 13, 4096
 NAMES = [f"f{n}" for n in range(FEATURES)]

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, FRESH, ROW_BYTES, TIMED, WARM, Workload, check, copy_gb_s, per_batch, steady_ms
 from common import console, report, shared_folder
-
-from quant.cache_settings import Policy
-from quant.prepared import PreparedLookup
+from tableside.quant.cache.settings import Policy
+from tableside.quant.gpu.prepared import PreparedLookup
 
 
 def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, TIMED, WARM, Workload, per_batch, steady_ms
 from common import console, report, shared_folder
-
-from quant.cache_settings import Policy
+from tableside.quant.cache.settings import Policy
 
 
 def products() -> Callable[[], object]:

@@ -19,12 +19,11 @@ import pyarrow.parquet as pq
 import torch
 from common import console, report, shared_folder
 from eval_pool import BATCH, make, plain
-
-from loader.memory import processes_below, pss_bytes
-from loader.versions import Model
-from serving.evaluation.run import EvalSettings, evaluate
-from serving.evaluation.work import Candidate
-from serving.settings import ServerSettings
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.versions import Model
+from tableside.serving.evaluation.run import EvalSettings, evaluate
+from tableside.serving.evaluation.work import Candidate
+from tableside.serving.settings import ServerSettings
 
 SHARD = 32_768
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, per_batch, steady_ms
 from common import console, report
-
-from quant.cache import Cache
-from quant.cache_launch import cache_jobs, cached_bytes
-from quant.cache_settings import CacheSettings, Policy
-from quant.fused_plan import CacheJob
+from tableside.quant.cache.cache import Cache
+from tableside.quant.cache.jobs import cache_jobs, cached_bytes
+from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.gpu.layout import CacheJob
 
 
 def index() -> list[dict[str, Any]]:

@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.segment import Segment
-from loader.tbe import TbeTable, bind, init_tbe
-from loader.versions import Model
-from quant import Lookup, Pooling, Precision, RowFormat, choose
-from quant.fused import Fused
-from quant.fused_plan import Shape, Shapes
-from quant.prepared import PreparedLookup
-from serving.bench import draw_ids
+from tableside.loader.segment import Segment
+from tableside.loader.tbe import TbeTable, bind, init_tbe
+from tableside.loader.versions import Model
+from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
+from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.layout import Shape, Shapes
+from tableside.quant.gpu.prepared import PreparedLookup
+from tableside.serving.cli.bench import draw_ids
 
 TABLES, ROWS, IDS = 26, 500_000, 20
 SECTOR = 32

@@ -23,12 +23,11 @@ import httpx
 import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.memory import processes_below, pss_bytes
-from loader.versions import Model
-from quant import Pooling, choose
-from serving import bench
-from serving.client import Client
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, choose
+from tableside.serving.cli import bench
+from tableside.serving.client import Client
 
 FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 128, 500_000
 SECONDS, ROUNDS = 2.0, 3
@@ -39,7 +38,7 @@ STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
 def serving(root: Path, *options: object) -> Iterator[tuple[str, "subprocess.Popen[str]", Any, float]]:
     """A server in processes of its own: its url, process, log, and the seconds until it was ready."""
     with TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "serving.cli", "serve", "ads", "--root", root, "--port", 0, "--drain-s", 0, *options]
+        command = [sys.executable, "-m", "tableside", "serve", "ads", "--root", root, "--port", 0, "--drain-s", 0, *options]
         started = time.perf_counter()
         process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=log, text=True)
         try:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.registration import Registration
-from loader.versions import Model
-from quant import Lookup, Pooling, Precision, choose
-from quant.fused import Fused
-from serving.stash import points, stash_embedding_weights
+from tableside.loader.registration import Registration
+from tableside.loader.versions import Model
+from tableside.quant import Lookup, Pooling, Precision, choose
+from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.stash import points, stash_embedding_weights
 
 DEVICE = torch.device("cuda:0")
 TABLES, ROWS, DIM = 12, 2 << 20, 128

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.registration import Registration
-from loader.tbe import TbeTable, bind, init_tbe
-from loader.versions import Model
-from quant import Lookup, Pooling, Precision, RowFormat, choose
-from quant.fused import Fused
+from tableside.loader.registration import Registration
+from tableside.loader.tbe import TbeTable, bind, init_tbe
+from tableside.loader.versions import Model
+from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
+from tableside.quant.gpu.backend import Fused
 
 DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
 TARGETS = {20_000: 2.0, 500_000: 3.0}

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.versions import Model
-from quant import Pooling, choose
-from serving import bench
-from serving.asgi import Receive, Scope, Send, holding, read_body, respond
-from serving.server import serve
-from serving.settings import ServerSettings
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, choose
+from tableside.serving.cli import bench
+from tableside.serving.http.asgi import Receive, Scope, Send, holding, read_body, respond
+from tableside.serving.server import serve
+from tableside.serving.settings import ServerSettings
 
 FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 64, 200_000
 SECONDS, ROUNDS = 3.0, 5
@@ -30,7 +29,7 @@ OUT_BYTES = FEATURES * BATCH * DIM * 4
 
 def make_echo(settings: ServerSettings) -> Any:
     """The server's application with one more route, in the worker."""
-    from serving.app import Application
+    from tableside.serving.http.app import Application
 
     class Echo(Application):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +50,7 @@ def run_server(root: str, workers: int) -> None:
 
 def check_answer(root: Path, url: str) -> None:
     """Every vector of one request equals the engine's own."""
-    from serving.client import Client
+    from tableside.serving.client import Client
 
     segment = Model(root, "ads").attach(verify="header")
     rng = np.random.default_rng(5)

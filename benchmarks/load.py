@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from safetensors.numpy import save_file
-
-from loader.load import PIECE_BYTES, load
-from loader.manifest import write_manifest
-from loader.memory import pss_bytes
-from loader.model import ModelSpec, parse_model
-from loader.verification import summary
-from loader.versions import Model
-from quant import RowFormat, Source, choose
+from tableside.loader.load import PIECE_BYTES, load
+from tableside.loader.manifest import write_manifest
+from tableside.loader.memory import pss_bytes
+from tableside.loader.model import ModelSpec, parse_model
+from tableside.loader.verification import summary
+from tableside.loader.versions import Model
+from tableside.quant import RowFormat, Source, choose
 
 DIM, TABLES, ROUNDS = 64, 4, 5
 TARGET, MEMORY_TARGET = 0.7, 256 << 20

@@ -4,12 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-
-from loader.header import Header, plan_tables
-from loader.model import Feature
-from loader.segment import SegmentWriter
-from loader.versions import Model
-from quant import RowFormat, Source, choose
+from tableside.loader.header import Header, plan_tables
+from tableside.loader.model import Feature
+from tableside.loader.segment import SegmentWriter
+from tableside.loader.versions import Model
+from tableside.quant import RowFormat, Source, choose
 
 
 def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]], pooling: str = "sum", seed: int = 0) -> None:

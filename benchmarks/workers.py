@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
-
-from loader.memory import processes_below, pss_bytes
-from loader.versions import Model
-from quant import choose
-from serving.client import Client
-from serving.engine import FeatureInput, Served
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving.client import Client
+from tableside.serving.engine import FeatureInput, Served
 
 DIM, TABLES, IDS, BATCH = 64, 8, 20, 256
 MEMORY_TARGET, SCALING_TARGET = 0.02, 1.8
@@ -35,7 +34,7 @@ def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "serving.cli",
+        "tableside",
         "serve",
         "ads",
         "--root",

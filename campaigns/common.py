@@ -29,10 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-
-from loader.load import LoadSettings, load
-from loader.memory import processes_below
-from loader.model import parse_model
+from tableside.loader.load import LoadSettings, load
+from tableside.loader.memory import processes_below
+from tableside.loader.model import parse_model
 
 console = Console(highlight=False, soft_wrap=True, width=150)
 Run = Callable[[float, int], Mapping[str, float]]

@@ -23,10 +23,10 @@ from uuid import uuid4
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
 
 from campaigns.common import Goal, Result, at_least, folders, none, random_of, show, until
-from loader.load import load
-from loader.model import parse_model
 
 ROWS, SHARD_ROWS, DIM = 12_000, 60, 8
 SHARDS = ROWS // SHARD_ROWS
@@ -96,7 +96,7 @@ class _Evaluation:
 
     def start(self) -> None:
         options = ["--out", self.out, "--root", self.root, "--workers", 2, "--shard-rows", SHARD_ROWS, "--batch", 1]
-        command = [sys.executable, "-m", "serving.cli", "eval", "towers", self.data, *options]
+        command = [sys.executable, "-m", "tableside", "eval", "towers", self.data, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, _MARK: self.mark}

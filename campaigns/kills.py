@@ -21,6 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from tableside.serving.cli.local import local_server
+from tableside.serving.client import Client, ClientError, Jagged
 
 from campaigns.common import (
     DIM,
@@ -36,8 +38,6 @@ from campaigns.common import (
     version_told,
     workers_of,
 )
-from serving.client import Client, ClientError, Jagged
-from serving.local import local_server
 
 WORKERS, CLIENTS = 2, 2
 STALE_AFTER_S, STOPPED_S, PUBLISH_EVERY_S = 10.0, 0.5, 1.5

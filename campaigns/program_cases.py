@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tableside.loader.program import read_program, write_program
+from tableside.loader.program.graph import TYPES
+from tableside.loader.program.operators import ARITHMETIC, OPERATORS, aten_name
 from torch.export import Dim, export, save
-
-from loader.program import read_program, write_program
-from loader.program.graph import TYPES
-from loader.program.operators import ARITHMETIC, OPERATORS, aten_name
 
 Archive = dict[str, Any]  # name -> bytes, or parsed JSON
 _TARGETS = sorted(OPERATORS)

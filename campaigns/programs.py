@@ -61,14 +61,14 @@ def run(seconds: float | None, seed: int, cases: int | None = None, *, checks: b
 
 
 def _inside(seconds: float | None, seed: int, cases: int | None, checks: bool) -> dict[str, Any]:
+    import tableside.loader.program.run
     import torch
 
-    import loader.program.run
     from campaigns.program_cases import bases
 
     torch.set_num_threads(1)
     if not checks:
-        loader.program.run.CHECKS = {}  # type: ignore[attr-defined]
+        tableside.loader.program.run.CHECKS = {}  # type: ignore[attr-defined]
     bases()
     ends = None if seconds is None else time.monotonic() + seconds
     outcomes: Counter[str] = Counter()
@@ -139,10 +139,11 @@ def _count(outcome: str, number: int, outcomes: Counter[str], bad: dict[str, str
 
 
 def _outcome(seed: int, number: int, checks: bool) -> str:
+    from tableside.loader.errors import ProgramError
+    from tableside.loader.program import read_program, write_program
+    from tableside.loader.program.measure import check_shapes
+
     from campaigns.program_cases import case
-    from loader.errors import ProgramError
-    from loader.program import read_program, write_program
-    from loader.program.measure import check_shapes
 
     archive = case(seed, number)
     try:
@@ -166,7 +167,7 @@ def _reason(text: str) -> str:
 
 def _run(program: Any, seed: int, checks: bool) -> str:
     """Runs a program over guarded memory: the same scores whatever the canaries are, and the same refusals."""
-    from loader.program.measure import Meter
+    from tableside.loader.program.measure import Meter
 
     meter, outcome = Meter(program, _MOST_BYTES) if checks else None, "accepted:"
     for rows in _ROWS:
@@ -201,8 +202,7 @@ def _scores(program: Any, inputs: list[Any], place: Place, canary: int) -> bytes
 
 def _called(program: Any, inputs: list[Any], memory: Arena) -> bytes:
     import torch
-
-    from loader.program.run import Runner, over, weight_tensors
+    from tableside.loader.program.run import Runner, over, weight_tensors
 
     cpu = torch.device("cpu")
     contents = {id(w.content): memory.put(w.content) for w in program.weights if w.content}
@@ -216,8 +216,7 @@ def _called(program: Any, inputs: list[Any], memory: Arena) -> bytes:
 
 def _dtype(weight: Any) -> Any:
     import torch
-
-    from loader.program.graph import TYPES
+    from tableside.loader.program.graph import TYPES
 
     return getattr(torch, TYPES[weight.dtype][0])
 

@@ -1,7 +1,7 @@
 """A model's folder with loaders that can be killed, and what must be true of it after each of them.
 
 A loader is a process that was forked from this one, which has imported everything: it runs `tableside load` through
-serving.cli.main within some 30 ms, so that a thousand kills are affordable. `start_command` runs the real command.
+tableside.serving.cli.cli.main within some 30 ms, so that a thousand kills are affordable. `start_command` runs the real command.
 
 The oracle knows which value each load published, because the rows say so (common.told). After each load, whatever became of it:
 the live version is whole and is either the one from before or the one that was loaded; every number means the rows that it has
@@ -19,12 +19,12 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from tableside.loader.errors import LoaderError
+from tableside.loader.segment import Segment
+from tableside.loader.versions import Model
+from tableside.serving.cli import cli
 
 from campaigns.common import DIM, ROWS, TABLES, told, version_told, write_checkpoint
-from loader.errors import LoaderError
-from loader.segment import Segment
-from loader.versions import Model
-from serving import cli
 
 VALUES, SMALL_BYTES, CRASHED, DEADLINE_S = 16, 4096, 99, 30.0
 IDS = np.arange(ROWS)
@@ -136,7 +136,7 @@ class Shelf:
     def start_command(self) -> tuple["subprocess.Popen[str]", int]:
         """The real `tableside load` in a process of its own, and the value that it loads."""
         value = self.next_value()
-        command = [sys.executable, "-m", "serving.cli", "load", str(self.toml(value)), "--root", str(self.root), "--keep", "1"]
+        command = [sys.executable, "-m", "tableside", "load", str(self.toml(value)), "--root", str(self.root), "--keep", "1"]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), value
 
     # ---- the oracle ----

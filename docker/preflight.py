@@ -9,13 +9,13 @@ import resource
 import sys
 from pathlib import Path
 
-from loader.checkpoint import open_checkpoint
-from loader.errors import LoaderError, VersionError
-from loader.header import plan_tables
-from loader.memory import available_bytes
-from loader.model import ModelSpec, read_model
-from loader.versions import DEFAULT_ROOT, Model
-from quant import QuantError
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.header import plan_tables
+from tableside.loader.memory import available_bytes
+from tableside.loader.model import ModelSpec, read_model
+from tableside.loader.versions import DEFAULT_ROOT, Model
+from tableside.quant import QuantError
 
 MIB = 1 << 20
 

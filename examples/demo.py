@@ -20,17 +20,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
-
-from loader.header import StoredTable
-from loader.load import Loaded, load
-from loader.memory import processes_below, pss_bytes
-from loader.model import ModelSpec, read_model
-from loader.segment import Segment
-from quant import RowFormat, choose
-from serving import bench
-from serving.client import Client, Jagged
-from serving.commands import mb, progress_bar
-from serving.local import local_server
+from tableside.loader.header import StoredTable
+from tableside.loader.load import Loaded, load
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.model import ModelSpec, read_model
+from tableside.loader.segment import Segment
+from tableside.quant import RowFormat, choose
+from tableside.serving.cli import bench
+from tableside.serving.cli.commands import mb, progress_bar
+from tableside.serving.cli.local import local_server
+from tableside.serving.client import Client, Jagged
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 

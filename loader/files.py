@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from loader.errors import LoaderError
+from tableside.loader.errors import LoaderError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",

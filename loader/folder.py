@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from loader.errors import AccessError, VersionError
+from tableside.loader.errors import AccessError, VersionError
 
 LOCK_WAIT_S = 30.0
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
-
-from loader.errors import SegmentError
-from loader.model import OUTPUTS, EvalSpec, Feature
-from quant import Pooling, QuantError, RowFormat
+from tableside.loader.errors import SegmentError
+from tableside.loader.model import OUTPUTS, EvalSpec, Feature
+from tableside.quant import Pooling, QuantError, RowFormat
 
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20

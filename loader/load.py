@@ -16,18 +16,17 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-
-from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from loader.checkpoint.rows import DTYPES
-from loader.errors import CheckpointError, ModelError
-from loader.header import Header, StoredTable, plan_tables
-from loader.model import ModelSpec
-from loader.scorer import stored_scorer
-from loader.segment import SegmentWriter
-from loader.verification import Verification
-from loader.versions import Model
-from quant import CpuBackend, QuantError, RowFormat, choose
-from quant.errors import NotRepresentable
+from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.rows import DTYPES
+from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.header import Header, StoredTable, plan_tables
+from tableside.loader.model import ModelSpec
+from tableside.loader.scorer import stored_scorer
+from tableside.loader.segment import SegmentWriter
+from tableside.loader.verification import Verification
+from tableside.loader.versions import Model
+from tableside.quant import CpuBackend, QuantError, RowFormat, choose
+from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
 Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread

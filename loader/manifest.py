@@ -20,11 +20,10 @@ import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
-
-from loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from loader.checkpoint.rows import DTYPES
-from loader.errors import CheckpointError
-from loader.files import read_regular
+from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.rows import DTYPES
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import read_regular
 
 FORMAT, VERSION = "tableside manifest", 1
 CHUNK_BYTES = 512 << 10

@@ -39,9 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loader.errors import ModelError
-from loader.files import read_regular
-from quant import Pooling, QuantError, RowFormat
+from tableside.loader.errors import ModelError
+from tableside.loader.files import read_regular
+from tableside.quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name

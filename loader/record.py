@@ -14,8 +14,8 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loader.errors import VersionError
-from loader.folder import Folder
+from tableside.loader.errors import VersionError
+from tableside.loader.folder import Folder
 
 CURRENT, NEXT = "current", "current.new"
 _ROOM_BYTES = 4096

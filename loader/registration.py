@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from loader.errors import RegistrationError
-from loader.memory import Mapping
-from loader.segment import Segment
+from tableside.loader.errors import RegistrationError
+from tableside.loader.memory import Mapping
+from tableside.loader.segment import Segment
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def _forget_error(cudart: Any) -> None:
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
         return
-    from quant.host_call import cuda_runtimes
+    from tableside.quant.device.gather import cuda_runtimes
 
     for runtime in cuda_runtimes():
         runtime.cudaGetLastError()

@@ -2,11 +2,11 @@
 
 from importlib.util import find_spec
 
-from loader.errors import ModelError, ProgramError
-from loader.files import read_regular
-from loader.header import ScorerInput, StoredScorer
-from loader.model import ModelSpec, ScorerSpec
-from loader.program import LARGEST_BYTES, Program, ProgramInput, read_program, write_program
+from tableside.loader.errors import ModelError, ProgramError
+from tableside.loader.files import read_regular
+from tableside.loader.header import ScorerInput, StoredScorer
+from tableside.loader.model import ModelSpec, ScorerSpec
+from tableside.loader.program import LARGEST_BYTES, Program, ProgramInput, read_program, write_program
 
 
 def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer | None, bytes]:
@@ -57,7 +57,7 @@ def _read(scorer: ScorerSpec) -> Program:
         raise ModelError(
             f"[scorer]: {path}: an exported program is checked with torch, which is not here: install tableside[cpu]"
         )
-    from loader.program.measure import check_shapes
+    from tableside.loader.program.measure import check_shapes
 
     try:
         program = read_program(data)

@@ -24,11 +24,10 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from loader.errors import SegmentError
-from loader.header import PRELUDE, Header, StoredTable, align, check_header, checksum, lay_out
-from loader.memory import Mapping, reserve
-from quant import RowFormat, Table
+from tableside.loader.errors import SegmentError
+from tableside.loader.header import PRELUDE, Header, StoredTable, align, check_header, checksum, lay_out
+from tableside.loader.memory import Mapping, reserve
+from tableside.quant import RowFormat, Table
 
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 1
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from loader.errors import LoaderError
-from loader.segment import Segment
-from quant import Pooling, RowFormat
-from quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, ROW_ALIGNMENT_BYTES
+from tableside.loader.errors import LoaderError
+from tableside.loader.segment import Segment
+from tableside.quant import Pooling, RowFormat
+from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, ROW_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,7 @@ def init_tbe(
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
         IntNBitTableBatchedEmbeddingBagsCodegen,
     )
-
-    from quant.fbgemm import SPARSE_TYPES
+    from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     if weight_init_device not in ("meta", "cpu"):
         raise LoaderError(f"weight_init_device is {weight_init_device!r}; expected meta or cpu")
@@ -78,8 +77,7 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
     the segment alive. LoaderError: a table's shape or format is not the module's.
     """
     import torch
-
-    from quant.fbgemm import SPARSE_TYPES
+    from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     stored = {t.name: t for t in segment.header.tables}
     offsets = []

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
-
-from loader.checkpoint import Checkpoint, Matrix
-from loader.checkpoint.crc import Crc32Check
-from loader.manifest import chunk_rows, find_manifest
+from tableside.loader.checkpoint import Checkpoint, Matrix
+from tableside.loader.checkpoint.crc import Crc32Check
+from tableside.loader.manifest import chunk_rows, find_manifest
 
 MANIFEST, CRC32 = "manifest", "CRC-32"
 

@@ -18,11 +18,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from loader.errors import AccessError, SegmentError, VersionError
-from loader.folder import Folder, make_folder, open_to_group
-from loader.model import NAME, check_name
-from loader.record import Record, flip, intended, read_record, reserve_room, write_next
-from loader.segment import Segment, Verify
+from tableside.loader.errors import AccessError, SegmentError, VersionError
+from tableside.loader.folder import Folder, make_folder, open_to_group
+from tableside.loader.model import NAME, check_name
+from tableside.loader.record import Record, flip, intended, read_record, reserve_room, write_next
+from tableside.loader.segment import Segment, Verify
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
 _PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"

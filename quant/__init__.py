@@ -4,10 +4,10 @@ Knows nothing of files, processes, settings or HTTP. Four backends share one con
 `reference` (plain torch, the specification), `fbgemm`, `native` (our own CPU kernel) and `fused` (our own GPU kernel).
 """
 
-from quant.backends import backend_names, choose
-from quant.contract import Backend, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, Table
-from quant.errors import BadIds, MissingBackend, QuantError
-from quant.row_format import RowFormat, Source
+from tableside.quant.backends import backend_names, choose
+from tableside.quant.contract import Backend, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, Table
+from tableside.quant.errors import BadIds, MissingBackend, QuantError
+from tableside.quant.row_format import RowFormat, Source
 
 __all__ = [
     "Backend",

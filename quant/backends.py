@@ -4,9 +4,9 @@ from functools import cache
 from importlib import import_module
 from typing import cast
 
-from quant.contract import CpuBackend
-from quant.errors import MissingBackend, QuantError
-from quant.installed import check_pair
+from tableside.quant.contract import CpuBackend
+from tableside.quant.errors import MissingBackend, QuantError
+from tableside.quant.installed import check_pair
 
 _CLASSES = {"native": "Native", "fbgemm": "Fbgemm", "reference": "Reference"}
 _AUTO = ("native", "fbgemm")
@@ -35,5 +35,5 @@ def choose(name: str = "auto") -> CpuBackend:
         raise MissingBackend("no backend is installed: " + "; ".join(missing))
     if name not in _CLASSES:
         raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(backend_names())}")
-    module = import_module(f"quant.{name}")
+    module = import_module(f"tableside.quant.cpu.{name}")
     return cast(CpuBackend, getattr(module, _CLASSES[name])())

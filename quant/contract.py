@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from quant.errors import BadIds, NotRepresentable, Problem, QuantError
-from quant.row_format import RowFormat, Source
+from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
+from tableside.quant.row_format import RowFormat, Source
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 
@@ -123,7 +122,7 @@ class InCache:
     slots_at: int
 
 
-MEMORY_UNIT = 2 << 20  # bytes, in which a GPU's memory is given out where it can be given back (`quant.device_memory`)
+MEMORY_UNIT = 2 << 20  # bytes, in which a GPU's memory is given out where it can be given back (`quant.device.memory`)
 SPLIT_BLOCK = 1024  # rows, of which a split table has as many on the device as it has of any other
 
 

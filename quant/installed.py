@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from quant.errors import MissingBackend, QuantError
+from tableside.quant.errors import MissingBackend, QuantError
 
 PAIRS = {"1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}  # fbgemm -> torch, by minor version
 

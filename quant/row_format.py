@@ -12,7 +12,7 @@ read the same bytes:
 
 from enum import IntEnum
 
-from quant.errors import QuantError
+from tableside.quant.errors import QuantError
 
 ROW_ALIGNMENT_BYTES = 16
 SCALE_BIAS_BYTES = 4

@@ -3,6 +3,6 @@
 Knows versions and requests; never how a row is packed.
 """
 
-from quant.installed import version_of
+from tableside.quant.installed import version_of
 
 VERSION = version_of("tableside") or "not installed"  # run from its source tree

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, Kind
 
 CPU_SLOTS = 64  # requests whose bodies are read and that are looked up, in the same tens of milliseconds
 NEWEST_FIRST_AFTER_S = 0.1

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from quant import BadIds
-from serving import metrics
-from serving.admission import NEWEST_FIRST_AFTER_S, overloaded
-from serving.deadline import Deadline, timed_out
-from serving.engine import Batch, score_together
-from serving.errors import ApiError, Kind
-from serving.scorer import Scorer
+from tableside.quant import BadIds
+from tableside.serving import metrics
+from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
+from tableside.serving.deadline import Deadline, timed_out
+from tableside.serving.engine import Batch, score_together
+from tableside.serving.errors import ApiError, Kind
+from tableside.serving.scorer import Scorer
 
 if TYPE_CHECKING:
-    from quant.fused import Fused
-    from quant.fused_batch import Times
+    from tableside.quant.gpu.backend import Fused
+    from tableside.quant.gpu.batch import Times
 
 logger = logging.getLogger("tableside")
 

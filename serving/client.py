@@ -1,6 +1,6 @@
 """The client, sync and async: ids in, vectors out, numpy or torch, over the binary protocol.
 
-    from serving.client import Client, Jagged
+    from tableside import Client, Jagged
 
     with Client("http://127.0.0.1:8000") as client:
         vectors = client.lookup("demo", {"clicked": [[1, 2, 3], [7]], "user": Jagged(ids, lengths)})
@@ -14,10 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-
-from loader.model import SCORE
-from serving import wire
-from serving.wire import FeatureError, Ids, Jagged
+from tableside.loader.model import SCORE
+from tableside.serving.http import wire
+from tableside.serving.http.wire import FeatureError, Ids, Jagged
 
 __all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged"]
 

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from serving.engine import Scoring
-from serving.errors import ApiError, Kind
-from serving.metrics import ERRORS
-from serving.scorer import Scorer
+from tableside.serving.engine import Scoring
+from tableside.serving.errors import ApiError, Kind
+from tableside.serving.metrics import ERRORS
+from tableside.serving.scorer import Scorer
 
 logger = logging.getLogger("tableside")
 

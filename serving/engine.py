@@ -14,23 +14,22 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from loader.errors import LoaderError
-from loader.model import SCORE, Feature
-from loader.segment import Segment, Verify
-from loader.versions import Model
-from quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
-from quant.errors import Problem
-from serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
-from serving.placement import Placed, Placer
-from serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, open_scorer
+from tableside.loader.errors import LoaderError
+from tableside.loader.model import SCORE, Feature
+from tableside.loader.segment import Segment, Verify
+from tableside.loader.versions import Model
+from tableside.quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
+from tableside.quant.errors import Problem
+from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
+from tableside.serving.placement import Placed, Placer
+from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, open_scorer
 
 if TYPE_CHECKING:
-    from quant.cache import Cache
+    from tableside.quant.cache.cache import Cache
 
 logger = logging.getLogger("tableside")
 
-_WARM_UP_BAGS = (2, 32, 64)  # ids of a bag: of each shape that `quant.fused_plan.Shapes` knows
+_WARM_UP_BAGS = (2, 32, 64)  # ids of a bag: of each shape that `quant.gpu.layout.Shapes` knows
 _PLANS = 256  # layouts of requests that a version remembers
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 

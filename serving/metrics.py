@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-
-from serving import metrics_files
-from serving.engine import Batch, Engine
-from serving.errors import Kind, ServingError
+from tableside.serving import metrics_files
+from tableside.serving.engine import Batch, Engine
+from tableside.serving.errors import Kind, ServingError
 
 if TYPE_CHECKING:
-    from quant.cache_statistics import Statistics
-    from quant.fused_batch import Times
+    from tableside.quant.cache.statistics import Statistics
+    from tableside.quant.gpu.batch import Times
 
 metrics_files.count_in_reserved_files()
 

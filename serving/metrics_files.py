@@ -28,8 +28,7 @@ from typing import Any
 
 from prometheus_client import Metric, values
 from prometheus_client.mmap_dict import MmapedDict
-
-from serving.errors import ServingError
+from tableside.serving.errors import ServingError
 
 logger = logging.getLogger("tableside")
 

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from loader.header import StoredTable
-from loader.registration import Registration
-from loader.segment import Segment
-from quant import CpuBackend, DeviceTable, Table
-from quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant, split_rows
-from serving.errors import ServingError
-from serving.settings import ServerSettings
+from tableside.loader.header import StoredTable
+from tableside.loader.registration import Registration
+from tableside.loader.segment import Segment
+from tableside.quant import CpuBackend, DeviceTable, Table
+from tableside.quant.contract import INTERPRETER, MEMORY_UNIT, SPLIT_BLOCK, InCache, Variant, split_rows
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from quant.cache import Cache
-    from quant.fused import Fused
+    from tableside.quant.cache.cache import Cache
+    from tableside.quant.gpu.backend import Fused
 
 logger = logging.getLogger("tableside")
 
@@ -86,7 +86,7 @@ def _split_bytes(tables: Iterable[StoredTable], share: int) -> int:
 
 def _map_bytes(tables: Iterable[StoredTable | Table]) -> int:
     """What cached tables take of a GPU's memory beside their rows."""
-    from quant.cache import map_bytes
+    from tableside.quant.cache.cache import map_bytes
 
     return sum(map_bytes(t.rows) for t in tables)
 
@@ -121,7 +121,7 @@ class Placer:
         """Takes the device that the settings name. MissingBackend: it is not here."""
         if not self._settings.devices:
             return
-        from quant import fused
+        from tableside.quant.gpu import backend as fused
 
         (device,) = self._settings.devices  # the supervisor gave each worker one
         name = device if device == INTERPRETER else f"cuda:{device}"
@@ -185,7 +185,7 @@ class Placer:
         """Makes the cache when a first table needs it, of all that is left; all models and versions of the worker share it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if tables:
-            from quant.cache_settings import CacheSettings
+            from tableside.quant.cache.settings import CacheSettings
 
             threads = self._settings.threads
             is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES

@@ -3,9 +3,9 @@
 import ctypes
 import gc
 
-import serving.app
-import serving.http
-import serving.metrics  # noqa: F401
+import tableside.serving.http.app
+import tableside.serving.http.connection
+import tableside.serving.metrics  # noqa: F401
 
 gc.collect()
 gc.freeze()  # a collection in a worker would otherwise write to, and so copy, every page that was shared

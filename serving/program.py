@@ -4,14 +4,13 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-
-from loader.errors import ProgramError
-from loader.header import StoredScorer
-from loader.program import read_program
-from loader.program.measure import Cost, Meter, TooLarge, check_shapes
-from loader.program.run import Runner, weight_tensors
-from serving.errors import ApiError, Kind, ServingError, bad_request
-from serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
+from tableside.loader.errors import ProgramError
+from tableside.loader.header import StoredScorer
+from tableside.loader.program import read_program
+from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
+from tableside.loader.program.run import Runner, weight_tensors
+from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
+from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
 
 _UNLIMITED_BYTES = 1 << 62
 _REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ArithmeticError)

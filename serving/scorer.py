@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from loader.header import ScorerInput, StoredScorer
-from loader.segment import Segment
+from tableside.loader.header import ScorerInput, StoredScorer
+from tableside.loader.segment import Segment
 
 Floats = NDArray[np.float32]
 
@@ -95,7 +94,7 @@ def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1, limits:
     if stored is None:
         return None
     if stored.kind == "program":
-        from serving.program import ProgramScorer
+        from tableside.serving.program import ProgramScorer
 
         scorer: Scorer = ProgramScorer(stored, segment.program(), device, threads, limits)
     else:

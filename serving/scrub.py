@@ -1,6 +1,6 @@
 """The scrubber: reads every row of what is served against its checksums, from time to time, as memory and people do damage.
 
-    python -m serving.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
+    python -m tableside.serving.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
 
 One worker at a time does it for a model, in a process of its own, which runs only where a core is idle (SCHED_IDLE) and rests
 nine tenths of its time. Which version was read last, and when, is in `scrub.lock`, which that worker holds: for all servers of
@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from loader.errors import LoaderError, VersionError
-from loader.versions import Model
-from serving.engine import Engine
-from serving.errors import Kind, ServingError
-from serving.metrics import ERRORS, SCRUBS
+from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.versions import Model
+from tableside.serving.engine import Engine
+from tableside.serving.errors import Kind, ServingError
+from tableside.serving.metrics import ERRORS, SCRUBS
 
 logger = logging.getLogger("tableside")
 
@@ -89,7 +89,7 @@ class Scrubber:
 
     async def _read(self, model: Model, version: int) -> str | None:
         """What is wrong with a version's rows, or None. ServingError: the process that reads them ended without a word."""
-        command = [sys.executable, "-m", "serving.scrub", str(model.root), model.name, str(version), model.owner or ""]
+        command = [sys.executable, "-m", "tableside.serving.scrub", str(model.root), model.name, str(version), model.owner or ""]
         self._reader = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )

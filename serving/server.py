@@ -10,13 +10,13 @@ import socket
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from loader.versions import Model
-from quant import MissingBackend, choose
-from serving.errors import ServingError
-from serving.metrics_files import metrics_folder
-from serving.settings import ServerSettings
-from serving.supervisor import Supervisor
-from serving.worker import MakeApplication, WorkerConfig, make_application
+from tableside.loader.versions import Model
+from tableside.quant import MissingBackend, choose
+from tableside.serving.errors import ServingError
+from tableside.serving.metrics_files import metrics_folder
+from tableside.serving.settings import ServerSettings
+from tableside.serving.supervisor import Supervisor
+from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -71,10 +71,10 @@ def serve(
     try:
         with metrics_folder(settings.root):
             preload = [
-                *(["quant.fused"] if settings.devices else []),
-                *(["quant.fbgemm"] if backend.name == "fbgemm" else []),
-                *(["serving.program"] if any(h.scorer and h.scorer.kind == "program" for h in headers) else []),
-                "serving.preload",
+                *(["tableside.quant.gpu.backend"] if settings.devices else []),
+                *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
+                *(["tableside.serving.program"] if any(h.scorer and h.scorer.kind == "program" for h in headers) else []),
+                "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
             config = WorkerConfig(settings, make)

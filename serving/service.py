@@ -9,20 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
-
-from loader.errors import LoaderError
-from loader.versions import Model
-from quant import QuantError, choose
-from serving.admission import CPU_SLOTS, Bytes, Slices, Slots
-from serving.batching import Batcher
-from serving.deadline import Scorers
-from serving.engine import Batch, Engine, Served
-from serving.errors import Kind, ServingError, bad_request, not_found, short
-from serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
-from serving.placement import Placer
-from serving.scorer import ScorerLimits
-from serving.scrub import Scrubber
-from serving.settings import ServerSettings
+from tableside.loader.errors import LoaderError
+from tableside.loader.versions import Model
+from tableside.quant import QuantError, choose
+from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
+from tableside.serving.batching import Batcher
+from tableside.serving.deadline import Scorers
+from tableside.serving.engine import Batch, Engine, Served
+from tableside.serving.errors import Kind, ServingError, bad_request, not_found, short
+from tableside.serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
+from tableside.serving.placement import Placer
+from tableside.serving.scorer import ScorerLimits
+from tableside.serving.scrub import Scrubber
+from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
 

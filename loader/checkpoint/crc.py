@@ -13,10 +13,9 @@ from pathlib import Path
 from threading import Lock
 
 from isal import isal_zlib
-
-from loader.checkpoint.archive import Record
-from loader.checkpoint.rows import Matrix, Shard
-from loader.errors import CheckpointError
+from tableside.loader.checkpoint.archive import Record
+from tableside.loader.checkpoint.rows import Matrix, Shard
+from tableside.loader.errors import CheckpointError
 
 _REST_BYTES, _REST_FRACTION = 8 << 20, 1 / 32
 _PIECE_BYTES = 1 << 20

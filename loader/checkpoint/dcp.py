@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from loader.checkpoint import torch_files
-from loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Record, Refused, unpickle
-from loader.checkpoint.rows import Checkpoint, Collector, Shard
-from loader.checkpoint.torch_files import DTYPE_BYTES, Tensor
-from loader.checkpoint.window import Window
-from loader.errors import CheckpointError
-from loader.files import open_regular, read_regular
+from tableside.loader.checkpoint import torch_files
+from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Record, Refused, unpickle
+from tableside.loader.checkpoint.rows import Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, Tensor
+from tableside.loader.checkpoint.window import Window
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular, read_regular
 
 METADATA = ".metadata"
 

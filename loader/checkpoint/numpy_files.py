@@ -8,10 +8,10 @@ import math
 import re
 from pathlib import Path
 
-from loader.checkpoint.archive import Archive, Record
-from loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, Shard
-from loader.checkpoint.window import Window
-from loader.errors import CheckpointError
+from tableside.loader.checkpoint.archive import Archive, Record
+from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.window import Window
+from tableside.loader.errors import CheckpointError
 
 _MAGIC = b"\x93NUMPY"
 _HEADER_LIMIT_BYTES = 10_000  # numpy's own limit

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from loader.checkpoint import dcp, numpy_files, safetensors, torch_files
-from loader.checkpoint.rows import Checkpoint
-from loader.errors import CheckpointError
-from loader.files import open_regular
+from tableside.loader.checkpoint import dcp, numpy_files, safetensors, torch_files
+from tableside.loader.checkpoint.rows import Checkpoint
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular
 
 _KINDS = (
     "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), "

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from loader.checkpoint.archive import Record
-from loader.errors import CheckpointError
-from loader.files import open_regular
-from quant import Source
+from tableside.loader.checkpoint.archive import Record
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular
+from tableside.quant import Source
 
 DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
 

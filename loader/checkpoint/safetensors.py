@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
-
-from loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, whole
-from loader.checkpoint.window import Window
-from loader.errors import CheckpointError
-from loader.files import open_regular, read_regular
+from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, whole
+from tableside.loader.checkpoint.window import Window
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular, read_regular
 
 INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit

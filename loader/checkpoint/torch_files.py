@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loader.checkpoint.archive import Archive, Record
-from loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
-from loader.checkpoint.rows import Checkpoint, Collector, Shard
-from loader.checkpoint.window import Window
-from loader.errors import CheckpointError
+from tableside.loader.checkpoint.archive import Archive, Record
+from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
+from tableside.loader.checkpoint.rows import Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.window import Window
+from tableside.loader.errors import CheckpointError
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LIMIT_NODES = 2_000_000  # dicts may share others, so a small file could name very many tensors

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from loader.errors import CheckpointError
+from tableside.loader.errors import CheckpointError
 
 
 class Window:

@@ -11,8 +11,8 @@
 checks, run and measure import torch; import them where they are used.
 """
 
-from loader.program.graph import HOW_TO_EXPORT, Program, ProgramInput
-from loader.program.read import LARGEST_BYTES, read_program
-from loader.program.write import write_program
+from tableside.loader.program.graph import HOW_TO_EXPORT, Program, ProgramInput
+from tableside.loader.program.read import LARGEST_BYTES, read_program
+from tableside.loader.program.write import write_program
 
 __all__ = ["HOW_TO_EXPORT", "LARGEST_BYTES", "Program", "ProgramInput", "read_program", "write_program"]

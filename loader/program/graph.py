@@ -6,7 +6,7 @@ Nothing of torch is needed to make, compare or write one. A value is named once,
 from dataclasses import dataclass
 from typing import NoReturn
 
-from loader.errors import ProgramError
+from tableside.loader.errors import ProgramError
 
 HOW_TO_EXPORT = (
     "export a module whose forward takes each feature's vectors and dense tensors by name, fp32 [batch, n]: "

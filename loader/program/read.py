@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-
-from loader.program import vet
-from loader.program.graph import BOOL, TYPES, Program, Weight, refuse
+from tableside.loader.program import vet
+from tableside.loader.program.graph import BOOL, TYPES, Program, Weight, refuse
 
 LARGEST_BYTES, LARGEST_GRAPH_BYTES = 1 << 30, 64 << 20
 _MODEL = "models/model.json"

@@ -9,20 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from loader.program.checks import CHECKS, Check
-from loader.program.graph import (
-    TYPES,
-    DType,
-    MemoryFormat,
-    Node,
-    NumberRef,
-    OwnDevice,
-    Program,
-    TensorRef,
-    Weight,
-)
-from loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name
+from tableside.loader.program.checks import CHECKS, Check
+from tableside.loader.program.graph import TYPES, DType, MemoryFormat, Node, NumberRef, OwnDevice, Program, TensorRef, Weight
+from tableside.loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name
 
 _FORMATS = {1: torch.contiguous_format, 4: torch.preserve_format}
 Tensors = Mapping[str, torch.Tensor]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from loader.program.graph import (
+from tableside.loader.program.graph import (
     FP32,
     TYPES,
     Argument,
@@ -25,7 +25,7 @@ from loader.program.graph import (
     TensorRef,
     refuse,
 )
-from loader.program.operators import ARITHMETIC, ASSERTION, NOTES, OPERATORS, READ_AS
+from tableside.loader.program.operators import ARITHMETIC, ASSERTION, NOTES, OPERATORS, READ_AS
 
 LARGEST_NODES, LARGEST_LIST, LARGEST_NAME, LARGEST_WIDTH = 20_000, 10_000, 300, 1 << 20
 _END = (1 << 63) - 1  # how export writes "to the end" of a slice

@@ -6,7 +6,7 @@ import math
 import zipfile
 from typing import Any
 
-from loader.program.graph import (
+from tableside.loader.program.graph import (
     FP32,
     Argument,
     DType,

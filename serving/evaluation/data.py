@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-
-from serving.errors import ServingError
+from tableside.serving.errors import ServingError
 
 try:
     import pyarrow as pa

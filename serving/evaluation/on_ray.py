@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from loader.errors import LoaderError
-from quant import QuantError
-from serving.errors import ServingError
-from serving.evaluation.data import Shard
-from serving.evaluation.parts import write_part
-from serving.evaluation.work import Evaluator, Job
+from tableside.loader.errors import LoaderError
+from tableside.quant import QuantError
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.data import Shard
+from tableside.serving.evaluation.parts import write_part
+from tableside.serving.evaluation.work import Evaluator, Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-
-from serving.errors import ServingError
-from serving.evaluation.data import Shard
-from serving.evaluation.work import Job
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.data import Shard
+from tableside.serving.evaluation.work import Job
 
 logger = logging.getLogger("tableside")
 

@@ -20,12 +20,12 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from loader.errors import LoaderError
-from quant import QuantError
-from serving.errors import ServingError
-from serving.evaluation.data import Shard
-from serving.evaluation.parts import remove_partials, write_part
-from serving.evaluation.work import Evaluator, Job
+from tableside.loader.errors import LoaderError
+from tableside.quant import QuantError
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.data import Shard
+from tableside.serving.evaluation.parts import remove_partials, write_part
+from tableside.serving.evaluation.work import Evaluator, Job
 
 logger = logging.getLogger("tableside")
 
@@ -90,8 +90,8 @@ class Pool:
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
         self._context = multiprocessing.get_context("forkserver")
-        programs = ["serving.program"] if job.has_program else []  # torch takes seconds
-        self._context.set_forkserver_preload(["serving.evaluation.work", *programs])
+        programs = ["tableside.serving.program"] if job.has_program else []  # torch takes seconds
+        self._context.set_forkserver_preload(["tableside.serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
 
     def run(self, shards: Sequence[Shard]) -> None:

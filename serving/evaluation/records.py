@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-
-from serving.errors import ServingError
+from tableside.serving.errors import ServingError
 
 
 class DamagedRecord(ServingError):

@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from loader.header import Header
-from loader.versions import Model
-from serving.errors import ServingError
-from serving.evaluation import sources
-from serving.evaluation.data import Shard, data_files, plan_shards
-from serving.evaluation.parts import find_part, remove_partials
-from serving.evaluation.pool import Pool
-from serving.evaluation.quality import Quality, quality
-from serving.evaluation.records import DamagedRecord, read_record, write_record
-from serving.evaluation.work import Candidate, Job
-from serving.settings import ServerSettings
+from tableside.loader.header import Header
+from tableside.loader.versions import Model
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation import sources
+from tableside.serving.evaluation.data import Shard, data_files, plan_shards
+from tableside.serving.evaluation.parts import find_part, remove_partials
+from tableside.serving.evaluation.pool import Pool
+from tableside.serving.evaluation.quality import Quality, quality
+from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
+from tableside.serving.evaluation.work import Candidate, Job
+from tableside.serving.settings import ServerSettings
 
 Progress = Callable[[int, int], None]  # (rows done, rows in all)
 _TRIES = 3  # to read parts back as they were written
@@ -127,7 +126,7 @@ def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: C
     """Scores shards; removes what processes that ended did not write to its end."""
     try:
         if settings.engine == "ray":
-            from serving.evaluation.on_ray import RayPool
+            from tableside.serving.evaluation.on_ray import RayPool
 
             RayPool(job, settings.workers, advance, settings.ray_address).run(shards)
         else:

@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from loader.model import ModelSpec
-from loader.versions import Model
-from serving.evaluation.records import DamagedRecord, read_record, write_record
+from tableside.loader.model import ModelSpec
+from tableside.loader.versions import Model
+from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 
 logger = logging.getLogger("tableside")
 

@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-
-from loader.load import LoadSettings, load
-from loader.model import read_model
-from loader.versions import Model
-from quant import choose
-from serving.engine import Batch, DenseInput, Engine, FeatureInput, Served
-from serving.errors import ApiError, ServingError
-from serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
-from serving.placement import Placer
-from serving.settings import ServerSettings
+from tableside.loader.load import LoadSettings, load
+from tableside.loader.model import read_model
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving.engine import Batch, DenseInput, Engine, FeatureInput, Served
+from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
+from tableside.serving.placement import Placer
+from tableside.serving.settings import ServerSettings
 
 _Item = TypeVar("_Item")
 

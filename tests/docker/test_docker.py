@@ -24,10 +24,9 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 from support import end, rows_of, until
-
-from loader.load import load
-from loader.model import read_model
-from quant import RowFormat
+from tableside.loader.load import load
+from tableside.loader.model import read_model
+from tableside.quant import RowFormat
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
@@ -100,8 +99,9 @@ def test_builder_gets_every_package_and_leaves_no_apt_lists() -> None:
     builder = stages()["builder"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     copied = {source for name, rest in builder if name == "COPY" for source in rest.split()[:-1]}
-    packages = {name.split(".")[0] for name in project["tool"]["setuptools"]["packages"]}
-    assert copied == packages | {"pyproject.toml", project["project"]["readme"]}
+    setuptools = project["tool"]["setuptools"]
+    folders = {"tableside", *setuptools["package-dir"].values()}
+    assert copied == folders | {"pyproject.toml", project["project"]["readme"]}
     assert all(rest.endswith("rm -rf /var/lib/apt/lists/*") for name, rest in builder if "apt-get" in rest)
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from support import rows_of
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
 from torch.export import Dim, export, save
-
-from loader.load import load
-from loader.model import parse_model
 
 
 class Ctr(torch.nn.Module):

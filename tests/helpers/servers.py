@@ -10,10 +10,9 @@ import httpx
 import numpy as np
 import pytest
 from support import rows_of
-
-from loader.load import load
-from loader.memory import processes_below
-from loader.model import parse_model
+from tableside.loader.load import load
+from tableside.loader.memory import processes_below
+from tableside.loader.model import parse_model
 
 TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}
 FORMATS = {"user": "int8", "item": "int4", "word": "fp16"}
@@ -57,7 +56,7 @@ def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo"
     command = [
         sys.executable,
         "-m",
-        "serving.cli",
+        "tableside",
         "serve",
         *models,
         "--root",

@@ -29,7 +29,7 @@ def until(condition: Callable[[], object], deadline_s: float = 20.0, what: str =
 def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     environment = {**os.environ, **({"TABLESIDE_ROOT": str(root)} if root else {})}
-    command = [sys.executable, "-m", "serving.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "tableside", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
 

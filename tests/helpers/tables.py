@@ -3,8 +3,7 @@
 from functools import cache
 
 import numpy as np
-
-from quant import Backend, DeviceTable, Pooling, RowFormat, Source, Table, choose
+from tableside.quant import Backend, DeviceTable, Pooling, RowFormat, Source, Table, choose
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -17,7 +16,7 @@ def serve_device() -> str:
 @cache
 def fused() -> Backend:
     """The fused backend: in Triton's interpreter, or on the GPU that --device names."""
-    from quant.fused import Fused
+    from tableside.quant.gpu.backend import Fused
 
     return Fused(DEVICE, choose())
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 from support import rows_of
-
-from loader.load import load
-from loader.model import parse_model
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
 
 
 def publish_towers(root: Path, folder: Path) -> None:

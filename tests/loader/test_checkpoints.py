@@ -13,9 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import rows_of
-
-from loader.checkpoint import Checkpoint, open_checkpoint
-from loader.errors import CheckpointError
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint
+from tableside.loader.errors import CheckpointError
 
 DCP = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
 

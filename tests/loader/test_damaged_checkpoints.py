@@ -11,13 +11,14 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint.rows import Matrix, Shard
+from tableside.loader.errors import CheckpointError
+from tableside.quant import Source
+
 from campaigns import file_cases
 from campaigns.common import random_of
 from campaigns.files import Child, mutate
-from loader.checkpoint import open_checkpoint
-from loader.checkpoint.rows import Matrix, Shard
-from loader.errors import CheckpointError
-from quant import Source
 
 SEED, MUTATIONS = 11, 60
 CASES = {case.name: case for case in file_cases.cases()}
@@ -203,7 +204,7 @@ def test_a_pt_is_read_without_torch(tmp_path: Path) -> None:
     torch.save({"a": BIG}, tmp_path / "c.pt")
     dcp = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
     program = (
-        "import sys; from pathlib import Path; from loader.checkpoint import open_checkpoint\n"
+        "import sys; from pathlib import Path; from tableside.loader.checkpoint import open_checkpoint\n"
         f"for p in ({str(tmp_path / 'c.pt')!r}, {str(dcp)!r}): assert open_checkpoint(Path(p)).matrices\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -5,10 +5,9 @@ import socket
 from pathlib import Path
 
 import pytest
-
-from loader.errors import LoaderError, ModelError
-from loader.files import open_regular, read_regular
-from loader.model import read_model
+from tableside.loader.errors import LoaderError, ModelError
+from tableside.loader.files import open_regular, read_regular
+from tableside.loader.model import read_model
 
 
 def _fifo(path: Path) -> None:

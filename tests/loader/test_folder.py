@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from support import rows_of, run_tableside, until
-
-from loader.errors import AccessError, LoaderError, VersionError
-from loader.folder import Folder
-from loader.load import Loaded, LoadSettings
-from loader.segment import Segment
-from loader.versions import Model, models
+from tableside.loader.errors import AccessError, LoaderError, VersionError
+from tableside.loader.folder import Folder
+from tableside.loader.load import Loaded, LoadSettings
+from tableside.loader.segment import Segment
+from tableside.loader.versions import Model, models
 
 Publish = Callable[..., Loaded]
 STRANGER = 12345  # a user of this machine who is neither root nor the one that runs the tests
@@ -184,9 +183,9 @@ def test_a_killed_load_before_the_flip_does_not_cost_the_version_to_roll_back_to
     model = Model(root, "demo")
     child = os.fork()
     if child == 0:
-        import loader.versions
+        import tableside.loader.versions
 
-        loader.versions.flip = lambda folder: os.kill(os.getpid(), 9)
+        tableside.loader.versions.flip = lambda folder: os.kill(os.getpid(), 9)
         publish({"t": rows_of(30, 8)})
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 9

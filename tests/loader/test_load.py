@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import rows_of, run_tableside, until
-
-from loader.errors import CheckpointError, LoaderError, ModelError, NoSpace, VersionError
-from loader.load import Loaded, LoadSettings, load
-from loader.memory import available_bytes
-from loader.model import parse_model
-from loader.segment import Segment
-from loader.versions import Model
-from quant import RowFormat, choose
+from tableside.loader.errors import CheckpointError, LoaderError, ModelError, NoSpace, VersionError
+from tableside.loader.load import Loaded, LoadSettings, load
+from tableside.loader.memory import available_bytes
+from tableside.loader.model import parse_model
+from tableside.loader.segment import Segment
+from tableside.loader.versions import Model
+from tableside.quant import RowFormat, choose
 
 Publish = Callable[..., Loaded]
 DCP = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
@@ -166,18 +165,18 @@ def _model_file(folder: Path, rows: int = 60_000) -> Path:
 def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str]:
     """A load in a process of its own, with `patch` run before it."""
     command = ["load", str(path), "--root", str(root)]
-    script = f"{textwrap.dedent(patch)}\nimport sys\nfrom serving.cli import main\nsys.exit(main({command!r}))"
+    script = f"{textwrap.dedent(patch)}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 STEPS = {
     "reserving": "import os; os.posix_fallocate = lambda *a: os.kill(os.getpid(), 9)",
     "reading": "import os; os.preadv = lambda *a: os.kill(os.getpid(), 9)",
-    "hashing": "import loader.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
+    "hashing": "import tableside.loader.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
     "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
     "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "flipping": "import loader.versions as v, os; v.flip = lambda *a: os.kill(os.getpid(), 9)",
+    "flipping": "import tableside.loader.versions as v, os; v.flip = lambda *a: os.kill(os.getpid(), 9)",
 }
 
 
@@ -266,7 +265,7 @@ def test_shared_memory_that_is_too_small(small_tmpfs: Path, tmp_path: Path) -> N
 
 def test_space_that_vanishes_between_the_check_and_the_reservation(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reservation itself finds it: the file system says that there is room, and is full."""
-    from loader import memory
+    from tableside.loader import memory
 
     monkeypatch.setattr(memory, "available_bytes", lambda where: 1 << 40)
     path = small_tmpfs / "x"

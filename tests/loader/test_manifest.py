@@ -12,14 +12,13 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from support import rows_of, run_tableside
-
-from loader.checkpoint import open_checkpoint
-from loader.errors import CheckpointError, LoaderError
-from loader.load import LoadSettings, load
-from loader.manifest import chunk_rows, manifest_path, write_manifest
-from loader.model import parse_model
-from loader.verification import summary
-from loader.versions import Model
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.errors import CheckpointError, LoaderError
+from tableside.loader.load import LoadSettings, load
+from tableside.loader.manifest import chunk_rows, manifest_path, write_manifest
+from tableside.loader.model import parse_model
+from tableside.loader.verification import summary
+from tableside.loader.versions import Model
 
 DCP = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
 
@@ -136,8 +135,8 @@ def test_a_file_saved_without_crc_is_not_damaged(tmp_path: Path, root: Path) -> 
 
 def test_crc_pieces_join_in_any_order() -> None:
     """shift(crc(P), bytes after P), joined by exclusive or, is zlib's CRC-32 of the whole."""
-    from loader.checkpoint.archive import Record
-    from loader.checkpoint.crc import _Sum
+    from tableside.loader.checkpoint.archive import Record
+    from tableside.loader.checkpoint.crc import _Sum
 
     data = rows_of(100, 99).tobytes()
     cuts = [0, 1, 2, 1000, 1001, 20_000, len(data)]

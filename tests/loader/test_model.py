@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-from loader.errors import ModelError
-from loader.model import Feature, ModelSpec, TableSpec, parse_model, read_model, write_model
-from quant import RowFormat
+from tableside.loader.errors import ModelError
+from tableside.loader.model import Feature, ModelSpec, TableSpec, parse_model, read_model, write_model
+from tableside.quant import RowFormat
 
 GOOD = {
     "name": "ads",

@@ -13,14 +13,13 @@ import pytest
 import torch
 from scorers import Ctr, exported
 from support import rows_of
-
-from loader.errors import ModelError, ProgramError, SegmentError
-from loader.header import ScorerInput
-from loader.load import load
-from loader.model import parse_model
-from loader.program import Program, ProgramInput, read_program, write_program
-from loader.program.run import Runner, weight_tensors
-from loader.versions import Model
+from tableside.loader.errors import ModelError, ProgramError, SegmentError
+from tableside.loader.header import ScorerInput
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.program import Program, ProgramInput, read_program, write_program
+from tableside.loader.program.run import Runner, weight_tensors
+from tableside.loader.versions import Model
 
 Change = Callable[[dict[str, Any]], None]
 

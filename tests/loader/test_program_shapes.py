@@ -13,19 +13,18 @@ import pytest
 import torch
 from scorers import Ctr, exported, publish_scored
 from support import rows_of
+from tableside.loader.errors import ModelError, ProgramError
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.program import Program, read_program, write_program
+from tableside.loader.program.checks import CHECKS
+from tableside.loader.program.measure import LARGEST_BYTES, Meter, TooLarge, check_shapes
+from tableside.loader.program.operators import OPERATORS, aten_name
+from tableside.loader.program.run import Runner, weight_tensors
+from tableside.loader.versions import Model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export, save
-
-from loader.errors import ModelError, ProgramError
-from loader.load import load
-from loader.model import parse_model
-from loader.program import Program, read_program, write_program
-from loader.program.checks import CHECKS
-from loader.program.measure import LARGEST_BYTES, Meter, TooLarge, check_shapes
-from loader.program.operators import OPERATORS, aten_name
-from loader.program.run import Runner, weight_tensors
-from loader.versions import Model
 
 CPU = torch.device("cpu")
 
@@ -316,6 +315,6 @@ def test_scorers_are_regular_files(kind: str, tmp_path: Path, root: Path) -> Non
 
 def test_without_torch_a_program_is_not_published(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line names the remedy; the shapes could not be checked."""
-    monkeypatch.setattr("loader.scorer.find_spec", lambda name: None)
+    monkeypatch.setattr("tableside.loader.scorer.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"install tableside\[cpu\]"):
         publish_scored(root, tmp_path, exported(Scores(lambda x, _: x.sum(1)), user=8))

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import rows_of, until
-
-from loader.errors import RegistrationError
-from loader.registration import MAPPED, PORTABLE, READ_ONLY, Registration, _one_by_one
-from loader.segment import Segment
-from loader.versions import Model
+from tableside.loader.errors import RegistrationError
+from tableside.loader.registration import MAPPED, PORTABLE, READ_ONLY, Registration, _one_by_one
+from tableside.loader.segment import Segment
+from tableside.loader.versions import Model
 
 Publish = Callable[..., Any]
 on_gpu = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")

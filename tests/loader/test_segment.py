@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from loader.errors import SegmentError
-from loader.header import PRELUDE, Header, checksum, plan_tables
-from loader.model import Feature
-from loader.segment import Segment, SegmentWriter
-from quant import RowFormat, Source, choose
+from tableside.loader.errors import SegmentError
+from tableside.loader.header import PRELUDE, Header, checksum, plan_tables
+from tableside.loader.model import Feature
+from tableside.loader.segment import Segment, SegmentWriter
+from tableside.quant import RowFormat, Source, choose
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from support import rows_of
-
-from loader.errors import LoaderError
-from loader.load import Loaded
-from loader.tbe import TbeTable, bind, init_tbe
-from loader.versions import Model
-from quant import Pooling, RowFormat, choose
+from tableside.loader.errors import LoaderError
+from tableside.loader.load import Loaded
+from tableside.loader.tbe import TbeTable, bind, init_tbe
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, RowFormat, choose
 
 Publish = Callable[..., Loaded]
 FORMATS = {"a": "int8", "b": "int4", "c": "fp16"}

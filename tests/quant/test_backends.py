@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import fused, placed, table_of, tolerance, values_of
-
-from quant import (
+from tableside.quant import (
     Backend,
     BadIds,
     CpuBackend,
@@ -24,10 +23,10 @@ from quant import (
     backend_names,
     choose,
 )
-from quant.errors import Problem
+from tableside.quant.errors import Problem
 
 try:
-    from quant import _native
+    from tableside.quant.cpu import _native
 
     ISAS = _native.isas()
 except ImportError:

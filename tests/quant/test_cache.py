@@ -11,14 +11,13 @@ import pytest
 import tables
 import torch
 from tables import expected_of, table_of
-
-from quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
-from quant.cache import Cache, Ticket
-from quant.cache_kernel import State
-from quant.cache_launch import cache_jobs, cached_bytes
-from quant.cache_settings import CacheSettings, Policy
-from quant.fused import Fused
-from quant.fused_plan import CacheJob
+from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
+from tableside.quant.cache.cache import Cache, Ticket
+from tableside.quant.cache.jobs import cache_jobs, cached_bytes
+from tableside.quant.cache.kernels import State
+from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.layout import CacheJob
 
 SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a row
 
@@ -469,7 +468,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from quant import cache_kernel as k
+from tableside.quant.cache import kernels as k
 
 LFU, TILE = dict(LFU=True), dict(ROWS=128, WORDS=64)
 KERNELS = {

@@ -13,9 +13,8 @@ import pytest
 import tables
 import torch
 from tables import expected_of, fused, placed, table_of
-
-from quant import BadIds, DeviceTable, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, Table, choose
-from quant.fused import Fused
+from tableside.quant import BadIds, DeviceTable, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, Table, choose
+from tableside.quant.gpu.backend import Fused
 
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
 LENGTHS = np.array([2, 0, 5], np.int32)
@@ -198,7 +197,7 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
 @needs_interpreter
 def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that asks for gigabytes of host rows takes no gigabytes of page-locked memory."""
-    monkeypatch.setattr("quant.fused_plan.GATHER_BYTES", 300 * 16)
+    monkeypatch.setattr("tableside.quant.gpu.layout.GATHER_BYTES", 300 * 16)
     backend = Fused("interpreter", choose(), gather_from=1)
     table = table_of(RowFormat.INT8, 12)
     ids = np.arange(400) % 200
@@ -267,7 +266,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from quant import fused_kernel as k
+from tableside.quant.gpu import lookup_kernel as k
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad")
 VARIANTS = {80: ((4, 1, 0, 0, 1, 1),), 90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}

@@ -7,9 +7,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-from quant.errors import MissingBackend, QuantError
-from quant.installed import check_pair, pair_fits
+from tableside.quant.errors import MissingBackend, QuantError
+from tableside.quant.installed import check_pair, pair_fits
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_a_mismatched_pair_is_refused_at_the_start_of_a_command(tmp_path: Path) 
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    script = "from quant import choose; choose('native')"
+    script = "from tableside.quant import choose; choose('native')"
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False)
     assert "fbgemm 1.6.0 and torch 2.13.0 do not belong together" in found.stderr

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from quant import QuantError, RowFormat, Source, Table, choose
+from tableside.quant import QuantError, RowFormat, Source, Table, choose
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from servers import Server, publish_demo, start_server
 from support import end, until
-
-from loader.memory import processes_below
+from tableside.loader.memory import processes_below
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ import httpx
 import numpy as np
 import pytest
 from support import until
-
-from loader.memory import pss_bytes
-from serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots
-from serving.client import Client
-from serving.errors import ApiError
+from tableside.loader.memory import pss_bytes
+from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots
+from tableside.serving.client import Client
+from tableside.serving.errors import ApiError
 
 Start = Callable[..., Any]
 

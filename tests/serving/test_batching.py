@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 from support import rows_of
-
-from loader.versions import Model
-from quant import BadIds, choose
-from quant.cache_statistics import Statistics, TableStatistics
-from quant.errors import Problem
-from serving import metrics
-from serving.batching import Batcher
-from serving.engine import DenseInput, Engine, Output, Scoring
-from serving.errors import ApiError, ServingError
-from serving.placement import Placement, Placer
-from serving.scorer import Scorer
-from serving.settings import ServerSettings
+from tableside.loader.versions import Model
+from tableside.quant import BadIds, choose
+from tableside.quant.cache.statistics import Statistics, TableStatistics
+from tableside.quant.errors import Problem
+from tableside.serving import metrics
+from tableside.serving.batching import Batcher
+from tableside.serving.engine import DenseInput, Engine, Output, Scoring
+from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.placement import Placement, Placer
+from tableside.serving.scorer import Scorer
+from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
 

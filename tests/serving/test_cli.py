@@ -128,7 +128,7 @@ def test_a_terminal_sees_progress(tmp_path: Path, root: Path) -> None:
     np.save(tmp_path / "t.npy", rows_of(300_000, 64))
     (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "serving.cli", "load", str(tmp_path / "m.toml"), "--root", str(root)]
+    command = [sys.executable, "-m", "tableside", "load", str(tmp_path / "m.toml"), "--root", str(root)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs)
     os.close(theirs)
     seen = b""

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged
+from tableside.serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged
 
 
 def test_lists_arrays_and_jagged_give_the_same(server: Any) -> None:

@@ -21,17 +21,16 @@ import tables
 import torch
 from scorers import Ctr, exported
 from support import rows_of, run_tableside, until
-
-from loader.load import load
-from loader.memory import processes_below
-from loader.model import parse_model
-from loader.versions import Model
-from serving.errors import ServingError
-from serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
-from serving.evaluation.quality import auc, quality
-from serving.evaluation.run import EvalSettings, _job
-from serving.evaluation.work import Candidate, Evaluator, attach_or_publish
-from serving.settings import ServerSettings
+from tableside.loader.load import load
+from tableside.loader.memory import processes_below
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
+from tableside.serving.evaluation.quality import auc, quality
+from tableside.serving.evaluation.run import EvalSettings, _job
+from tableside.serving.evaluation.work import Candidate, Evaluator, attach_or_publish
+from tableside.serving.settings import ServerSettings
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
 ROWS = 5000
@@ -189,7 +188,7 @@ def test_the_same_command_goes_on_with_what_it_loaded(root: Path, tmp_path: Path
 
 
 def begin(root: Path, *arguments: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "serving.cli", "eval", *map(str, arguments), "--root", str(root)]
+    command = [sys.executable, "-m", "tableside", "eval", *map(str, arguments), "--root", str(root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import until
+from tableside.loader.memory import processes_below
 from towers import publish_towers
-
-from loader.memory import processes_below
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -40,7 +39,7 @@ def command(root: Path, tmp_path: Path) -> list[str]:
     publish_towers(root, tmp_path)
     pq.write_table(pa.table({"user": [1, 2], "item": [3, 4], "label": [0, 1]}), tmp_path / "data.parquet")
     options = ("--out", str(tmp_path / "out"), "--root", str(root))
-    return [sys.executable, "-m", "serving.cli", "eval", "towers", str(tmp_path / "data.parquet"), *options]
+    return [sys.executable, "-m", "tableside", "eval", "towers", str(tmp_path / "data.parquet"), *options]
 
 
 def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:

@@ -14,14 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 from small_memory import on_small_tmpfs
 from support import run_tableside
+from tableside.loader.versions import Model
+from tableside.serving.evaluation.data import Shard
+from tableside.serving.evaluation.parts import DamagedPart, _read, find_part, write_part
+from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
+from tableside.serving.evaluation.work import Candidate, Job
+from tableside.serving.settings import ServerSettings
 from towers import publish_towers
-
-from loader.versions import Model
-from serving.evaluation.data import Shard
-from serving.evaluation.parts import DamagedPart, _read, find_part, write_part
-from serving.evaluation.records import DamagedRecord, read_record, write_record
-from serving.evaluation.work import Candidate, Job
-from serving.settings import ServerSettings
 
 ROWS = 600
 OPTIONS = ("--shard-rows", 50, "--workers", 2)
@@ -162,7 +161,7 @@ def test_flips_between_the_last_shard_and_the_report(root: Path, tmp_path: Path,
 
 
 def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from serving.evaluation import sources
+    from tableside.serving.evaluation import sources
 
     write_record(tmp_path / sources.FILE, {"model.toml": {"version": 1}})
     flip(tmp_path / sources.FILE, 8 * 50)
@@ -174,7 +173,7 @@ def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(tmp_path: P
 def test_a_disk_that_is_full_is_a_line_with_the_remedy(root: Path, tmp_path: Path, data: Path) -> None:
     """What was scored stays; the same command goes on where there is room."""
     out = tmp_path / "out"
-    wide = [sys.executable, "-m", "serving.cli", "eval", "towers", data, "--out", out, "--root", root, *OPTIONS]
+    wide = [sys.executable, "-m", "tableside", "eval", "towers", data, "--out", out, "--root", root, *OPTIONS]
     command = [*on_small_tmpfs(out, "size=64k"), *map(str, wide)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 1 and len(found.stderr.splitlines()) == 1, found.stderr

@@ -14,17 +14,16 @@ import pytest
 import tables
 from servers import TABLES, publish_demo
 from support import run_tableside, until
-
-from loader.header import plan_tables
-from loader.versions import Model
-from quant import Pooling, RowFormat, choose
-from serving.client import Client, ClientError
-from serving.errors import ServingError
-from serving.placement import Placement, plan_placements
-from serving.settings import ServerSettings
-from serving.supervisor import Supervisor
-from serving.wire import Jagged
-from serving.worker import WorkerConfig, WorkerProcess, make_application
+from tableside.loader.header import plan_tables
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, RowFormat, choose
+from tableside.serving.client import Client, ClientError
+from tableside.serving.errors import ServingError
+from tableside.serving.http.wire import Jagged
+from tableside.serving.placement import Placement, plan_placements
+from tableside.serving.settings import ServerSettings
+from tableside.serving.supervisor import Supervisor
+from tableside.serving.worker import WorkerConfig, WorkerProcess, make_application
 
 Start = Callable[..., Any]
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support import run_tableside, until
-
-from loader.load import load
-from loader.model import parse_model
-from loader.versions import Model
-from serving.client import Client
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.serving.client import Client
 
 Start = Callable[..., Any]
 
@@ -92,7 +91,7 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
     server = start("--workers", 1)
     model = Model(root, "demo")
     spec = {"name": "demo", "checkpoint": "constant.npz", "tables": {"user": {"key": "user", "row_format": "fp32"}}}
-    from loader.load import LoadSettings
+    from tableside.loader.load import LoadSettings
 
     staged = load(parse_model(spec, tmp_path), root, LoadSettings(activate=False))
     data = bytearray(staged.path.read_bytes())

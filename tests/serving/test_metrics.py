@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.console import Console
 from support import run_tableside, until
-
-from serving import top
-from serving.client import Client, ClientError
+from tableside.serving.cli import top
+from tableside.serving.client import Client, ClientError
 
 Start = Callable[..., Any]
 

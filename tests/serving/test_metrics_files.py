@@ -18,10 +18,9 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from servers import Server, publish_demo
 from small_memory import fill, on_small_tmpfs, seen_by
 from support import end, until
-
-from loader.memory import processes_below
-from serving import metrics_files
-from serving.metrics_files import VARIABLE, SharedCounts, collect, fold, metrics_folder, totals
+from tableside.loader.memory import processes_below
+from tableside.serving import metrics_files
+from tableside.serving.metrics_files import VARIABLE, SharedCounts, collect, fold, metrics_folder, totals
 
 REQUEST = {"features": {"user": [[1]]}}
 
@@ -116,7 +115,7 @@ def test_scrapes_beside_folds_see_every_count_once(tmp_path: Path) -> None:
     for pid in range(200):
         counted(tmp_path, "counter", pid, requests=1)
         counted(tmp_path, "histogram", pid, seconds=1)
-    code = "import sys; from pathlib import Path; from serving.metrics_files import fold\n"
+    code = "import sys; from pathlib import Path; from tableside.serving.metrics_files import fold\n"
     code += "for pid in range(200): fold(Path(sys.argv[1]), pid)"
     process, seen = python(code, tmp_path), 0
     while process.poll() is None:
@@ -197,7 +196,7 @@ def test_bytes_are_reserved_before_they_are_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_just_made_is_not_taken_for_a_stale_one(tmp_path: Path) -> None:
     """Many servers that start at once: each keeps its own folder until it ends, and then none is left."""
-    code = "import os, sys; from pathlib import Path; from serving.metrics_files import VARIABLE, metrics_folder\n"
+    code = "import os, sys; from pathlib import Path; from tableside.serving.metrics_files import VARIABLE, metrics_folder\n"
     code += "for _ in range(100):\n    with metrics_folder(Path(sys.argv[1])): assert Path(os.environ[VARIABLE]).is_dir()"
     processes = [python(code, tmp_path) for _ in range(3)]
     for process in processes:
@@ -210,7 +209,7 @@ def test_a_folder_that_is_just_made_is_not_taken_for_a_stale_one(tmp_path: Path)
 def small_server(root: Path, folder: Path, options: str, before: str = "true") -> Iterator[tuple[Server, Path]]:
     """A server with its models on a small tmpfs, and its log. before: a command of sh that runs before it serves."""
     publish_demo(folder / "source", folder)
-    serve = f"{sys.executable} -m serving.cli serve demo --root {root} --port 0 --drain-s 0 --workers 2 --verify header"
+    serve = f"{sys.executable} -m tableside serve demo --root {root} --port 0 --drain-s 0 --workers 2 --verify header"
     script = f"cp -a {folder}/source/. {root} && {before} && exec {serve}"
     log = folder / "server.log"
     with log.open("w") as err:

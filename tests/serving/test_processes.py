@@ -13,11 +13,10 @@ import httpx
 import numpy as np
 from servers import publish_demo
 from support import end, run_tableside, until
-
-from loader.memory import processes_below, pss_bytes
-from loader.versions import Model
-from quant import choose
-from serving.client import Client, ClientError
+from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving.client import Client, ClientError
 
 Start = Callable[..., Any]
 

@@ -12,13 +12,12 @@ import torch
 from scorers import Ctr, exported
 from servers import Server, start_server
 from support import end, rows_of, run_tableside, until
-
-from loader.load import load
-from loader.model import parse_model
-from loader.versions import Model
-from quant import Pooling, choose
-from serving.client import AsyncClient, Client, ClientError
-from serving.scorer import open_scorer
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, choose
+from tableside.serving.client import AsyncClient, Client, ClientError
+from tableside.serving.scorer import open_scorer
 
 TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
 FEATURES = {
@@ -254,7 +253,7 @@ def test_scorer_and_tables_are_swapped_as_one(
                 return super().forward(user, clicked, context).t()
 
         # Refused where it is published, too; so that is left out, as by who can write to shared memory.
-        monkeypatch.setattr("loader.program.measure.check_shapes", lambda program: None)
+        monkeypatch.setattr("tableside.loader.program.measure.check_shapes", lambda program: None)
         publish(root, tmp_path, {"program": "scorer.pt2"}, "demo", Transposed(8, 4, 3))
         until(lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in client.metrics(), what="a refusal")
         assert client.models()[0]["version"] == 2

@@ -15,14 +15,13 @@ import torch
 from scorers import exported, publish_scored
 from servers import Server
 from support import until
-
-from loader.program import Program, read_program
-from loader.versions import Model
-from serving.client import Client, ClientError
-from serving.engine import DenseInput, Output, Scoring, score_together
-from serving.errors import ApiError, ServingError
-from serving.scorer import ScorerLimits, open_scorer
-from serving.settings import ServerSettings
+from tableside.loader.program import Program, read_program
+from tableside.loader.versions import Model
+from tableside.serving.client import Client, ClientError
+from tableside.serving.engine import DenseInput, Output, Scoring, score_together
+from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.scorer import ScorerLimits, open_scorer
+from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Server]
 
@@ -149,8 +148,8 @@ def test_a_program_that_came_past_the_load_is_checked_where_it_is_attached(
 
     publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
     with monkeypatch.context() as patch:
-        patch.setattr("loader.program.measure.check_shapes", lambda program: None)
-        patch.setattr("loader.scorer.read_program", smaller)
+        patch.setattr("tableside.loader.program.measure.check_shapes", lambda program: None)
+        patch.setattr("tableside.loader.scorer.read_program", smaller)
         publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
     assert open_scorer(Model(root, "demo").attach(1)) is not None
     with pytest.raises(ServingError, match="has 2 values for 64 channels"):
@@ -167,7 +166,7 @@ class Large(torch.nn.Module):
 def test_shapes_are_propagated_where_a_program_is_attached(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no single check refuses is found there as at the load: here, more memory than any program gets for two rows."""
     with monkeypatch.context() as patch:
-        patch.setattr("loader.program.measure.check_shapes", lambda program: None)
+        patch.setattr("tableside.loader.program.measure.check_shapes", lambda program: None)
         publish_scored(root, tmp_path, exported(Large(), user=8, context=2))
     with pytest.raises(ServingError, match="the limit is 1,073,741,824"):
         open_scorer(Model(root, "demo").attach())

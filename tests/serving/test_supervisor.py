@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 from support import until
-
-from loader.memory import processes_below
-from serving.client import Client
+from tableside.loader.memory import processes_below
+from tableside.serving.client import Client
 
 Start = Callable[..., Any]
 

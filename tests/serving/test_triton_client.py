@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, choose
 from tritonclient.utils import InferenceServerException
-
-from loader.versions import Model
-from quant import Pooling, choose
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from servers import publish_demo
 from support import until
-
-from loader.header import PRELUDE, checksum
-from loader.versions import Model
-from serving.client import Client, ClientError
+from tableside.loader.header import PRELUDE, checksum
+from tableside.loader.versions import Model
+from tableside.serving.client import Client, ClientError
 
 Start = Callable[..., Any]
 

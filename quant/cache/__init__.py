@@ -1,0 +1,1 @@
+"""The cache of rows in a GPU's memory."""

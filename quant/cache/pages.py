@@ -1,0 +1,199 @@
+"""The slots of a cache: pages of the device's memory, each for rows of one size, its class, moved from one class to another."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tableside.quant.cache import kernels as k
+from tableside.quant.errors import QuantError
+
+_SCORE_BYTES = 4
+_PAGES_AT_ONCE = 256
+_SMALLEST, _LARGEST = 8 << 10, 256 << 10
+
+
+@dataclass
+class RowClass:
+    """Rows of one size: slots of a page, and the pages that are theirs."""
+
+    row_bytes: int
+    slots: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What some pages hold: keys int64, uses and scores int32, each [pages, slots]."""
+
+    keys: torch.Tensor
+    uses: torch.Tensor
+    scores: torch.Tensor
+
+
+class Pages:
+    """`memory`, uint8 [pages, page_bytes] on a device, as slots of rows that are `smallest_row_bytes` or more.
+
+    dropped: is told a class's number and how many rows, int64 [] on the device, whenever rows go with their page.
+    QuantError: there are more slots than int32 counts.
+    """
+
+    def __init__(self, memory: torch.Tensor, smallest_row_bytes: int, dropped: Callable[[int, torch.Tensor], None]) -> None:
+        self._memory, self._dropped = memory, dropped
+        self.count, self.page_bytes = memory.shape
+        self.node_bits = max(1, slots_of_page(self.page_bytes, smallest_row_bytes).bit_length())
+        if (self.count << self.node_bits) >= 2**31:
+            raise QuantError(
+                f"a cache of {self.count * self.page_bytes:,} bytes has more slots than int32 counts; lower the budget "
+                "(--hbm-budget)"
+            )
+        self.classes: list[RowClass] = []
+        self.of_page = np.full((self.count, 2), -1, np.int32)  # class (-1: none), first row
+        self.moving: list[tuple[int, int]] = []  # page, class to come
+        self._unassigned = list(range(self.count))
+
+    @property
+    def slots(self) -> int:
+        """Of all pages, as they are divided now."""
+        return sum(c.slots * len(c.pages) for c in self.classes)
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the widest rows; 0: there are none."""
+        return max((c.row_bytes for c in self.classes), default=0)
+
+    @property
+    def most_slots(self) -> int:
+        """Of a page, of any class."""
+        return max((c.slots for c in self.classes), default=0)
+
+    def class_of(self, row_bytes: int) -> int:
+        """The number of the class of rows of a size, which is made if it is not there. QuantError: they do not fit."""
+        for n, c in enumerate(self.classes):
+            if c.row_bytes == row_bytes:
+                return n
+        slots = slots_of_page(self.page_bytes, row_bytes)
+        if self.count * self.page_bytes // row_bytes >= 2**31:
+            raise QuantError(
+                f"a cache of {self.count * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes than int32 counts; "
+                "lower the budget (--hbm-budget)"
+            )
+        if not 0 < slots < 1 << self.node_bits or len(self.classes) == k.CLASSES:
+            raise QuantError(
+                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
+                f"expected 1 to {(1 << self.node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
+            )
+        self.classes.append(RowClass(row_bytes, slots, []))
+        return len(self.classes) - 1
+
+    def assign(self, rows: Sequence[int]) -> bool:
+        """Divides pages by the rows that each class's tables have, taking from others where it must. Whether any moved.
+
+        QuantError: not every class that has tables gets one.
+        """
+        wanted = self._wanted(rows)
+        if min((w for w, n in zip(wanted, rows, strict=True) if n), default=1) < 1:
+            raise QuantError(
+                f"a cache of {self.count} pages of {self.page_bytes:,} bytes cannot hold {len(self.classes)} sizes of "
+                "rows; raise the budget (--hbm-budget)"
+            )
+        coming = [sum(1 for _, c in self.moving if c == n) for n in range(len(self.classes))]
+        have = [len(c.pages) + coming[n] for n, c in enumerate(self.classes)]
+        takers = [n for n in range(len(wanted)) for _ in range(wanted[n] - have[n])]
+        fresh = [self._unassigned.pop() for _ in takers[: len(self._unassigned)]]
+        self._give_all(zip(fresh, takers, strict=False))
+        for taker in takers[len(fresh) :]:
+            donor = max(range(len(wanted)), key=lambda n: len(self.classes[n].pages) - wanted[n])
+            if len(self.classes[donor].pages) <= wanted[donor]:
+                break  # the rest comes when pages that are on their way have arrived, and are moved
+            self.take(donor, 1, taker)
+        return bool(takers)
+
+    def _wanted(self, rows: Sequence[int]) -> list[int]:
+        """Pages of each class by the rows of its tables, none more than they fill."""
+        full = [-(-n // c.slots) for n, c in zip(rows, self.classes, strict=True)]
+        total = sum(full)
+        if total == 0:
+            return full
+        wanted = [min(f, max(1, self.count * f // total)) if f else 0 for f in full]
+        while sum(wanted) > self.count:
+            wanted[int(np.argmax(wanted))] -= 1
+        for n in sorted(range(len(full)), key=lambda n: full[n] - wanted[n], reverse=True):
+            wanted[n] += min(full[n] - wanted[n], self.count - sum(wanted))
+        return wanted
+
+    def take(self, donor: int, count: int, taker: int) -> None:
+        """Empties a class's last pages. They go to another one with `settle`, when no ticket that is out now can read them."""
+        c = self.classes[donor]
+        pages = c.pages[-count:]
+        self._count_dropped(donor, pages)
+        self._clear(c, pages)
+        del c.pages[-count:]
+        self.of_page[pages] = -1
+        self.moving += [(p, taker) for p in pages]
+
+    def settle(self) -> None:
+        """Gives pages that were taken to their new class."""
+        self._give_all(self.moving)
+        self.moving.clear()
+
+    def empty(self) -> None:
+        """Drops every row. When each slot was used stays, for whoever may still read it."""
+        for n, c in enumerate(self.classes):
+            for pages in self.parts(n):
+                self._count_dropped(n, pages)
+                self._memory.view(torch.int64)[self._index(pages), : 2 * c.slots : 2] = -1
+
+    def _count_dropped(self, number: int, pages: list[int]) -> None:
+        self._dropped(number, (self.nodes(number, pages).keys >= 0).sum())
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
+
+    def _clear(self, c: RowClass, pages: list[int]) -> None:
+        """Makes nodes that hold no key, and were not used for long."""
+        node = np.zeros((c.slots, 4), np.int32)
+        node[:, :3] = -1
+        node[:, 3] = -(2**30)
+        empty = torch.from_numpy(node.reshape(-1).view(np.uint8)).to(self._memory.device)
+        self._memory[self._index(pages), : k.NODE_BYTES * c.slots] = empty
+
+    def _give_all(self, moves: Iterable[tuple[int, int]]) -> None:
+        to: dict[int, list[int]] = {}
+        for page, taker in moves:
+            to.setdefault(taker, []).append(page)
+        for taker, pages in to.items():
+            c = self.classes[taker]
+            self._clear(c, pages)
+            c.pages += pages
+            starts = np.array(pages, np.int64) * self.page_bytes + k.NODE_BYTES * c.slots
+            self.of_page[pages, 0] = taker
+            self.of_page[pages, 1] = -(-starts // c.row_bytes)
+
+    def nodes(self, number: int, pages: Sequence[int]) -> Nodes:
+        """What pages of a class hold."""
+        c = self.classes[number]
+        index = self._index(pages)
+        nodes = self._memory[index, : k.NODE_BYTES * c.slots]
+        scores = self._memory[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
+        return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores)
+
+    def parts(self, number: int) -> list[list[int]]:
+        """A class's pages, as many at once as `nodes` may well read."""
+        pages = self.classes[number].pages
+        return [pages[first : first + _PAGES_AT_ONCE] for first in range(0, len(pages), _PAGES_AT_ONCE)]
+
+    def device_arrays(self) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:
+        """What the kernels read: class and first row of each page, [2 * pages]; the pages of each class."""
+        return self.of_page.reshape(-1), [np.array(c.pages or [0], np.int32) for c in self.classes]
+
+
+def page_bytes(budget_bytes: int) -> int:
+    """Of a page: a power of 2, some hundredth of the budget."""
+    return max(_SMALLEST, min(_LARGEST, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
+
+
+def slots_of_page(page_bytes: int, row_bytes: int) -> int:
+    """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
+    return max(0, (page_bytes - row_bytes + 1) // (k.NODE_BYTES + _SCORE_BYTES + row_bytes))

@@ -1,0 +1,1 @@
+"""Lookups on the CPU: the native kernel, FBGEMM's operators, and plain torch (the specification)."""

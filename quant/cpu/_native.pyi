@@ -1,0 +1,23 @@
+"""What the C extension offers (`_native.c`)."""
+
+from typing import Any
+
+def lookup(
+    table: int,
+    rows: int,
+    row_bytes: int,
+    dim: int,
+    row_format: int,
+    pooling: int,
+    ids: Any,
+    lengths: Any,
+    weights: Any,
+    out: Any,
+    half: bool,
+    threads: int,
+) -> tuple[int, int, int, int] | None: ...
+def run(jobs: bytes, inputs: Any, outputs: Any, threads: int) -> tuple[int, int, int, int] | None: ...
+def quantize(row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int) -> int: ...
+def gather_rows() -> int: ...
+def isas() -> tuple[str, ...]: ...
+def use(name: str) -> None: ...

@@ -1,0 +1,132 @@
+"""The specification, in plain torch: slow, short, and what the other backends are tested against.
+
+Sums are accumulated in fp64, so that its only rounding is the last one.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tableside.quant import contract
+from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
+from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
+
+
+def unpack(packed: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tensor:
+    """Packed rows uint8 [n, row_bytes] -> fp32 [n, dim]."""
+    if not len(packed):
+        return torch.empty(0, dim)
+    used = packed[:, : row_format.used_bytes(dim)].contiguous()
+    if row_format is RowFormat.FP32:
+        return used.view(torch.float32)
+    if row_format is RowFormat.FP16:
+        return used.view(torch.float16).float()
+    if row_format is RowFormat.FP8:
+        wide = used.to(torch.int16)
+        half = (wide & 0x80) << 8 | (wide & 0x7F) << 7  # the same bits in fp16, whose exponent bias is 15, not 7
+        return half.view(torch.float16).float() * 256.0
+    scale_bias = used[:, :4].contiguous().view(torch.float16).float()
+    per_byte = 8 // row_format.bits
+    shifts = torch.arange(per_byte) * row_format.bits
+    q = (used[:, 4:, None].to(torch.int32) >> shifts) & (2**row_format.bits - 1)
+    fused = q.reshape(len(used), dim).double() * scale_bias[:, :1].double() + scale_bias[:, 1:].double()
+    return torch.as_tensor(fused.float())
+
+
+def _pack_ints(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
+    levels = 2**row_format.bits - 1
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    bias = low.half()
+    if row_format is RowFormat.INT8:
+        scale = ((high - low) / 255.0).half()
+        levels_fp32 = torch.tensor(255.0)  # a Python number would divide as a reciprocal times 255: two roundings
+        q = torch.round((x - low) * (levels_fp32 / (high - low + 1e-8)))
+    else:
+        span = high - bias.float()
+        scale = torch.where(span == 0, 1.0, span / levels).half()
+        scale = torch.where((scale == 0) | torch.isinf(1.0 / scale.float()), torch.ones_like(scale), scale)
+        q = torch.round((x - bias.float()) * (1.0 / scale.float()))
+    q = q.clamp(0, levels).to(torch.uint8)
+    per_byte = 8 // row_format.bits
+    grouped = q.reshape(len(q), -1, per_byte)
+    packed = torch.zeros(grouped.shape[:2], dtype=torch.uint8)
+    for i in range(per_byte):
+        packed |= grouped[:, :, i] << (i * row_format.bits)
+    return torch.cat([scale.view(torch.uint8), bias.view(torch.uint8), packed], dim=1)
+
+
+def _pack_fp8(x: torch.Tensor) -> torch.Tensor:
+    # Exponent bias 7 in 4 bits is fp16's 15 less 8: scaled by 2^-8, an fp8 is the upper byte of an fp16, without bit 6's carry.
+    magnitude = x.abs().double()
+    exponent = torch.floor(torch.log2(magnitude.clamp(min=2.0**-6)))
+    step = torch.exp2(exponent - 3)
+    rounded = torch.round(magnitude / step) * step  # torch.round: to even
+    half = (rounded / 256.0).half().view(torch.int16).to(torch.int32)
+    sign = torch.signbit(x).to(torch.int32) << 7
+    return (half >> 7 | sign).to(torch.uint8)
+
+
+def pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
+    """fp32 [n, dim] -> packed rows uint8 [n, row_bytes]. Values are taken to be representable."""
+    if row_format is RowFormat.FP32:
+        used = x.contiguous().view(torch.uint8)
+    elif row_format is RowFormat.FP16:
+        used = x.half().view(torch.uint8)
+    elif row_format is RowFormat.FP8:
+        used = _pack_fp8(x)
+    else:
+        used = _pack_ints(x, row_format)
+    return torch.nn.functional.pad(used, (0, row_format.row_bytes(x.shape[1]) - used.shape[1]))
+
+
+def as_fp32(values: NDArray[Any], source: Source) -> torch.Tensor:
+    """fp32, fp16, or bf16 held as uint16, [rows, dim] -> fp32."""
+    if source is Source.BF16:
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(values).float()
+
+
+def check_representable(x: torch.Tensor, row_format: RowFormat) -> None:
+    """Raises for the first row with a value that `row_format` cannot represent."""
+    largest = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: torch.finfo(torch.float32).max}.get(row_format, FP16_MAX)
+    if (bad := torch.nonzero(~(x.abs() <= largest).all(1))).numel():
+        raise contract.not_representable(int(bad[0]), row_format)
+
+
+class Reference(CpuBackend):
+    """Plain torch."""
+
+    name = "reference"
+
+    def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
+        contract.check_quantize(values, source, row_format, out)
+        x = as_fp32(values, source)
+        check_representable(x, row_format)
+        out[:] = pack(x, row_format).numpy()
+
+    def lookup(
+        self,
+        table: Table,
+        ids: Ids,
+        lengths: Lengths | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        weights: NDArray[np.float32] | None = None,
+        half: bool = False,
+        out: Floats | None = None,
+        threads: int = 1,
+    ) -> Floats:
+        out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
+        contract.check_ids(ids, lengths, table.rows)
+        vectors = unpack(torch.from_numpy(table.packed[ids]), table.row_format, table.dim)
+        if lengths is not None:
+            terms = vectors.double()
+            if weights is not None:
+                terms = terms * torch.from_numpy(weights.copy()).double()[:, None]
+            counts = torch.from_numpy(lengths.astype(np.int64))
+            bag_of_id = torch.repeat_interleave(torch.arange(len(counts)), counts)
+            sums = torch.zeros(len(counts), table.dim, dtype=torch.float64).index_add_(0, bag_of_id, terms)
+            vectors = sums / counts.clamp(min=1)[:, None] if pooling is Pooling.MEAN else sums
+        out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()
+        return out

@@ -1,0 +1,211 @@
+"""The command `tableside`. Errors are one line on stderr and exit code 1; a wrong command line exits with 2."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from tableside.loader.errors import LoaderError
+from tableside.quant import QuantError
+from tableside.serving import VERSION
+from tableside.serving.cli import commands
+from tableside.serving.cli.top import top as show_top
+from tableside.serving.client import ClientError, FeatureError
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import RootSettings, ServerSettings, add_options
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
+    top.add_argument("--version", action="version", version=f"tableside {VERSION}")
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        p = sub.add_parser(name, help=text, description=text)
+        p.set_defaults(run=run)
+        if name not in ("serve", "init", "manifest", "lookup", "bench", "top"):
+            add_options(p, RootSettings)
+        return p
+
+    p = command("init", commands.init, "write a first model.toml from what a checkpoint holds")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write (default: %(default)s)")
+    p.add_argument("--name", help="the model's name (default: the checkpoint's)")
+    p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
+    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("manifest", commands.manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
+
+    p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p.add_argument("model", type=Path, metavar="MODEL.TOML")
+    p.add_argument("--threads", type=_count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument(
+        "--max-memory",
+        default="64M",
+        metavar="BYTES",
+        help="most private memory for buffers, such as 256M (default: %(default)s)",
+    )
+    p.add_argument(
+        "--backend",
+        default="auto",
+        help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)",
+    )
+    p.add_argument(
+        "--keep",
+        type=int,
+        default=1,
+        help="older versions that stay published, for a rollback (default: %(default)s)",
+    )
+    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+    p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
+
+    command("list", commands.list_models, "list models and versions in shared memory")
+
+    p = command("inspect", commands.inspect, "show what a version holds")
+    p.add_argument("model")
+    p.add_argument("version", type=int, nargs="?")
+
+    p = command("verify", commands.verify, "read every byte of the versions and compare checksums")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("version", type=int, nargs="?", help="(default: all versions)")
+
+    p = command("activate", commands.activate, "make a published version the live one: rollback, or a staged release")
+    p.add_argument("model")
+    p.add_argument("version", type=int)
+
+    p = command("remove", commands.remove, "remove a version that is not live, or a whole model")
+    p.add_argument("model")
+    p.add_argument("version", type=int, nargs="?")
+    p.add_argument("--all", action="store_true", help="the whole model, the live version too")
+
+    p = command("gc", commands.gc, "remove what killed loads left, and old versions")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("--keep", type=_count(0), default=1, help="versions beside the live one that stay (default: %(default)s)")
+
+    p = command("serve", commands.serve, "serve published models over HTTP")
+    p.add_argument("models", nargs="*", metavar="MODEL", default=None)
+    add_options(p, ServerSettings, skip=("models", "sharing"))
+
+    p = command("lookup", commands.lookup, "look ids up on a running server and print the vectors")
+    _add_server(p)
+    p.add_argument(
+        "features",
+        nargs="+",
+        metavar="FEATURE=IDS",
+        help="bags separated by ';', ids by ',': clicked=1,2,3;7",
+    )
+    p.add_argument("--json", action="store_true", help="whole vectors as JSON")
+
+    p = command("score", commands.score, "score rows on a running server, with the model's scorer")
+    _add_server(p)
+    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
+    p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
+
+    p = command("eval", commands.evaluate, "score a data set with a pool of processes, and say what the scores are worth")
+    p.add_argument("model", metavar="MODEL", help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first")
+    p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
+    p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
+    p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
+    p.add_argument("--max-ne-increase", type=_finite, help="exit with 3 where NE is larger by more than this")
+    p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
+    p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
+    p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
+    p.add_argument("--ray-address", help="the cluster (default: one of its own, on this machine)")
+    p.add_argument(
+        "--source", type=Path, action="append", metavar="MODEL.TOML", help="publishes the model where a machine has it not"
+    )
+    p.add_argument("--batch", type=_count(1), default=4096, help="rows scored at once (default: %(default)s)")
+    p.add_argument("--shard-rows", type=_count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
+    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
+    add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
+
+    p = command("bench", commands.bench, "load a running server and report throughput and latencies")
+    _add_server(p)
+    p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag (default: %(default)s)")
+    p.add_argument("--concurrency", type=_count(1), default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=_seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--zipf", type=_exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+
+    p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
+    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    p.add_argument("--seconds", type=_seconds, default=2.0, help="between two looks (default: %(default)s)")
+    p.add_argument("--once", action="store_true", help="one table, and end")
+    return top
+
+
+def _count(least: int) -> Callable[[str], int]:
+    """An argument that is a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) < 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a day")
+    return value
+
+
+def _exponent(text: str) -> float:
+    if not 1 < (value := float(text)) < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not more than 1")
+    return value
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme == "http" and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address such as http://127.0.0.1:8000")
+    return text.rstrip("/")
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model")
+    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValidationError as error:
+        for problem in error.errors():
+            name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+            print(f"tableside: {name}: {problem['msg']} (found {problem['input']!r})", file=sys.stderr)
+        return 2
+    except (LoaderError, QuantError, ServingError, ClientError, FeatureError) as error:
+        print(f"tableside: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"tableside: {error.filename or options.command}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The worker's ASGI application: /v2 has its own short path, the rest is FastAPI's, and every error is {"error": ...}."""
+
+import logging
+
+from tableside.loader.errors import LoaderError
+from tableside.quant import QuantError
+from tableside.serving import metrics
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, ServingError
+from tableside.serving.http.asgi import Disconnected, Receive, Scope, Send, respond_error
+from tableside.serving.http.v1 import make_app
+from tableside.serving.http.v2 import V2
+from tableside.serving.service import Service
+from tableside.serving.settings import ServerSettings
+
+logger = logging.getLogger("tableside")
+
+
+class Application:
+    """ASGI: lifespan attaches the models, http answers requests."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.service = Service(settings)
+        self.in_flight, self.slots = self.service.in_flight, self.service.slots
+        self._v2 = V2(self.service)
+        self._v1 = make_app(self.service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif path == "/v2" or path.startswith("/v2/"):
+            await self._answer_v2(scope, receive, send)
+        else:
+            await self._v1(scope, receive, send)
+
+    async def _answer_v2(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._v2(scope, receive, send)
+        except ApiError as error:
+            metrics.refused(self._model_of(scope["path"]), "v2", error.kind)
+            await respond_error(send, error)
+        except Disconnected:
+            logger.debug("a client left before its request was complete")
+        except Exception:
+            metrics.refused(self._model_of(scope["path"]), "v2", Kind.INTERNAL)
+            await respond_error(send, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
+            raise
+
+    def _model_of(self, path: str) -> str:
+        """The model that a path names, where it is one of ours."""
+        part = path.split("/")[3:4]
+        return part[0] if part and part[0] in self.service.engines else metrics.UNKNOWN
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.service.start()
+        except (LoaderError, QuantError, ServingError, OSError) as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.service.stop()
+        await send({"type": "lifespan.shutdown.complete"})

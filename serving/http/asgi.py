@@ -1,0 +1,145 @@
+"""The few lines of ASGI that the raw routes need: read a body, send a response, send an error."""
+
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold
+from tableside.serving.errors import ApiError, Kind, bad_request
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+HOLD = "tableside.hold"  # where a request's scope has what it holds
+JSON_BESIDE_BYTES = 1 << 16  # JSON from this size on is parsed on the thread beside the event loop
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class Disconnected(Exception):
+    """The client went away before its request was complete; there is no one to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
+    """The whole body, decompressed where it says so. ApiError 413: more than `limit` bytes; 503: more than may be held now.
+
+    hold: what the request holds; the connection counts the bytes that come in, this what they unpack to.
+    """
+    message = await receive()
+    parts, size = [], 0
+    while True:
+        if message["type"] != "http.request":
+            raise Disconnected
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large(limit)
+        if not message.get("more_body", False):
+            break
+        message = await receive()
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoding = (header(scope, b"content-encoding") or b"identity").lower()
+    if encoding == b"identity":
+        return body
+    plain = _decompress(body, encoding, limit)
+    hold.grow(len(plain))
+    return plain
+
+
+@contextmanager
+def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
+    """What a request holds: its connection's `Hold`, which goes when the response is sent, or one for the block."""
+    if (hold := scope.get(HOLD)) is not None:
+        yield hold
+        return
+    with in_flight.holding() as own:
+        yield own
+
+
+def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
+    if encoding not in (b"gzip", b"deflate"):
+        raise ApiError(
+            415,
+            Kind.BAD_REQUEST,
+            f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none",
+        )
+    inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
+    try:
+        plain = inflater.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise bad_request(f"the body is not {encoding.decode()}: {error}") from None
+    if len(plain) > limit:
+        raise too_large(limit)
+    if not inflater.eof:
+        raise bad_request(f"the {encoding.decode()} body ends early")
+    return plain
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """The JSON object that a request is. ApiError: it is not JSON, or something else."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise bad_request(f"the request is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise bad_request(f"the request is a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
+    return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
+
+
+def check_json_size(size: int, limit: int) -> None:
+    """ApiError 413: a JSON text of `size` bytes is too large; numbers as binary tensors take a tenth of its time."""
+    if size > limit:
+        raise ApiError(
+            413,
+            Kind.TOO_LARGE,
+            f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary tensors, POST /v2/models/"
+            "MODEL/infer",
+        )
+
+
+def check_json_answer(size: int, limit: int) -> None:
+    """ApiError 400: vectors of `size` bytes are too many for a JSON response."""
+    if size > limit:
+        raise bad_request(
+            f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} (max_json_bytes): ask for binary "
+            "tensors, POST /v2/models/MODEL/infer with binary_data_output",
+            Kind.TOO_LARGE,
+        )
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header called `name` (lower case), or None."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+async def respond(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], *parts: Any) -> None:
+    """Sends a response whose body is the byte buffers `parts`, one after another."""
+    length = (b"content-length", str(sum(map(len, parts))).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1] if parts else b""})
+
+
+async def respond_json(send: Send, value: Any, status: int = 200) -> None:
+    await respond(send, status, (JSON_TYPE,), orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    """{"error": message}: the shape that the Triton client decodes."""
+    await respond(send, error.status, (JSON_TYPE, *retry_after(error)), orjson.dumps({"error": error.message}))
+
+
+def retry_after(error: ApiError) -> list[tuple[bytes, bytes]]:
+    """The header that says when to come again, of a 503."""
+    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []

@@ -1,0 +1,471 @@
+"""uvicorn's HTTP protocol with the limits that it lacks: on headers, bodies, slow clients and numbers of connections.
+
+    what                                    limit                  answer
+    request line and headers                max_header_bytes       431, close
+    a body's declared or received length    max_body_bytes         413, close (with chunk sizes and trailers: twice that)
+    bytes that all requests hold            max_in_flight_bytes    503, close
+    first byte of a request to its headers  header_timeout_s       408, close
+    a connection that sent no request yet   header_timeout_s       close
+    a connection between two requests       idle_timeout_s         close
+    headers to the end of the body          body_timeout_s         408, close
+    connections of this worker              max_connections        the one that is idle for longest is closed; none is: 503, close
+    a response that is not read             write_timeout_s        reset
+
+A refused connection is read on for a moment before it is closed, so that a client that is still sending gets the answer and
+not a reset.
+
+Where a request ends must be beyond doubt, or bytes of one become another request. Two lengths, or a length and chunks, are
+refused by the parser (llhttp, strict); a transfer encoding other than chunked, and one of HTTP/1.0, are refused here. An offer to
+upgrade, which a server may ignore (Java's client offers h2c by default), makes the parser take what follows for another
+protocol; so the request is given to a new parser, its framing headers first, without the offer.
+"""
+
+import asyncio
+import functools
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httptools
+import orjson
+from tableside.serving import metrics
+from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold, Slots, Turn
+from tableside.serving.errors import ApiError
+from tableside.serving.http.asgi import HOLD
+from tableside.serving.settings import ServerSettings
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+LINGER_S = 1.0
+IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+_BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
+
+
+def limited_protocol(settings: ServerSettings, in_flight: Bytes, slots: Slots) -> type[asyncio.Protocol]:
+    """The protocol class with these limits, for uvicorn's Config(http=...). in_flight, slots: of the worker."""
+    common = {"limits": settings, "in_flight": in_flight, "slots": slots, "idle": {}}
+    protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
+    reader = {"protocol": protocol, "buffer": memoryview(bytearray(_BUFFER_BYTES))}
+    return cast(type[asyncio.Protocol], type("Reader", (_Reader,), reader))
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """Reads a connection for its `_LimitedProtocol` through one buffer of the worker's, which saves a copy of each body.
+
+    Where requests have to wait for their turn, what is read of a new one is its head: its body stays in the kernel.
+    """
+
+    protocol: "type[_LimitedProtocol]"
+    buffer: memoryview
+
+    def __init__(self, **options: Any) -> None:
+        self._http = self.protocol(**options)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._http.connection_made(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.buffer if self._http.takes_all else self.buffer[:_HEAD_BYTES]
+
+    def buffer_updated(self, count: int) -> None:
+        self._http.data_received(self.buffer[:count])
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+@dataclass
+class _Request:
+    """A request whose response is not complete. is_whole: its body is here; shed: why it is refused when its body was read."""
+
+    hold: Hold
+    turn: Turn | None = None
+    is_started: bool = False
+    is_whole: bool = False
+    shed: ApiError | None = None
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    limits: ServerSettings
+    in_flight: Bytes
+    slots: Slots
+    idle: "dict[_LimitedProtocol, float]"  # connections of this worker without a request, since when; longest first
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._header_bytes = 0
+        self._body_bytes = 0
+        self._received_bytes = 0
+        self._in_headers = False
+        self._completed = False
+        self._refused = False
+        self._is_over = False
+        self._last_words: bytes | None = None  # a refusal that waits for the answers before it
+        self._offers_upgrade = False  # the parser takes what follows the headers for another protocol
+        self._is_said_again = False  # a new parser is given the framing headers that came before
+        self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
+        self._parts: list[bytes] = []  # of the body that is being read
+        self._unsent: list[Hold] = []  # of responses that the client has not read yet
+
+    # ---- the connection ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._is_over = not self._close_an_idle_one()
+        self.idle[self] = self.loop.time()
+        self._arm(self.limits.header_timeout_s, transport.close)
+
+    def _close_an_idle_one(self) -> bool:
+        """Closes the connection that has been without a request for longest; False: none has been, for longer than a moment."""
+        longest = next(iter(self.idle), None)
+        if longest is None or self.loop.time() - self.idle[longest] < IDLE_S:
+            return False
+        del self.idle[longest]
+        self.connections.discard(longest)
+        longest.transport.close()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self.idle.pop(self, None)
+        for request in self._open:
+            request.hold.release()
+            if request.turn is not None:
+                request.turn.end()
+        for hold in self._unsent:
+            hold.release()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether to read as much as there is: a body that is wanted, or whatever comes where nobody has to wait."""
+        return not self.slots.is_full or (bool(self._open) and self._open[-1].is_started and not self._open[-1].is_whole)
+
+    def data_received(self, data: "bytes | memoryview") -> None:
+        if self._refused:
+            return
+        began_in_headers, self._completed = self._in_headers, False
+        self._received_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._refused:
+            return
+        if not self._in_headers:
+            if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
+                self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
+            if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+                self._rest()  # blank lines between requests are no request
+            return
+        if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
+            self._header_bytes += len(data)
+        if self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+
+    def _parse(self, data: "bytes | memoryview") -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._refused:
+                    return
+                data = self._head_without_offer() + bytes(data[offer.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("the request is not valid HTTP/1.1, or says in two ways where it ends")
+                return
+
+    def _head_without_offer(self) -> bytes:
+        """What a new parser, made here, needs to know of the request: method, version and framing."""
+        version, method = self.parser.get_http_version().encode(), self.parser.get_method()
+        lines = [name + b": " + value for name, value in self.headers if name in _FRAMING]
+        tokens = [t.strip().lower() for name, value in self.headers if name == b"connection" for t in value.split(b",")]
+        lines += [b"connection: " + token for token in tokens if token in (b"close", b"keep-alive")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: pipelined after the last one
+        self._offers_upgrade, self._is_said_again = False, True
+        return b"\r\n".join([method + b" / HTTP/" + version, *lines, b"", b""])
+
+    def _rest(self) -> None:
+        """The connection has no request: it may stay for a while, or go for another one."""
+        self.idle[self] = self.loop.time()
+        self._arm(self.limits.idle_timeout_s, self.transport.close)
+
+    def on_response_complete(self) -> None:
+        request = self._open.popleft()
+        if self.flow.write_paused:
+            self._unsent.append(request.hold)
+        else:
+            request.hold.release()
+        if request.turn is not None:
+            request.turn.end()
+        super().on_response_complete()
+        if self._last_words is not None and not self._open:
+            self._end_with(self._last_words)
+        elif self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
+            self.idle[self] = self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        while self._unsent:
+            self._unsent.pop().release()
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    # ---- the parser's callbacks ----
+
+    def on_message_begin(self) -> None:
+        if self._is_said_again:
+            return
+        super().on_message_begin()
+        self.idle.pop(self, None)
+        self._parts = []
+        self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
+        self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_said_again:
+            super().on_url(url)
+
+    def on_headers_complete(self) -> None:
+        self._is_said_again = False
+        if self._refused:
+            return
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(405, "CONNECT: this server is no proxy")
+            return
+        if self.parser.should_upgrade():
+            self._offers_upgrade = True  # `_parse` goes on from here, with another parser
+            return
+        self._in_headers = False
+        self._disarm()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_bytes:
+            self._refuse_headers()
+        elif self._is_over:
+            self._refuse(
+                503,
+                f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again",
+            )
+        elif self._declared_bytes() > self.limits.max_body_bytes:
+            self._refuse_body(self._declared_bytes())
+        elif not self._check_encoding():
+            return
+        else:
+            request = _Request(Hold(self.in_flight))
+            self._open.append(request)
+            cast(dict[str, Any], self.scope)[HOLD] = request.hold
+            super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Begins the oldest request when it is its turn. What has no body is answered whatever the load."""
+        request = self._open[0]
+        if cycle.scope["method"] != "POST":
+            self._begin(request, cycle, app)
+            return
+        begin = functools.partial(self._begin, request, cycle, app)
+        request.turn = self.slots.ask(begin, functools.partial(self._shed, request, cycle))
+        request.turn.is_whole = request.is_whole
+        if not request.is_started:
+            self.flow.pause_reading()
+
+    def _begin(self, request: _Request, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        request.is_started = True
+        self.flow.resume_reading()
+        super()._start_asgi_task(cycle, app)
+        if not request.is_whole:
+            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def _shed(self, request: _Request, cycle: RequestResponseCycle, error: ApiError) -> None:
+        """Refuses a request that waited. What comes of its body is dropped, then it is answered, and the connection goes on."""
+        metrics.refused(metrics.UNKNOWN, "http", error.kind)
+        self.flow.resume_reading()
+        if cycle.waiting_for_100_continue:  # its body does not come
+            self._refuse(error.status, error.message)
+            return
+        request.shed = error
+        request.hold.release()
+        if request.is_whole:
+            self._answer_shed(cycle, error)
+        else:
+            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def _answer_shed(self, cycle: RequestResponseCycle, error: ApiError) -> None:
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(_plain_answer(error.status, error.message, cycle.keep_alive))
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def _check_encoding(self) -> bool:
+        """Whether the parser has taken the body apart as its headers say; else the request is refused."""
+        codings = [v.strip().lower() for n, v in self.headers if n == b"transfer-encoding"]
+        if codings and codings != [b"chunked"]:
+            self._refuse(501, "the transfer encoding is not chunked alone, which is the only one that this server reads")
+        elif codings and self.parser.get_http_version() == "1.0":
+            self._refuse(400, "a request of HTTP/1.0 has no transfer encoding; send it as HTTP/1.1")
+        return not self._refused
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_said_again:
+            return
+        if self._in_headers:
+            super().on_header(name, value)
+            return
+        self._header_bytes += len(name) + len(value) + 4  # a trailer: counted, and not taken for a header
+        if self._header_bytes > self.limits.max_header_bytes:
+            self._refuse_headers()
+
+    def on_body(self, body: bytes) -> None:
+        if self._refused:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self.limits.max_body_bytes:
+            self._refuse_body(self._body_bytes)
+            return
+        if not self._open or (request := self._open[-1]).shed is not None:
+            return  # it was answered already, or will be refused
+        try:
+            request.hold.grow(len(body))
+        except ApiError as error:
+            self._refuse(error.status, error.message)
+            return
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._offers_upgrade:
+            return
+        self._completed = True
+        self._disarm()
+        if self._refused:
+            return
+        if self._open:  # else it was answered before its body was here
+            self._open[-1].is_whole = True
+            if (turn := self._open[-1].turn) is not None:
+                turn.is_whole = True
+            if (error := self._open[-1].shed) is not None:
+                self._answer_shed(self.cycle, error)
+                return
+        # The application gets the body whole, and as it is: uvicorn would copy it twice more.
+        self.cycle.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)  # type: ignore[assignment]
+        self._parts = []
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    # ---- refusing ----
+
+    def _watch_writing(self, unsent: int) -> None:
+        """Looks again after write_timeout_s: a slow reader has taken some of the response by then, one that is gone nothing."""
+        self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self._check_writing, unsent)
+
+    def _check_writing(self, unsent: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < unsent:
+            self._watch_writing(left)
+        else:
+            self._reset()
+
+    def _reset(self) -> None:
+        """Closes with a reset, so that the kernel too drops what the client does not read."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _declared_bytes(self) -> int:
+        for name, value in self.headers:
+            if name == b"content-length" and value.isdigit():
+                return int(value)
+        return 0
+
+    def _refuse_headers(self) -> None:
+        self._refuse(
+            431,
+            f"the request line and headers exceed {self.limits.max_header_bytes:,} bytes, the limit (max_header_bytes)",
+        )
+
+    def _refuse_body(self, size: int) -> None:
+        self._refuse(
+            413,
+            f"the body has {size:,} bytes or more; the limit is {self.limits.max_body_bytes:,} (max_body_bytes)",
+        )
+
+    def _time_out(self, what: str, seconds: float) -> None:
+        self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers in place of the application and closes. Once the application has begun to answer, only closes."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        self._disarm()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
+                cycle.keep_alive = False
+                return
+            if len(self._open) > 1:  # those before it are answered first, in order
+                self._give_up_last()
+                self._last_words = _plain_answer(status, message, keep_alive=False)
+                return
+            begun = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if begun:
+                self.transport.close()
+                return
+        self._end_with(_plain_answer(status, message, keep_alive=False))
+
+    def _end_with(self, answer: bytes) -> None:
+        """The last answer of this connection; what still comes is read for a moment, and then it closes."""
+        self.transport.write(answer)
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _give_up_last(self) -> None:
+        """Forgets the request that is being read, which has not begun: others before it are under way."""
+        self.pipeline.popleft()
+        self._open.pop().hold.release()
+
+    def _arm(self, seconds: float, callback: Any, *arguments: Any) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, callback, *arguments)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
+    """A response that comes from here, not from the application."""
+    body = orjson.dumps({"error": message})
+    lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
+    if status == 503:
+        lines.append(b"retry-after: %d" % RETRY_AFTER_S)
+    if not keep_alive:
+        lines.append(b"connection: close")
+    return STATUS_LINE[status] + b"\r\n".join([*lines, b"", body])

@@ -1,0 +1,143 @@
+"""Named tensors of a request -> inputs of features. Shared by the binary and the JSON protocol.
+
+`<feature>` INT64 [bags, ids a bag], or `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32 [bags]; optionally
+`<feature>.weights` FP32, one an id.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from tableside.serving.engine import FeatureInput
+from tableside.serving.errors import bad_request, short
+
+PARTS = ("values", "lengths", "weights")
+DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}
+DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One named tensor, its values at byte `at` of the input buffer."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * DTYPES[self.datatype].itemsize
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """ "clicked.lengths" -> ("clicked", "lengths"); a bare feature has the part ""."""
+    feature, _, part = name.rpartition(".")
+    return (feature, part) if feature and part in PARTS else (name, "")
+
+
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """A list of one or two non-negative integers, strictly: no input has more dimensions."""
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 2 or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise bad_request(f"input {short(name)}: shape is {short(shape)}; expected a list of one or two non-negative integers")
+    return tuple(shape)
+
+
+def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
+    """The one datatype that a part of a feature has, or that is `expected`."""
+    expected = expected or DATATYPES[split_name(name)[1]]
+    if datatype != expected:
+        raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}")
+    return expected
+
+
+def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
+    """A scorer's dense tensor is [batch, width], and comes once."""
+    if len(tensor.shape) != 2 or tensor.shape[1] != width:
+        raise bad_request(f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected [batch, {width}]")
+    if tensor.name in before:
+        raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
+
+
+def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
+    """Groups tensors by feature, in order of first appearance. ApiError: parts are missing, doubled or of odd shapes."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for tensor in tensors:
+        feature, part = split_name(tensor.name)
+        if part in parts.setdefault(feature, {}):
+            raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
+        parts[feature][part] = tensor
+    return [_feature_input(feature, found) for feature, found in parts.items()]
+
+
+def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
+    dense, values, lengths, weights = (parts.get(p) for p in ("", *PARTS))
+    if dense is not None and (values is not None or lengths is not None):
+        raise bad_request(f"feature {short(feature)} came both as [bags, ids] and as values; send one of them")
+    ids = dense or values
+    if ids is None:
+        raise bad_request(f"feature {short(feature)} came without ids; send {feature} or {feature}.values")
+    if dense is not None and len(dense.shape) != 2:
+        raise bad_request(
+            f"input {short(feature)}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send {feature}.values"
+        )
+    for tensor in (values, lengths):
+        if tensor is not None and len(tensor.shape) != 1:
+            raise bad_request(f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected one dimension")
+    if weights is not None and weights.elements != ids.elements:
+        raise bad_request(
+            f"input {short(weights.name)} has {weights.elements} weights for {ids.elements} ids; expected one an id"
+        )
+    weights_at = None if weights is None else weights.at
+    if dense is not None:
+        bags, bag_length = dense.shape
+        if bag_length >= 2**31:
+            raise bad_request(f"input {short(feature)}: shape is {list(dense.shape)}; a bag has at most {2**31 - 1} ids")
+        return FeatureInput(feature, dense.at, dense.elements, bags, bag_length, None, weights_at)
+    bags_given = None if lengths is None else lengths.shape[0]
+    return FeatureInput(feature, ids.at, ids.elements, bags_given, 0, None if lengths is None else lengths.at, weights_at)
+
+
+def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
+    """JSON numbers -> array, strictly: ids and lengths must be integers (not true, "1" or 1.0), weights numbers."""
+    flat = flatten(data)
+    kinds = set(map(type, flat))
+    allowed = {int, float} if datatype == "FP32" else {int}
+    if not kinds <= allowed:
+        at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
+        expected = "a number" if datatype == "FP32" else "an integer"
+        raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
+    dtype = DTYPES[datatype]
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(flat, dtype)
+        if datatype == "FP32" and not np.isfinite(array).all():
+            at = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not a finite FP32")
+        return array
+    except OverflowError:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        at = next(i for i, x in enumerate(flat) if not low <= x <= high)
+        raise bad_request(
+            f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]"
+        ) from None
+
+
+def flatten(data: Any) -> list[Any]:
+    """Nested lists in row-major order, as the protocol allows; a depth of two is enough for every input."""
+    if not isinstance(data, list):
+        raise bad_request(f"data is {short(data)}; expected a list of numbers")
+    if data and isinstance(data[0], list):
+        flat: list[Any] = []
+        for row in data:
+            if not isinstance(row, list):
+                raise bad_request(f"data mixes lists and {short(row)}; expected lists of numbers")
+            flat += row
+        return flat
+    return data

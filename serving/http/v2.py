@@ -1,0 +1,229 @@
+"""The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
+model configuration extensions, as an ASGI application of its own: the path that a lookup takes must be short.
+
+    GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
+    GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
+    GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
+    POST /v2/repository/index
+"""
+
+import time
+from typing import Any
+
+from tableside.serving import VERSION
+from tableside.serving.admission import JSON_GROWTH, Hold
+from tableside.serving.engine import Served
+from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
+from tableside.serving.http import v2_request
+from tableside.serving.http.asgi import (
+    JSON_BESIDE_BYTES,
+    JSON_TYPE,
+    Receive,
+    Scope,
+    Send,
+    check_json_answer,
+    check_json_size,
+    header,
+    holding,
+    json_object,
+    read_body,
+    respond,
+    respond_json,
+)
+from tableside.serving.metrics import ModelMetrics, Stages, statistics
+from tableside.serving.service import Service
+
+_BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_LENGTH = b"inference-header-content-length"
+
+
+class V2:
+    """Answers everything under /v2. ApiErrors are the caller's to encode."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._metrics = {name: ModelMetrics(name, "v2") for name in service.engines}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/").split("/")[2:]
+        if path[:1] == ["models"] and path[-1] == "infer":
+            _check_method(scope, "POST")
+            await self._infer(scope, receive, send, path[1:-1])
+        elif path == ["repository", "index"]:
+            _check_method(scope, "POST")
+            with holding(scope, self.service.in_flight) as hold:
+                await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
+            await respond_json(send, self._index())
+        else:
+            _check_method(scope, "GET")
+            await self._get(send, path)
+
+    async def _get(self, send: Send, path: list[str]) -> None:
+        match path:
+            case []:
+                await respond_json(send, _server_metadata())
+            case ["health", "live"]:
+                await respond(send, 200, ())
+            case ["health", "ready"]:
+                await respond(send, 200 if self.service.ready else 503, ())
+            case ["models", "stats"]:
+                stats = [s for engine in self.service.engines.values() for s in self._stats(engine.attached())]
+                await respond_json(send, {"model_stats": stats})
+            case ["models", _, *_]:
+                named = path[1:]
+                what = named.pop() if named[-1] in ("ready", "config", "stats") else ""
+                served = await self._served(named)
+                if what == "ready":
+                    await respond(send, 200 if self.service.ready else 503, ())
+                elif what == "config":
+                    await respond_json(send, _config(served))
+                elif what == "stats":
+                    await respond_json(send, {"model_stats": self._stats(served)})
+                else:
+                    await respond_json(send, self._metadata(served))
+            case _:
+                raise not_found(f"{short('/v2/' + '/'.join(path))} is not a path of this server; GET /v2 describes it")
+
+    async def _served(self, named: list[str]) -> Served:
+        match named:
+            case [model]:
+                return self.service.live(model)
+            case [model, "versions", version]:
+                return await self.service.version(model, version)
+            case _:
+                raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
+
+    async def _infer(self, scope: Scope, receive: Receive, send: Send, named: list[str]) -> None:
+        with holding(scope, self.service.in_flight) as hold:
+            body = await read_body(scope, receive, self.service.settings.max_body_bytes, hold)
+            await self.service.slices.take()
+            await self._answer(scope, send, named, body, hold)
+
+    async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:
+        started = time.perf_counter()
+        served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
+        layout, inputs = await self._understand(served, header(scope, _LENGTH), body)
+        json_bytes = sum(o.bytes for o, binary in layout.outputs if not binary)
+        check_json_answer(json_bytes, self.service.settings.max_json_bytes)
+        hold.grow(layout.batch.out_bytes + JSON_GROWTH * json_bytes)
+        parsed = time.perf_counter()
+        buffer = await self.service.run(layout.batch, inputs)
+        looked_up = time.perf_counter()
+        head, parts = v2_request.encode(layout, buffer)
+        if any(binary for _, binary in layout.outputs):
+            await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
+        else:
+            await respond(send, 200, (JSON_TYPE,), head)
+        times = Stages(started, parsed, looked_up, time.perf_counter())
+        self._metrics[served.header.model].answered(layout.batch, len(body), times)
+
+    async def _understand(self, served: Served, header_length: bytes | None, body: bytes) -> tuple[v2_request.Layout, Any]:
+        """The request's layout, remembered where its header came before, and its input buffer."""
+        length = len(body) if header_length is None else _parse_length(header_length, len(body))
+        head = body[:length]
+        binary = memoryview(body)[length:]
+        known: v2_request.Layout | None = served.recall(head) if binary else None
+        if known is not None and known.input_bytes == len(binary):
+            return known, binary
+        check_json_size(len(head), self.service.settings.max_json_bytes)
+        arguments = (served, head, len(binary))
+        is_large = len(head) > JSON_BESIDE_BYTES
+        layout, inline = await self.service.beside(_lay_out, *arguments) if is_large else _lay_out(*arguments)
+        if inline is not None:
+            return layout, inline
+        if len(head) <= v2_request.REMEMBERED_HEADER_BYTES:
+            served.remember(head, layout)
+        return layout, binary
+
+    def _index(self) -> list[dict[str, str]]:
+        found = []
+        for name, engine in self.service.engines.items():
+            state = "READY" if self.service.ready and engine.is_usable else "UNAVAILABLE"
+            found.append({"name": name, "version": str(engine.attached().version), "state": state})
+        return found
+
+    def _metadata(self, served: Served) -> dict[str, Any]:
+        return {
+            "name": served.header.model,
+            "versions": [str(v) for v in self.service.published(served.header.model)],
+            "platform": "tableside",
+            "inputs": v2_request.input_names(served),
+            "outputs": v2_request.output_names(served),
+            "parameters": {
+                "backend": served.backend.description,
+                "segment_bytes": served.segment.size,
+                "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
+                "pooling": {n: f.pooling.label for n, f in served.features.items()},
+            },
+        }
+
+    def _stats(self, served: Served) -> list[dict[str, Any]]:
+        """In the statistics extension's shape; counts and nanoseconds over all workers, and all versions since the start."""
+        found = statistics(served.header.model)
+        count = found["lookup"][0]
+        ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}
+        total = sum(ns[s]["ns"] for s in ("parse", "lookup", "encode"))
+        nothing = {"count": 0, "ns": 0}
+        return [
+            {
+                "name": served.header.model,
+                "version": str(served.version),
+                "inference_count": count,
+                "execution_count": count,
+                "inference_stats": {
+                    "success": {"count": count, "ns": total},
+                    "fail": {"count": found["refused"][0], "ns": 0},
+                    "queue": nothing,
+                    "compute_input": ns["parse"],
+                    "compute_infer": ns["lookup"],
+                    "compute_output": ns["encode"],
+                    "cache_hit": nothing,
+                    "cache_miss": nothing,
+                },
+                "batch_stats": [],
+            }
+        ]
+
+
+def _lay_out(served: Served, head: bytes, binary_bytes: int) -> tuple[v2_request.Layout, bytes | None]:
+    return v2_request.layout_of(served, json_object(head), binary_bytes)
+
+
+def _check_method(scope: Scope, expected: str) -> None:
+    if scope["method"] != expected and not (expected == "GET" and scope["method"] == "HEAD"):
+        raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {short(scope['path'])}: expected {expected}")
+
+
+def _parse_length(value: bytes, size: int) -> int:
+    if not value.isdigit() or len(value) > 18 or not 0 < int(value) <= size:
+        raise bad_request(
+            f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}; "
+            f"expected a number from 1 to the body's {size} bytes"
+        )
+    return int(value)
+
+
+def _server_metadata() -> dict[str, Any]:
+    extensions = ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
+    return {"name": "tableside", "version": VERSION, "extensions": extensions}
+
+
+def _config(served: Served) -> dict[str, Any]:
+    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "FP16": "TYPE_FP16"}
+    inputs = [
+        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
+        for i in v2_request.input_names(served)
+    ]
+    outputs = [
+        {"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]} for o in v2_request.output_names(served)
+    ]
+    return {
+        "name": served.header.model,
+        "platform": "tableside",
+        "backend": "tableside",
+        "version_policy": {"specific": {"versions": [served.version]}},
+        "max_batch_size": 0,
+        "input": inputs,
+        "output": outputs,
+        "parameters": {"backend": {"string_value": served.backend.description}},
+    }

@@ -1,0 +1,223 @@
+"""The Open Inference Protocol's infer request: parsing and layout, for JSON and binary tensors.
+
+With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
+A header says everything but the values, and clients repeat it byte by byte; so a version remembers what it made of one, and
+an equal header costs a dictionary look-up (`Layout`).
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+from tableside.loader.model import SCORE
+from tableside.serving.engine import Batch, DenseInput, Output, Served
+from tableside.serving.errors import bad_request, short
+from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list
+
+REMEMBERED_HEADER_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A header that was understood. input_bytes: what must follow it. binary: outputs sent as bytes, by feature.
+
+    head: the response's JSON, complete where every output is binary.
+    """
+
+    batch: Batch
+    input_bytes: int
+    outputs: tuple[tuple[Output, bool], ...]
+    request_id: str
+    head: bytes
+    in_order: bool  # the output buffer is the binary part as it stands
+
+
+def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tuple[Layout, bytes | None]:
+    """Understands a header followed by `binary_bytes`; the second value is the input buffer where it came as JSON.
+
+    ApiError names the input or output, what it said and what was expected.
+    """
+    dense = {} if served.scorer is None else served.scorer.dense
+    tensors, inline, input_bytes = _inputs(header, binary_bytes, dense)
+    inputs = feature_inputs([t for t in tensors if t.name not in dense])
+    given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
+    batch = served.batch(inputs, given, _wants_score(header, served, {i.feature for i in inputs} | {d.name for d in given}))
+    outputs = _outputs(header, batch, served.features)
+    request_id = header.get("id", "")
+    if not isinstance(request_id, str):
+        raise bad_request(f"id is {short(request_id)}; expected a string")
+    all_binary = all(binary for _, binary in outputs)
+    layout = Layout(
+        batch,
+        input_bytes,
+        outputs,
+        request_id,
+        orjson.dumps(_response(batch, request_id, outputs, None)) if all_binary else b"",
+        all_binary and tuple(o for o, _ in outputs) == batch.outputs,
+    )
+    return layout, inline
+
+
+def _wants_score(header: dict[str, Any], served: Served, given: Container[str]) -> bool:
+    """Whether the scores are asked for: by name, or, where no output is named, by sending all that they need."""
+    asked = header.get("outputs", [])
+    if not asked:
+        return served.can_score(given)
+    is_named = isinstance(asked, list) and any(isinstance(o, dict) and o.get("name") == SCORE for o in asked)
+    return is_named and SCORE not in served.features
+
+
+def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None, int]:
+    raw = header.get("inputs")
+    if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
+        raise bad_request("inputs: expected a list with at least one input")
+    tensors: list[Tensor] = []
+    arrays: list[bytes] = []
+    at = 0
+    for entry in raw:
+        name = entry.get("name")
+        if not isinstance(name, str):
+            raise bad_request(f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights")
+        datatype = check_datatype(name, entry.get("datatype"), "FP32" if name in dense else None)
+        tensor = Tensor(name, datatype, check_shape(name, entry.get("shape")), at)
+        if name in dense:
+            check_dense(tensor, dense[name], {t.name for t in tensors})
+        parameters = _parameters(entry, f"input {short(name)}")
+        if "shared_memory_region" in parameters:
+            raise bad_request(f"input {short(name)}: shared memory regions are not supported; send the tensor in the body")
+        if "data" in entry:
+            arrays.append(_inline(tensor, entry, parameters))
+        else:
+            _check_binary(tensor, parameters)
+        tensors.append(tensor)
+        at += tensor.bytes
+    if arrays and len(arrays) != len(tensors):
+        raise bad_request("inputs: some have data and some binary_data_size; send all tensors one way")
+    if arrays:
+        if binary_bytes:
+            raise bad_request(f"{binary_bytes} bytes follow the JSON, but no input has a binary_data_size")
+        return tensors, b"".join(arrays), 0
+    if at != binary_bytes:
+        raise bad_request(f"the inputs' binary_data_size add up to {at} bytes, but {binary_bytes} follow the JSON")
+    return tensors, None, at
+
+
+def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    parameters = entry.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise bad_request(f"{where}: parameters are {short(parameters)}; expected an object")
+    return parameters
+
+
+def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
+    if "binary_data_size" in parameters:
+        raise bad_request(f"input {short(tensor.name)} has both data and a binary_data_size; send one of them")
+    array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
+    if array.size != prod(tensor.shape):
+        raise bad_request(
+            f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}"
+        )
+    return array.tobytes()
+
+
+def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
+    size = parameters.get("binary_data_size")
+    if type(size) is not int:
+        raise bad_request(f"input {short(tensor.name)} has neither data nor a binary_data_size (found {short(size)})")
+    if size != tensor.bytes:
+        raise bad_request(
+            f"input {short(tensor.name)}: binary_data_size is {short(size)}, "
+            f"but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
+        )
+
+
+def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> tuple[tuple[Output, bool], ...]:
+    binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
+    by_name = {o.feature: o for o in batch.outputs}
+    asked = header.get("outputs", [])
+    if not isinstance(asked, list) or not all(isinstance(o, dict) for o in asked):
+        raise bad_request("outputs: expected a list of objects")
+    if not asked:
+        return tuple((o, binary_default) for o in batch.outputs)
+    chosen: dict[str, tuple[Output, bool]] = {}
+    for entry in asked:
+        name = entry.get("name")
+        if not isinstance(name, str) or name not in by_name:
+            known = ", ".join(by_name)
+            if isinstance(name, str) and name in features:
+                raise bad_request(f"output {short(name)} was asked for without its input; send {name} or {name}.values")
+            raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {known}")
+        if name in chosen:
+            raise bad_request(f"output {short(name)} is asked for twice")
+        parameters = _parameters(entry, f"output {short(name)}")
+        for unsupported in ("classification", "shared_memory_region"):
+            if unsupported in parameters:
+                raise bad_request(f"output {short(name)}: {unsupported} is not supported")
+        chosen[name] = (by_name[name], _flag(parameters, "binary_data", binary_default))
+    return tuple(chosen.values())
+
+
+def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise bad_request(f"{name} is {short(value)}; expected true or false")
+    return value
+
+
+def _response(
+    batch: Batch,
+    request_id: str,
+    outputs: Sequence[tuple[Output, bool]],
+    buffer: np.ndarray[Any, Any] | None,
+) -> dict[str, Any]:
+    described = []
+    for output, binary in outputs:
+        entry: dict[str, Any] = {
+            "name": output.feature,
+            "datatype": "FP16" if output.half else "FP32",
+            "shape": list(output.shape),
+        }
+        if binary:
+            entry["parameters"] = {"binary_data_size": output.bytes}
+        else:
+            assert buffer is not None
+            entry["data"] = output.view(buffer).astype(np.float32, copy=False).reshape(-1)
+        described.append(entry)
+    response = {"model_name": batch.model, "model_version": str(batch.version), "outputs": described}
+    return {"id": request_id, **response} if request_id else response
+
+
+def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[Any]]:
+    """(JSON, binary parts) of the response over a batch's output buffer."""
+    head = layout.head or orjson.dumps(
+        _response(layout.batch, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
+    )
+    if layout.in_order:
+        return head, [buffer.data] if buffer.size else []
+    return head, [buffer[o.at : o.at + o.bytes].data for o, binary in layout.outputs if binary and o.bytes]
+
+
+def input_names(served: Served) -> list[dict[str, Any]]:
+    """The inputs that a model takes, for its metadata: both ways of sending each feature."""
+    dense = {} if served.scorer is None else served.scorer.dense
+    described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
+    for name, bound in served.features.items():
+        described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
+        described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
+        described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
+        if bound.pooling.label != "none":
+            described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
+    return described
+
+
+def output_names(served: Served) -> list[dict[str, Any]]:
+    """The outputs that a model gives, for its metadata."""
+    described = [
+        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
+    ]
+    if served.scorer is not None:
+        described.append({"name": SCORE, "datatype": "FP32", "shape": served.scorer.describe()["shape"]})
+    return described

@@ -1,0 +1,72 @@
+"""Quantized embedding tables in shared memory: published once, read by every process of the host, served over HTTP.
+
+    from tableside import Client
+    client = Client("http://localhost:8000")
+    client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})       # {"clicked": fp32 [2, dim]}
+
+The three rooms are `tableside.quant` (numbers), `tableside.loader` (bytes with names) and `tableside.serving` (time). What is
+listed in `__all__` is the public interface; each name is imported from its room when it is first used, so that a client
+does not import the server.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tableside.loader.errors import LoaderError as LoaderError
+    from tableside.loader.load import LoadSettings as LoadSettings
+    from tableside.loader.load import load as load
+    from tableside.loader.model import parse_model as parse_model
+    from tableside.loader.model import read_model as read_model
+    from tableside.loader.segment import Segment as Segment
+    from tableside.loader.versions import Model as Model
+    from tableside.quant import Pooling as Pooling
+    from tableside.quant import QuantError as QuantError
+    from tableside.quant import RowFormat as RowFormat
+    from tableside.quant import Table as Table
+    from tableside.quant.gpu.stash import stash_embedding_weights as stash_embedding_weights
+    from tableside.serving.client import AsyncClient as AsyncClient
+    from tableside.serving.client import Client as Client
+    from tableside.serving.client import ClientError as ClientError
+    from tableside.serving.client import FeatureError as FeatureError
+    from tableside.serving.client import Jagged as Jagged
+
+# In a checkout the rooms lie beside this folder; in a wheel, in it.
+_checkout = Path(__file__).parent.parent
+if not (Path(__file__).parent / "quant").is_dir() and (_checkout / "quant").is_dir():
+    __path__.append(str(_checkout))
+
+_HOMES = {
+    "AsyncClient": "serving.client",
+    "Client": "serving.client",
+    "ClientError": "serving.client",
+    "FeatureError": "serving.client",
+    "Jagged": "serving.client",
+    "LoadSettings": "loader.load",
+    "LoaderError": "loader.errors",
+    "Model": "loader.versions",
+    "Pooling": "quant",
+    "QuantError": "quant",
+    "RowFormat": "quant",
+    "Segment": "loader.segment",
+    "Table": "quant",
+    "load": "loader.load",
+    "parse_model": "loader.model",
+    "read_model": "loader.model",
+    "stash_embedding_weights": "quant.gpu.stash",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tableside' has no attribute {name!r}")
+    value = getattr(import_module(f"tableside.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
