@@ -12,6 +12,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
+
 from tableside.loader.registration import Registration
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, Table, choose

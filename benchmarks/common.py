@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from rich.console import Console
 from rich.table import Table
+
 from tableside.quant.installed import version_of
 
 HERE = Path(__file__).parent

@@ -16,6 +16,7 @@ import torch
 from common import alternate, console, report, shared_folder
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from make_model import publish_random
+
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, RowFormat, Table, choose
 from tableside.quant.cpu.fbgemm import operator

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from common import console, report, shared_folder
+
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.model import parse_model

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, FRESH, ROW_BYTES, TIMED, WARM, Workload, check, copy_gb_s, per_batch, steady_ms
 from common import console, report, shared_folder
+
 from tableside.quant.cache.settings import Policy
 from tableside.quant.gpu.prepared import PreparedLookup
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, TIMED, WARM, Workload, per_batch, steady_ms
 from common import console, report, shared_folder
+
 from tableside.quant.cache.settings import Policy
 
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from common import console, report, shared_folder
 from eval_pool import BATCH, make, plain
+
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.serving.evaluation.run import EvalSettings, evaluate

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from cache_workload import DEVICE, per_batch, steady_ms
 from common import console, report
+
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.jobs import cache_jobs, cached_bytes
 from tableside.quant.cache.settings import CacheSettings, Policy

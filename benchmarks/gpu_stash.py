@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from common import console, report, shared_folder
 from make_model import publish_random
+
 from tableside.loader.registration import Registration
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, choose

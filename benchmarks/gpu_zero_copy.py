@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from common import console, report, shared_folder
 from make_model import publish_random
+
 from tableside.loader.registration import Registration
 from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model

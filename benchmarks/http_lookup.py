@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
+
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.cli import bench

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from safetensors.numpy import save_file
+
 from tableside.loader.load import PIECE_BYTES, load
 from tableside.loader.manifest import write_manifest
 from tableside.loader.memory import pss_bytes

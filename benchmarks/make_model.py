@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
 from tableside.loader.header import Header, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import SegmentWriter

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
+
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.quant import choose

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import parse_model

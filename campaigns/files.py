@@ -25,14 +25,14 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+
+from campaigns import file_cases
+from campaigns.common import console, folders, random_of
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import parse_model
 from tableside.loader.segment import Segment
-
-from campaigns import file_cases
-from campaigns.common import console, folders, random_of
 
 BEYOND_BYTES = 4 << 30
 GROWTH_BYTES = 1 << 30  # the most that one file may cost

@@ -21,8 +21,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from tableside.serving.cli.local import local_server
-from tableside.serving.client import Client, ClientError, Jagged
 
 from campaigns.common import (
     DIM,
@@ -38,6 +36,8 @@ from campaigns.common import (
     version_told,
     workers_of,
 )
+from tableside.serving.cli.local import local_server
+from tableside.serving.client import Client, ClientError, Jagged
 
 WORKERS, CLIENTS = 2, 2
 STALE_AFTER_S, STOPPED_S, PUBLISH_EVERY_S = 10.0, 0.5, 1.5

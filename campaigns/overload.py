@@ -28,13 +28,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+
+from campaigns.common import TABLES, folders, publish, standalone, told, workers_of
 from tableside.loader.memory import pss_bytes
 from tableside.serving.cli.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client, Jagged
 from tableside.serving.http import wire
-
-from campaigns.common import TABLES, folders, publish, standalone, told, workers_of
 
 HERE = Path(__file__).parent
 CONNECTIONS, REQUESTS, ROWS = 256, 64, 200_000

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.export import Dim, export, save
+
 from tableside.loader.program import read_program, write_program
 from tableside.loader.program.graph import TYPES
 from tableside.loader.program.operators import ARITHMETIC, OPERATORS, aten_name
-from torch.export import Dim, export, save
 
 Archive = dict[str, Any]  # name -> bytes, or parsed JSON
 _TARGETS = sorted(OPERATORS)

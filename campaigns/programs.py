@@ -61,9 +61,9 @@ def run(seconds: float | None, seed: int, cases: int | None = None, *, checks: b
 
 
 def _inside(seconds: float | None, seed: int, cases: int | None, checks: bool) -> dict[str, Any]:
-    import tableside.loader.program.run
     import torch
 
+    import tableside.loader.program.run
     from campaigns.program_cases import bases
 
     torch.set_num_threads(1)
@@ -139,11 +139,10 @@ def _count(outcome: str, number: int, outcomes: Counter[str], bad: dict[str, str
 
 
 def _outcome(seed: int, number: int, checks: bool) -> str:
+    from campaigns.program_cases import case
     from tableside.loader.errors import ProgramError
     from tableside.loader.program import read_program, write_program
     from tableside.loader.program.measure import check_shapes
-
-    from campaigns.program_cases import case
 
     archive = case(seed, number)
     try:
@@ -202,6 +201,7 @@ def _scores(program: Any, inputs: list[Any], place: Place, canary: int) -> bytes
 
 def _called(program: Any, inputs: list[Any], memory: Arena) -> bytes:
     import torch
+
     from tableside.loader.program.run import Runner, over, weight_tensors
 
     cpu = torch.device("cpu")
@@ -216,6 +216,7 @@ def _called(program: Any, inputs: list[Any], memory: Arena) -> bytes:
 
 def _dtype(weight: Any) -> Any:
     import torch
+
     from tableside.loader.program.graph import TYPES
 
     return getattr(torch, TYPES[weight.dtype][0])

@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
+
 from tableside.loader.header import StoredTable
 from tableside.loader.load import Loaded, load
 from tableside.loader.memory import processes_below, pss_bytes

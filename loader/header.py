@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import xxhash
+
 from tableside.loader.errors import SegmentError
 from tableside.loader.model import OUTPUTS, EvalSpec, Feature
 from tableside.quant import Pooling, QuantError, RowFormat

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from tableside.loader.checkpoint.rows import DTYPES
 from tableside.loader.errors import CheckpointError, ModelError

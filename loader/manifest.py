@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
+
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from tableside.loader.checkpoint.rows import DTYPES
 from tableside.loader.errors import CheckpointError

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.loader.errors import NoSpace
 
 HUGE_PAGE_BYTES = 2 << 20

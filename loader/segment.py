@@ -24,6 +24,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, StoredTable, align, check_header, checksum, lay_out
 from tableside.loader.memory import Mapping, reserve

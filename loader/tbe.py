@@ -50,6 +50,7 @@ def init_tbe(
     from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
         IntNBitTableBatchedEmbeddingBagsCodegen,
     )
+
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     if weight_init_device not in ("meta", "cpu"):
@@ -77,6 +78,7 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
     the segment alive. LoaderError: a table's shape or format is not the module's.
     """
     import torch
+
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     stored = {t.name: t for t in segment.header.tables}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
+
 from tableside.loader.checkpoint import Checkpoint, Matrix
 from tableside.loader.checkpoint.crc import Crc32Check
 from tableside.loader.manifest import chunk_rows, find_manifest

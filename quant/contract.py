@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
 from tableside.quant.row_format import RowFormat, Source
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from tableside.quant import BadIds
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+
 from tableside.loader.model import SCORE
 from tableside.serving.http import wire
 from tableside.serving.http.wire import FeatureError, Ids, Jagged

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from tableside.serving.engine import Scoring
 from tableside.serving.errors import ApiError, Kind
 from tableside.serving.metrics import ERRORS

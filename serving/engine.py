@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from tableside.loader.errors import LoaderError
 from tableside.loader.model import SCORE, Feature
 from tableside.loader.segment import Segment, Verify

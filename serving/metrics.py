@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+
 from tableside.serving import metrics_files
 from tableside.serving.engine import Batch, Engine
 from tableside.serving.errors import Kind, ServingError

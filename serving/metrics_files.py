@@ -28,6 +28,7 @@ from typing import Any
 
 from prometheus_client import Metric, values
 from prometheus_client.mmap_dict import MmapedDict
+
 from tableside.serving.errors import ServingError
 
 logger = logging.getLogger("tableside")

@@ -4,6 +4,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+
 from tableside.loader.errors import ProgramError
 from tableside.loader.header import StoredScorer
 from tableside.loader.program import read_program

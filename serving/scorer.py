@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.loader.header import ScorerInput, StoredScorer
 from tableside.loader.segment import Segment
 

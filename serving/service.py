@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions import Model
 from tableside.quant import QuantError, choose

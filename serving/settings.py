@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
 from tableside.loader.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER
 

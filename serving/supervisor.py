@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from uvicorn.config import STARTUP_FAILURE
+
 from tableside.serving import metrics_files
 from tableside.serving.worker import WorkerConfig, WorkerProcess
-from uvicorn.config import STARTUP_FAILURE
 
 logger = logging.getLogger("tableside")
 

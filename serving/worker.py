@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+
 from tableside.serving.settings import ServerSettings
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tables
+
 from tableside.loader.load import Loaded, LoadSettings, load
 from tableside.loader.model import parse_model
 

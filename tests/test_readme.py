@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 from servers import Server, start_server
 from support import end, rows_of, run_tableside
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.quant import RowFormat

@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.segment import Segment

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from isal import isal_zlib
+
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from isal import isal_zlib
+
 from tableside.loader.checkpoint.archive import Record
 from tableside.loader.checkpoint.rows import Matrix, Shard
 from tableside.loader.errors import CheckpointError

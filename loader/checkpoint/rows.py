@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.loader.checkpoint.archive import Record
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular

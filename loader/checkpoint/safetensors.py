@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
+
 from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, whole
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError

@@ -11,10 +11,11 @@ from math import prod
 from typing import Any
 
 import torch
-from tableside.loader.program.graph import Program, refuse
-from tableside.loader.program.run import Runner, weight_tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tableside.loader.program.graph import Program, refuse
+from tableside.loader.program.run import Runner, weight_tensors
 
 _ELEMENT = 16  # a transcendental function, or a row that is gathered, takes some 16 multiplications' time
 _PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "baddbmm": 2, "mv": 1, "dot": 1}  # where the inputs' last matrix stands

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from tableside.loader.program import vet
 from tableside.loader.program.graph import BOOL, TYPES, Program, Weight, refuse
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from tableside.loader.program.checks import CHECKS, Check
 from tableside.loader.program.graph import TYPES, DType, MemoryFormat, Node, NumberRef, OwnDevice, Program, TensorRef, Weight
 from tableside.loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name

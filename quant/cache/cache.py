@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant.cache import kernels as k
 from tableside.quant.cache.check import check
 from tableside.quant.cache.jobs import MARKS, TURN, UNLINK, CacheJobs, Kernels, cache_jobs, cached_bytes

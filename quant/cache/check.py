@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from tableside.quant.cache.kernels import ID_BITS, NODE_BYTES, occupied_at
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from tableside.quant.cache import kernels as k
 from tableside.quant.cache.kernels import JobField
 from tableside.quant.device.launch import Kernel

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant.cache import kernels as k
 from tableside.quant.errors import QuantError
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
 from tableside.quant.cache.kernels import Counter, State, occupied_at
 
 

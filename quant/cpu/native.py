@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.quant import contract
 from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Lookup, Plan, Pooling, Table
 from tableside.quant.errors import BadIds, MissingBackend, Problem

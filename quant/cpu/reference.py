@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant import contract
 from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
 from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source

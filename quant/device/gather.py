@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant.errors import MissingBackend, QuantError
 
 _PIECES, _PIECE_BYTES = 4, 1 << 20  # parts that are copied while the next one is gathered

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+
 from tableside.quant.errors import QuantError
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant import contract
 from tableside.quant.contract import (
     INTERPRETER,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from tableside.quant.cache.jobs import CacheJobs, cache_jobs, cached_bytes
 from tableside.quant.contract import Variant
 from tableside.quant.errors import BadIds

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.quant import contract
 from tableside.quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table, Variant
 from tableside.quant.errors import BadIds, QuantError

@@ -15,6 +15,7 @@ from enum import IntEnum
 
 import triton
 import triton.language as tl
+
 from tableside.quant.contract import SPLIT_BLOCK
 
 

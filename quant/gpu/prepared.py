@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
 from tableside.quant.cache.cache import Ticket
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.batch import jobs_on_device

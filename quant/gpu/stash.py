@@ -19,9 +19,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from tableside.quant.errors import QuantError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from tableside.quant.errors import QuantError
 
 
 class StashError(QuantError):

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 import numpy as np
+
 from tableside.serving.errors import ServingError
 from tableside.serving.http import wire
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
+
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION

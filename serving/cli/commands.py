@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.load import Loaded, LoadSettings

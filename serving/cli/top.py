@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+
 from tableside.serving.client import Client
 
 Samples = Mapping[tuple[str, str], float]  # name of a sample, one label's value -> the sum of all with it

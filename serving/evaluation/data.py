@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+
 from tableside.serving.errors import ServingError
 
 try:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.work import Job

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+
 from tableside.serving.errors import ServingError
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from tableside.loader.header import Header
 from tableside.loader.versions import Model
 from tableside.serving.errors import ServingError

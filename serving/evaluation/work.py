@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
 from tableside.loader.versions import Model

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import orjson
+
 from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold
 from tableside.serving.errors import ApiError, Kind, bad_request
 

@@ -30,13 +30,14 @@ from typing import Any, cast
 
 import httptools
 import orjson
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
 from tableside.serving import metrics
 from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold, Slots, Turn
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import HOLD
 from tableside.serving.settings import ServerSettings
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+
 from tableside.serving.engine import FeatureInput
 from tableside.serving.errors import bad_request, short
 

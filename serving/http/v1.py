@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
+
 from tableside.serving import metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.engine import Batch, DenseInput, Output, Served

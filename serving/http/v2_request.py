@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+
 from tableside.loader.model import SCORE
 from tableside.serving.engine import Batch, DenseInput, Output, Served
 from tableside.serving.errors import bad_request, short

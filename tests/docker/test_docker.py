@@ -24,6 +24,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 from support import end, rows_of, until
+
 from tableside.loader.load import load
 from tableside.loader.model import read_model
 from tableside.quant import RowFormat

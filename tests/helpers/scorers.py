@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from support import rows_of
+from torch.export import Dim, export, save
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
-from torch.export import Dim, export, save
 
 
 class Ctr(torch.nn.Module):

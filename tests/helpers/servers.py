@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from support import rows_of
+
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import parse_model

@@ -3,6 +3,7 @@
 from functools import cache
 
 import numpy as np
+
 from tableside.quant import Backend, DeviceTable, Pooling, RowFormat, Source, Table, choose
 
 DEVICE = "interpreter"  # set by conftest.py from --device

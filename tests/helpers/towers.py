@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from support import rows_of
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import rows_of
+
 from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.errors import CheckpointError
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from campaigns import file_cases
+from campaigns.common import random_of
+from campaigns.files import Child, mutate
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.checkpoint.rows import Matrix, Shard
 from tableside.loader.errors import CheckpointError
 from tableside.quant import Source
-
-from campaigns import file_cases
-from campaigns.common import random_of
-from campaigns.files import Child, mutate
 
 SEED, MUTATIONS = 11, 60
 CASES = {case.name: case for case in file_cases.cases()}

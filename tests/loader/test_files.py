@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from tableside.loader.errors import LoaderError, ModelError
 from tableside.loader.files import open_regular, read_regular
 from tableside.loader.model import read_model

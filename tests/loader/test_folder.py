@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import rows_of, run_tableside, until
+
 from tableside.loader.errors import AccessError, LoaderError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.load import Loaded, LoadSettings

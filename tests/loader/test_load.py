@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import rows_of, run_tableside, until
+
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError, NoSpace, VersionError
 from tableside.loader.load import Loaded, LoadSettings, load
 from tableside.loader.memory import available_bytes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from support import rows_of, run_tableside
+
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.load import LoadSettings, load

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tableside.loader.errors import ModelError
 from tableside.loader.model import Feature, ModelSpec, TableSpec, parse_model, read_model, write_model
 from tableside.quant import RowFormat

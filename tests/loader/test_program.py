@@ -13,6 +13,7 @@ import pytest
 import torch
 from scorers import Ctr, exported
 from support import rows_of
+
 from tableside.loader.errors import ModelError, ProgramError, SegmentError
 from tableside.loader.header import ScorerInput
 from tableside.loader.load import load

@@ -13,6 +13,10 @@ import pytest
 import torch
 from scorers import Ctr, exported, publish_scored
 from support import rows_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, export, save
+
 from tableside.loader.errors import ModelError, ProgramError
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
@@ -22,9 +26,6 @@ from tableside.loader.program.measure import LARGEST_BYTES, Meter, TooLarge, che
 from tableside.loader.program.operators import OPERATORS, aten_name
 from tableside.loader.program.run import Runner, weight_tensors
 from tableside.loader.versions import Model
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, export, save
 
 CPU = torch.device("cpu")
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import rows_of, until
+
 from tableside.loader.errors import RegistrationError
 from tableside.loader.registration import MAPPED, PORTABLE, READ_ONLY, Registration, _one_by_one
 from tableside.loader.segment import Segment

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, checksum, plan_tables
 from tableside.loader.model import Feature

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support import rows_of
+
 from tableside.loader.errors import LoaderError
 from tableside.loader.load import Loaded
 from tableside.loader.tbe import TbeTable, bind, init_tbe

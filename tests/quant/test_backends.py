@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import fused, placed, table_of, tolerance, values_of
+
 from tableside.quant import (
     Backend,
     BadIds,

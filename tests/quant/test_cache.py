@@ -11,6 +11,7 @@ import pytest
 import tables
 import torch
 from tables import expected_of, table_of
+
 from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat, Table, choose
 from tableside.quant.cache.cache import Cache, Ticket
 from tableside.quant.cache.jobs import cache_jobs, cached_bytes

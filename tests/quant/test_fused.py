@@ -13,6 +13,7 @@ import pytest
 import tables
 import torch
 from tables import expected_of, fused, placed, table_of
+
 from tableside.quant import BadIds, DeviceTable, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, Table, choose
 from tableside.quant.gpu.backend import Fused
 

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair, pair_fits
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tableside.quant import QuantError, RowFormat, Source, Table, choose
 
 

@@ -11,6 +11,7 @@ import pytest
 import tables
 import torch
 from tables import expected_of, table_of
+
 from tableside.quant import Lookup, Pooling, RowFormat, choose
 from tableside.quant.gpu.backend import Fused
 from tableside.quant.gpu.stash import Restore, StashError, points, stash_embedding_weights

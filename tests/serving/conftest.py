@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from servers import Server, publish_demo, start_server
 from support import end, until
+
 from tableside.loader.memory import processes_below
 
 

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from support import until
+
 from tableside.loader.memory import pss_bytes
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots
 from tableside.serving.client import Client

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import rows_of
+
 from tableside.loader.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tableside.serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged
 
 

@@ -21,6 +21,7 @@ import tables
 import torch
 from scorers import Ctr, exported
 from support import rows_of, run_tableside, until
+
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import parse_model

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import until
-from tableside.loader.memory import processes_below
 from towers import publish_towers
+
+from tableside.loader.memory import processes_below
 
 TOP = Path(__file__).resolve().parents[2]
 

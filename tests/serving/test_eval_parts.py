@@ -14,13 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from small_memory import on_small_tmpfs
 from support import run_tableside
+from towers import publish_towers
+
 from tableside.loader.versions import Model
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import DamagedPart, _read, find_part, write_part
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 from tableside.serving.evaluation.work import Candidate, Job
 from tableside.serving.settings import ServerSettings
-from towers import publish_towers
 
 ROWS = 600
 OPTIONS = ("--shard-rows", 50, "--workers", 2)

@@ -14,6 +14,7 @@ import pytest
 import tables
 from servers import TABLES, publish_demo
 from support import run_tableside, until
+
 from tableside.loader.header import plan_tables
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, RowFormat, choose

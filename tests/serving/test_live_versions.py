@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import run_tableside, until
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from support import run_tableside, until
+
 from tableside.serving.cli import top
 from tableside.serving.client import Client, ClientError
 

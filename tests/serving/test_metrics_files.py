@@ -18,6 +18,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from servers import Server, publish_demo
 from small_memory import fill, on_small_tmpfs, seen_by
 from support import end, until
+
 from tableside.loader.memory import processes_below
 from tableside.serving import metrics_files
 from tableside.serving.metrics_files import VARIABLE, SharedCounts, collect, fold, metrics_folder, totals

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 from servers import publish_demo
 from support import end, run_tableside, until
+
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.quant import choose

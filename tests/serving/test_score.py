@@ -12,6 +12,7 @@ import torch
 from scorers import Ctr, exported
 from servers import Server, start_server
 from support import end, rows_of, run_tableside, until
+
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model

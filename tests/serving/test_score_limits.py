@@ -15,6 +15,7 @@ import torch
 from scorers import exported, publish_scored
 from servers import Server
 from support import until
+
 from tableside.loader.program import Program, read_program
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 from support import until
+
 from tableside.loader.memory import processes_below
 from tableside.serving.client import Client
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
-from tritonclient.utils import InferenceServerException
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from servers import publish_demo
 from support import until
+
 from tableside.loader.header import PRELUDE, checksum
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
