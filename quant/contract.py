@@ -257,8 +257,11 @@ class Backend(ABC):
         out: where to write, [bags or n, dim], contiguous; a new array where None.
         """
 
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-        """Lays out several lookups of one batch, to be run together."""
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
+        """Lays out several lookups of one request, to be run together.
+
+        out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores behind them.
+        """
         return _PlanByOne(self, tuple(lookups), threads)
 
     def dequantize(self, table: Table, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:

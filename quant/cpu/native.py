@@ -120,7 +120,7 @@ class Native(CpuBackend):
             _raise(verdict, (table,), (ids.size,))
         return out
 
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
         return _NativePlan(tuple(lookups), threads)
 
     def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:

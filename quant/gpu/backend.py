@@ -306,8 +306,8 @@ class Fused(Backend):
 
     # ---- lookups ----
 
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1) -> FusedPlan:
-        return FusedPlan(self, Layout(lookups, self.cpu, max(threads, self.threads), self.shapes, self.gather_from))
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> FusedPlan:
+        return FusedPlan(self, Layout(lookups, self.cpu, max(threads, self.threads), self.shapes, self.gather_from, out_bytes))
 
     def lookup(
         self,

@@ -146,7 +146,9 @@ class Layout:
     on the device, for the CPU.
     """
 
-    def __init__(self, lookups: Sequence[Lookup], cpu: CpuBackend, threads: int, shapes: Shapes, gather_from: int) -> None:
+    def __init__(
+        self, lookups: Sequence[Lookup], cpu: CpuBackend, threads: int, shapes: Shapes, gather_from: int, out_bytes: int = 0
+    ) -> None:
         self.lookups = tuple(lookups)
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
         self.gathers: list[Gather] = []
@@ -173,9 +175,12 @@ class Layout:
         self.moves_in, self.moves_out = _joined(self._in), _joined(out)
         on_host = [lk for lk in lookups if isinstance(lk.table, Table)]
         self.host = cpu.plan(on_host, threads) if on_host else None
-        self.asked_bytes = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
+        written = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
+        self.asked_bytes = max(written, out_bytes)
         # The staged outputs are what was asked for, byte for byte: they need not be copied again.
-        self.is_direct = self.host is None and self.moves_out in ([], [Move(0, 0, self.asked_bytes)])
+        self.is_direct = self.host is None and self.moves_out in ([], [Move(0, 0, written)])
+        if self.is_direct:
+            self.out_bytes = max(self.out_bytes, aligned(self.asked_bytes))
 
     def _add(self, number: int, lk: Lookup) -> None:
         if lk.ids > _LARGEST or lk.outputs > _LARGEST:
