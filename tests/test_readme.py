@@ -1,4 +1,4 @@
-"""The README's code blocks, executed: what it shows works as it stands."""
+"""The README's code blocks are executed, and they work as they are written."""
 
 import contextlib
 import io
@@ -26,12 +26,12 @@ URL = "http://127.0.0.1:8000"
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language."""
+    """Returns the README's fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
-    """The shell lines, comments cut."""
+    """Returns the words of each shell line, without its comment."""
     lines = (line.split("   #")[0].strip() for block in blocks("sh") for line in block.splitlines())
     return [shlex.split(line) for line in lines if line]
 
@@ -67,7 +67,7 @@ def test_every_file_of_the_tree_exists() -> None:
 
 
 def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init, load, serve, exactly as written, on a checkpoint that TorchRec might have written."""
+    """init, load and serve work exactly as written, on a checkpoint with the names that TorchRec gives."""
     monkeypatch.chdir(tmp_path)
     save_file({"embedding_bags.user.weight": rows_of(100, 64)}, tmp_path / "checkpoint.safetensors")
     typed = [c for c in commands() if c[0] == "tableside"]
@@ -88,7 +88,7 @@ def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_python_and_curl(server: Server) -> None:
-    """Against a server of the demo's model, on another port."""
+    """The Python and curl examples work against a server of the demo's features, on another port."""
     (code,) = blocks("python")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code.replace(URL, server.url), "README.md", "exec"), {})
@@ -103,7 +103,7 @@ def test_python_and_curl(server: Server) -> None:
 
 @pytest.fixture
 def server(root: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server of a model with the demo's features."""
+    """Runs a server of a model that has the demo's features."""
     np.savez(tmp_path / "d.npz", user=rows_of(50, 64), query=rows_of(20, 16))
     tables = {t: {"key": t} for t in ("user", "query")}
     features = {"user": {"table": "user"}, "query_tokens": {"table": "query", "pooling": "none"}}
