@@ -86,7 +86,7 @@ def _split_bytes(tables: Iterable[StoredTable], share: int) -> int:
 
 def _map_bytes(tables: Iterable[StoredTable | Table]) -> int:
     """What cached tables take of a GPU's memory beside their rows."""
-    from tableside.quant.cache.cache import map_bytes
+    from tableside.quant.cache.tables import map_bytes
 
     return sum(map_bytes(t.rows) for t in tables)
 

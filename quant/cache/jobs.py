@@ -1,71 +1,69 @@
-"""The cached lookups of a batch as its kernels read them, and the kernels of a cache with their constants."""
+"""The cached lookups of a batch, as the cache's kernels read them.
+
+    jobs int64 [lookups, JOB_SIZE], as `JobField` says · the job of each block int32 [blocks]
+
+A block is what one program of `find.probe` takes at once: so many ids of one lookup, or the rest of them.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tableside.quant.cache import kernels as k
-from tableside.quant.cache.kernels import JobField
-from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu.layout import CacheJob
+from tableside.quant.cache.kernels.state import JobField
 
-_PROBE, _PROBE_WARPS = 128, 1  # ids at once
-_TILE, _MOST_WORDS, _ROW_WARPS = 8192, 64, 8  # words that a program copies at once, and of one row
-TURN, _PART = 256, 512
-_LINK = 512
-UNLINK, _UNLINK_WARPS = 1024, 4
-_PIECES = 2048  # of 16 bytes, that a program copies at once
-_SAMPLE = 1024
-MARKS = 1
+_BLOCK = 128
+_BLOCK_INTERPRETED = 1024  # fewer turns, which are what takes the interpreter long
 
 
 @dataclass(frozen=True)
-class CacheJobs:
-    """The cached lookups of a batch, as `cache_jobs` wrote them to address `at` of the device; and the job of each block."""
+class CachedLookup:
+    """Ids that go through the cache. table: its number; ids: how many.
 
-    at: int
+    ids_at: where they begin in the batch's inputs, int64, in bytes. locations_at: where their locations go,
+    int32, in bytes.
+    """
+
+    table: int
+    ids_at: int
+    ids: int
+    locations_at: int
+
+    def shifted(self, inputs_bytes: int, locations_bytes: int) -> "CachedLookup":
+        """The same lookup where its request's inputs and locations begin so many bytes further on."""
+        return replace(self, ids_at=self.ids_at + inputs_bytes, locations_at=self.locations_at + locations_bytes)
+
+
+@dataclass(frozen=True)
+class ProbeJobs:
+    """Where a batch's jobs and the job of each block lie, in bytes from the first one written, or addresses
+    once `placed`.
+    """
+
+    jobs_at: int
     blocks_at: int
     ids: int
     blocks: int
 
+    def placed(self, address: int) -> "ProbeJobs":
+        """The same jobs with absolute addresses, written to `address` on the device, which must be 8-aligned."""
+        return replace(self, jobs_at=address + self.jobs_at, blocks_at=address + self.blocks_at)
 
-def cached_bytes(jobs: Sequence[CacheJob]) -> int:
-    """Bytes of such jobs, or a few more, if each batch of them is padded to 8."""
-    return sum(8 * len(JobField) + 4 * -(-job.ids // _PROBE) for job in jobs) + 8
+
+def probe_block(is_interpreted: bool) -> int:
+    """Ids of a block."""
+    return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
 
 
-def cache_jobs(jobs: Sequence[CacheJob], address: int, is_interpreted: bool) -> tuple[bytes, CacheJobs]:
-    """Jobs as bytes that will lie at `address` on the device, 8-aligned."""
-    block = TURN * 4 if is_interpreted else _PROBE
-    counts = [-(-job.ids // block) for job in jobs]
+def write_jobs(lookups: Sequence[CachedLookup], is_interpreted: bool) -> tuple[bytes, ProbeJobs]:
+    """The lookups as bytes for the device, and where in them jobs and blocks lie."""
+    block = probe_block(is_interpreted)
+    counts = [-(-lookup.ids // block) for lookup in lookups]
     firsts = np.cumsum([0, *counts])
-    rows = np.zeros((len(jobs), len(JobField)), np.int64)
-    for n, job in enumerate(jobs):
-        rows[n] = (job.table, job.ids_at, job.ids, job.locations_at, firsts[n])
-    of_block = np.repeat(np.arange(len(jobs), dtype=np.int32), counts)
-    written = CacheJobs(address, address + rows.nbytes, sum(job.ids for job in jobs), sum(counts))
-    return rows.tobytes() + of_block.tobytes(), written
-
-
-class Kernels:
-    """The kernels of one cache, with their constants. Wide rows are taken in fewer at a time."""
-
-    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
-        words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
-        self.rows = TURN if is_interpreted else _TILE // words
-        self.part = TURN * 4 if is_interpreted else _PART
-        block = TURN * 4 if is_interpreted else _PROBE
-        lfu, lanes = {"LFU": is_lfu}, {"CLASS_LANES": k.CLASSES}
-        self.begin, self.release = Kernel(k.begin, 1, **lanes), Kernel(k.release, 1)
-        self.probe, self.resolve = Kernel(k.probe, _PROBE_WARPS, **lfu, BLOCK=block), Kernel(k.resolve, _PROBE_WARPS, BLOCK=block)
-        self.enumerate = Kernel(k.enumerate_missing, 4, **lfu, MARKS=MARKS)
-        self.choose = Kernel(k.choose, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
-        self.admit = Kernel(k.admit, 4, **lfu, BLOCK=TURN)
-        self.evict = [Kernel(k.evict, 1, ANY=is_any, **lfu, BLOCK=self.part, **lanes) for is_any in (False, True)]
-        self.unlink, self.end = Kernel(k.unlink, _UNLINK_WARPS, BLOCK=UNLINK), Kernel(k.end, 4, BLOCK=TURN)
-        tile = {"ROWS": self.rows, "WORDS": words}
-        self.list_rows, self.bring = Kernel(k.list_rows, 4, BLOCK=TURN), Kernel(k.bring, _ROW_WARPS, PIECES=_PIECES)
-        self.fetch = Kernel(k.fetch, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
-        self.fetch_rest = Kernel(k.fetch, _ROW_WARPS, GATHERS=False, REST=True, **tile)
-        self.take_in, self.place = Kernel(k.take_in, 4, **lfu, BLOCK=_LINK), Kernel(k.place, _ROW_WARPS, **tile)
+    jobs = np.zeros((len(lookups), len(JobField)), np.int64)
+    for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
+        job[JobField.TABLE], job[JobField.IDS_AT], job[JobField.IDS] = lookup.table, lookup.ids_at, lookup.ids
+        job[JobField.LOCATIONS_AT], job[JobField.FIRST_BLOCK] = lookup.locations_at, first
+    job_of_block = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
+    ids = sum(lookup.ids for lookup in lookups)
+    return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(0, jobs.nbytes, ids, sum(counts))

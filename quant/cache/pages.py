@@ -1,4 +1,8 @@
-"""The slots of a cache: pages of the device's memory, each for rows of one size, its class, moved from one class to another."""
+"""The slots of a cache: pages of the device's memory. Each belongs to one class, the rows of one size, and
+may move to another.
+
+How a page is laid out says `quant.cache.kernels.state`.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache import kernels as k
+from tableside.quant.cache.kernels.state import CLASSES, NODE_BYTES, PRIORITY_LIMIT, SCORE_BYTES
 from tableside.quant.errors import QuantError
 
-_SCORE_BYTES = 4
 _PAGES_AT_ONCE = 256
 _SMALLEST, _LARGEST = 8 << 10, 256 << 10
 
@@ -34,10 +37,12 @@ class Nodes:
 
 
 class Pages:
-    """`memory`, uint8 [pages, page_bytes] on a device, as slots of rows that are `smallest_row_bytes` or more.
+    """Divides `memory`, uint8 [pages, page_bytes] on a device, into slots of rows of `smallest_row_bytes` or
+    more.
 
-    dropped: is told a class's number and how many rows, int64 [] on the device, whenever rows go with their page.
-    QuantError: there are more slots than int32 counts.
+    dropped: is told a class's number and how many rows, int64 [] on the device, whenever rows go with their
+    page. classes: of the rows; of_page: int32 [pages, 2], class (-1: none) and first row of each page;
+    moving: pages on their way to a class. QuantError: there are more slots than int32 counts.
     """
 
     def __init__(self, memory: torch.Tensor, smallest_row_bytes: int, dropped: Callable[[int, torch.Tensor], None]) -> None:
@@ -46,12 +51,11 @@ class Pages:
         self.node_bits = max(1, slots_of_page(self.page_bytes, smallest_row_bytes).bit_length())
         if (self.count << self.node_bits) >= 2**31:
             raise QuantError(
-                f"a cache of {self.count * self.page_bytes:,} bytes has more slots than int32 counts; lower the budget "
-                "(--hbm-budget)"
+                f"a cache of {self.count * self.page_bytes:,} bytes has more slots than int32 counts; lower budget_bytes"
             )
         self.classes: list[RowClass] = []
         self.of_page = np.full((self.count, 2), -1, np.int32)  # class (-1: none), first row
-        self.moving: list[tuple[int, int]] = []  # page, class to come
+        self.moving: list[tuple[int, int]] = []  # (page, the class to come)
         self._unassigned = list(range(self.count))
 
     @property
@@ -70,7 +74,9 @@ class Pages:
         return max((c.slots for c in self.classes), default=0)
 
     def class_of(self, row_bytes: int) -> int:
-        """The number of the class of rows of a size, which is made if it is not there. QuantError: they do not fit."""
+        """The number of the class of rows of a size, which is made if it is not there. QuantError: they do
+        not fit.
+        """
         for n, c in enumerate(self.classes):
             if c.row_bytes == row_bytes:
                 return n
@@ -78,18 +84,19 @@ class Pages:
         if self.count * self.page_bytes // row_bytes >= 2**31:
             raise QuantError(
                 f"a cache of {self.count * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes than int32 counts; "
-                "lower the budget (--hbm-budget)"
+                "lower budget_bytes"
             )
-        if not 0 < slots < 1 << self.node_bits or len(self.classes) == k.CLASSES:
+        if not 0 < slots < 1 << self.node_bits or len(self.classes) == CLASSES:
             raise QuantError(
                 f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
-                f"expected 1 to {(1 << self.node_bits) - 1}, and at most {k.CLASSES} sizes of rows"
+                f"expected 1 to {(1 << self.node_bits) - 1}, and at most {CLASSES} sizes of rows"
             )
         self.classes.append(RowClass(row_bytes, slots, []))
         return len(self.classes) - 1
 
     def assign(self, rows: Sequence[int]) -> bool:
-        """Divides pages by the rows that each class's tables have, taking from others where it must. Whether any moved.
+        """Divides pages by the rows of each class's tables, taking them from other classes where it must.
+        Whether any moved.
 
         QuantError: not every class that has tables gets one.
         """
@@ -97,7 +104,7 @@ class Pages:
         if min((w for w, n in zip(wanted, rows, strict=True) if n), default=1) < 1:
             raise QuantError(
                 f"a cache of {self.count} pages of {self.page_bytes:,} bytes cannot hold {len(self.classes)} sizes of "
-                "rows; raise the budget (--hbm-budget)"
+                "rows; raise budget_bytes"
             )
         coming = [sum(1 for _, c in self.moving if c == n) for n in range(len(self.classes))]
         have = [len(c.pages) + coming[n] for n, c in enumerate(self.classes)]
@@ -107,7 +114,7 @@ class Pages:
         for taker in takers[len(fresh) :]:
             donor = max(range(len(wanted)), key=lambda n: len(self.classes[n].pages) - wanted[n])
             if len(self.classes[donor].pages) <= wanted[donor]:
-                break  # the rest comes when pages that are on their way have arrived, and are moved
+                break  # the rest comes with the pages that are on their way
             self.take(donor, 1, taker)
         return bool(takers)
 
@@ -125,7 +132,9 @@ class Pages:
         return wanted
 
     def take(self, donor: int, count: int, taker: int) -> None:
-        """Empties a class's last pages. They go to another one with `settle`, when no ticket that is out now can read them."""
+        """Empties a class's last pages. They go to another one with `settle`, once no batch in flight can
+        read them.
+        """
         c = self.classes[donor]
         pages = c.pages[-count:]
         self._count_dropped(donor, pages)
@@ -140,7 +149,9 @@ class Pages:
         self.moving.clear()
 
     def empty(self) -> None:
-        """Drops every row. When each slot was used stays, for whoever may still read it."""
+        """Drops every row. The ticket that last used each slot stays, for batches in flight may still read
+        it.
+        """
         for n, c in enumerate(self.classes):
             for pages in self.parts(n):
                 self._count_dropped(n, pages)
@@ -153,12 +164,12 @@ class Pages:
         return torch.tensor(pages, dtype=torch.int64, device=self._memory.device)
 
     def _clear(self, c: RowClass, pages: list[int]) -> None:
-        """Makes nodes that hold no key, and were not used for long."""
+        """Makes nodes that hold no key, and were last used long ago."""
         node = np.zeros((c.slots, 4), np.int32)
         node[:, :3] = -1
-        node[:, 3] = -(2**30)
+        node[:, 3] = -PRIORITY_LIMIT
         empty = torch.from_numpy(node.reshape(-1).view(np.uint8)).to(self._memory.device)
-        self._memory[self._index(pages), : k.NODE_BYTES * c.slots] = empty
+        self._memory[self._index(pages), : NODE_BYTES * c.slots] = empty
 
     def _give_all(self, moves: Iterable[tuple[int, int]]) -> None:
         to: dict[int, list[int]] = {}
@@ -168,7 +179,7 @@ class Pages:
             c = self.classes[taker]
             self._clear(c, pages)
             c.pages += pages
-            starts = np.array(pages, np.int64) * self.page_bytes + k.NODE_BYTES * c.slots
+            starts = np.array(pages, np.int64) * self.page_bytes + NODE_BYTES * c.slots
             self.of_page[pages, 0] = taker
             self.of_page[pages, 1] = -(-starts // c.row_bytes)
 
@@ -176,12 +187,12 @@ class Pages:
         """What pages of a class hold."""
         c = self.classes[number]
         index = self._index(pages)
-        nodes = self._memory[index, : k.NODE_BYTES * c.slots]
-        scores = self._memory[index, self.page_bytes - _SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
+        nodes = self._memory[index, : NODE_BYTES * c.slots]
+        scores = self._memory[index, self.page_bytes - SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
         return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores)
 
     def parts(self, number: int) -> list[list[int]]:
-        """A class's pages, as many at once as `nodes` may well read."""
+        """A class's pages, as many at once as `nodes` should read."""
         pages = self.classes[number].pages
         return [pages[first : first + _PAGES_AT_ONCE] for first in range(0, len(pages), _PAGES_AT_ONCE)]
 
@@ -190,11 +201,11 @@ class Pages:
         return self.of_page.reshape(-1), [np.array(c.pages or [0], np.int32) for c in self.classes]
 
 
-def page_bytes(budget_bytes: int) -> int:
-    """Of a page: a power of 2, some hundredth of the budget."""
+def page_bytes_of(budget_bytes: int) -> int:
+    """Bytes of a page: a power of 2, about a hundredth of the budget."""
     return max(_SMALLEST, min(_LARGEST, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
 
 
 def slots_of_page(page_bytes: int, row_bytes: int) -> int:
     """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
-    return max(0, (page_bytes - row_bytes + 1) // (k.NODE_BYTES + _SCORE_BYTES + row_bytes))
+    return max(0, (page_bytes - row_bytes + 1) // (NODE_BYTES + SCORE_BYTES + row_bytes))

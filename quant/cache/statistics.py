@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tableside.quant.cache.kernels import Counter, State, occupied_at
+from tableside.quant.cache.kernels.state import ClassState, Counter, State, occupied_at
 
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place: ids read over it."""
+    """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place:
+    ids read over it.
+    """
 
     name: str
     ids: int
@@ -26,7 +29,11 @@ class TableStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a cache. locked_out: rows that found every slot in use. tables: by their numbers."""
+    """Of a cache. tables: by their numbers.
+
+    padded: rows that lookups read from a staging buffer and that were not admitted. locked_out: rows that
+    were to be admitted when batches in flight used every slot.
+    """
 
     tickets: int
     slots: int
@@ -50,11 +57,75 @@ def statistics_of(
         occupied=occupied,
         inserted=s[State.INSERTED],
         evicted=s[State.INSERTED] - occupied - s[State.FREED],
-        padded=s[State.PADDED],
+        padded=s[State.STAGED],
         locked_out=s[State.LOCKED_OUT],
         tables={
-            number: TableStatistics(name, *c[number], row_bytes)  # type: ignore[call-arg]
+            number: TableStatistics(
+                name,
+                ids=c[number][Counter.IDS],
+                hits=c[number][Counter.HITS],
+                fetched=c[number][Counter.FETCHED],
+                in_place=c[number][Counter.IN_PLACE],
+                row_bytes=row_bytes,
+            )
             for number, (name, row_bytes) in names.items()
             if number < len(c)
         },
     )
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Copies on the host, complete once `copied` is over (None: they are)."""
+
+    state: torch.Tensor
+    counters: torch.Tensor
+    names: dict[int, tuple[str, int]]
+    copied: Any
+
+    @property
+    def is_there(self) -> bool:
+        return self.copied is None or bool(self.copied.query())
+
+
+class Snapshots:
+    """Copies of a cache's numbers that the device makes in its own time, so that nobody waits for it.
+
+    last: the statistics of the last one that arrived; None: none did. The caller holds the cache's lock.
+    """
+
+    def __init__(self) -> None:
+        self._coming: _Snapshot | None = None
+        self._last_state: torch.Tensor | None = None
+        self.last: Statistics | None = None
+
+    def begin(
+        self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]], classes: int, slots: int
+    ) -> None:
+        """Begins a copy on the current stream, unless one is on its way."""
+        if self._coming is not None and not self._coming.is_there:
+            return
+        self.keep(classes, slots)
+        is_cuda = state.device.type == "cuda"
+        copies = []
+        for source in (state, counters):
+            copies.append(torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda))
+            copies[-1].copy_(source, non_blocking=True)
+        copied = None
+        if is_cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._coming = _Snapshot(copies[0], copies[1], names, copied)
+
+    def keep(self, classes: int, slots: int) -> None:
+        """Makes `last` of the copy that was begun, if it has arrived. classes, slots: of the cache now."""
+        if (coming := self._coming) is not None and coming.is_there:
+            self._last_state = coming.state
+            self.last = statistics_of(coming.state, coming.counters, coming.names, classes, slots)
+
+    def class_states(self) -> list[list[int]] | None:
+        """`ClassState` of each class in the last copy that arrived; None: none did."""
+        if self._last_state is None:
+            return None
+        states: list[list[int]] = self._last_state[len(State) :].view(-1, len(ClassState)).tolist()
+        return states

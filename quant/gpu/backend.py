@@ -49,8 +49,9 @@ try:
     from tableside.quant.gpu import lookup_kernel as fused_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[cuda], or serve without --devices") from error
-from tableside.quant.cache.cache import Cache, Ticket
+from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
+from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Clock, Group, Launches, Times, jobs_on_device
 from tableside.quant.gpu.layout import Layout, Shape, Shapes
@@ -274,7 +275,7 @@ class Fused(Backend):
             raise QuantError("this device has no cache; open_cache makes one")
         seen = self.view(table, rows, variant)
         registered = self.cache.registered(seen.address, table.rows, table.row_bytes, name)
-        place = InCache(registered.number, self.cache.slots_at)
+        place = InCache(registered.number, self.cache.slots_address)
         return dataclasses.replace(seen, memory=(seen.memory, registered), in_cache=place)
 
     def split(self, table: Table, rows: torch.Tensor | None, share: int, variant: Variant | None = None) -> DeviceTable:
@@ -404,7 +405,7 @@ class Fused(Backend):
         """
         if self._stashable:
             self._await_tables()
-        locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.pad)
+        locations, pad = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.staging)
         if ticket is not None:
             ticket.wait()
         stream = None if self._stream is None else torch.cuda.current_stream(self.device).cuda_stream

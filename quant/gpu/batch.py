@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import CacheJobs, cache_jobs, cached_bytes
+from tableside.quant.cache.jobs import ProbeJobs, write_jobs
 from tableside.quant.contract import Variant
 from tableside.quant.errors import BadIds
 from tableside.quant.gpu.layout import Bases, Layout, Shape, aligned
@@ -104,7 +104,7 @@ class Launches:
     """What a batch launches: first what finds its cached rows, if there are any, then its groups."""
 
     groups: tuple[Group, ...]
-    cached: CacheJobs | None
+    cached: ProbeJobs | None
 
 
 def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_interpreted: bool) -> tuple[bytes, Launches]:
@@ -150,15 +150,21 @@ def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_
             at = programs_at + 4 * programs + len(padding)
             flag += jobs
     cached = None
-    if jobs_of_cache := [job.shifted(base) for layout, base in zip(layouts, bases, strict=True) for job in layout.cached]:
-        written, cached = cache_jobs(jobs_of_cache, address + at, is_interpreted)
+    if jobs_of_cache := [job.shifted(base.inputs, base.locations) for layout, base in zip(layouts, bases, strict=True) for job in layout.cached]:
+        written, jobs_in_it = write_jobs(jobs_of_cache, is_interpreted)
+        cached = jobs_in_it.placed(address + at)
         parts.append(written)
     return b"".join(parts), Launches(tuple(groups), cached)
 
 
+def _cached_bytes(layout: Layout, is_interpreted: bool) -> int:
+    """What a request's cached lookups take of the jobs."""
+    return len(write_jobs(layout.cached, is_interpreted)[0])
+
+
 def jobs_on_device(layout: Layout, device: torch.device, is_interpreted: bool) -> tuple[torch.Tensor, Launches]:
     """The jobs of one request on the device, and what is to be launched."""
-    memory = torch.empty(layout.header_bytes + cached_bytes(layout.cached), dtype=torch.uint8, device=device)
+    memory = torch.empty(layout.header_bytes + _cached_bytes(layout, is_interpreted), dtype=torch.uint8, device=device)
     header, launches = _header([layout], [Bases()], memory.data_ptr(), is_interpreted)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
     return memory, launches
@@ -180,7 +186,7 @@ class Batch:
             jobs += layout.jobs
             located += layout.cached_ids
             header += layout.header_bytes
-        header += sum(cached_bytes(layout.cached) for layout in layouts)
+        header += sum(_cached_bytes(layout, is_interpreted) for layout in layouts)
         buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
         self.out_bytes = outputs
         self._header_at = inputs

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import contract
+from tableside.quant.cache.jobs import CachedLookup
 from tableside.quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table, Variant
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.lookup_kernel import FIELDS, Field
@@ -125,19 +126,6 @@ class Jobs:
         return self.rows + self.relative * shift
 
 
-@dataclass(frozen=True)
-class CacheJob:
-    """Ids of a request that go through the cache: of which table, where they lie, and where their locations go, in bytes."""
-
-    table: int
-    ids_at: int
-    ids: int
-    locations_at: int
-
-    def shifted(self, bases: Bases) -> "CacheJob":
-        return replace(self, ids_at=self.ids_at + bases.inputs, locations_at=self.locations_at + bases.locations)
-
-
 class Layout:
     """A request's lookups, laid out.
 
@@ -153,7 +141,7 @@ class Layout:
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
         self.gathers: list[Gather] = []
         self._pieces: list[list[Lookup]] = [[]]
-        self.cached: list[CacheJob] = []
+        self.cached: list[CachedLookup] = []
         self.variant = Variant()
         self.groups = (Jobs(True, shapes.of_pooled(lookups)), Jobs(False, shapes.unpooled))
         self._cpu, self._threads = cpu, threads
@@ -224,7 +212,7 @@ class Layout:
             row[Field.SLOTS] = lk.table.in_cache.slots_at
             row[Field.LOCATIONS_AT] = 4 * sum(job.ids for job in self.cached)
             relative.append(Field.LOCATIONS_AT)
-            self.cached.append(CacheJob(lk.table.in_cache.number, row[Field.IDS_AT], lk.ids, row[Field.LOCATIONS_AT]))
+            self.cached.append(CachedLookup(lk.table.in_cache.number, row[Field.IDS_AT], lk.ids, row[Field.LOCATIONS_AT]))
         if isinstance(lk.table, DeviceTable) and lk.table.split is not None:
             row[Field.SLOTS], row[Field.SHARE] = lk.table.split.rows_at, lk.table.split.share
         self.groups[not pooled].add(number, row, lk, relative)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tableside.quant.cache.cache import Ticket
+from tableside.quant.cache.tickets import Ticket
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.batch import jobs_on_device
 from tableside.quant.gpu.layout import Layout
@@ -97,7 +97,7 @@ class CapturedLookup:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else launches on the backend's stream, or changes the cache, meanwhile."""
-        with self._fused._lock, self._fused.cache._lock if self._fused.cache is not None else nullcontext():
+        with self._fused._lock, self._fused.cache.exclusive() if self._fused.cache is not None else nullcontext():
             yield
 
     def __call__(self) -> None:

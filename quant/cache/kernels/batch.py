@@ -1,0 +1,83 @@
+"""Kernels that begin, end and release a batch.
+
+`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
+the address of a batch's, int64 [TICKET_SIZE], of which `begin` writes the number and the host the rest.
+"""
+
+import triton
+import triton.language as tl
+
+from tableside.quant.cache.kernels import state as s
+from tableside.quant.cache.kernels.nodes import ID_BITS, ID_MASK, class_state_at, i32, i64, miss_count, table_at
+from tableside.quant.cache.kernels.state import (
+    ARRAY_MISSES,
+    ARRAY_VICTIM_BUCKETS,
+    CLASS_STATE_ADMITTED,
+    CLASS_STATE_MISSES,
+    CLASS_STATE_VICTIMS,
+    ROOT_IN_FLIGHT,
+    ROOT_STATE,
+    STATE_DONE,
+    STATE_MISSES,
+    STATE_NOW,
+    TABLE_MISS_BITS,
+    TICKET_NUMBER,
+    TICKET_PLACE,
+)
+
+MOST_IN_FLIGHT = tl.constexpr(s.MOST_IN_FLIGHT)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
+    """Gives the batch the next ticket number, finds the last ticket up to which all are released, and empties
+    the counts.
+
+    One program. Writes NOW, DONE and MISSES of the state, MISSES, ADMITTED and VICTIMS of every class, the
+    ticket's number, and that number at the ticket's place in IN_FLIGHT. Reads IN_FLIGHT, where `release`
+    writes zeros beside it. CLASS_LANES: classes, a power of 2.
+    """
+    root = i64(root)
+    ticket = i64(ticket)
+    state = i64(tl.load(root + ROOT_STATE))
+    in_flight = i64(tl.load(root + ROOT_IN_FLIGHT))
+    now = tl.load(state + STATE_NOW) + 1
+    tl.store(state + STATE_NOW, now)
+    tl.store(ticket + TICKET_NUMBER, now)
+    others = tl.load(in_flight + tl.arange(0, MOST_IN_FLIGHT), cache_modifier=".cg")
+    tl.store(state + STATE_DONE, tl.min(tl.where(others == 0, now, others), 0) - 1)
+    tl.store(in_flight + tl.load(ticket + TICKET_PLACE), now)
+    tl.store(state + STATE_MISSES, 0)
+    of_class = class_state_at(root, tl.arange(0, CLASS_LANES))
+    zeros = tl.zeros((CLASS_LANES,), tl.int64)
+    tl.store(of_class + CLASS_STATE_MISSES, zeros)
+    tl.store(of_class + CLASS_STATE_ADMITTED, zeros)
+    tl.store(of_class + CLASS_STATE_VICTIMS, zeros)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def release(root: tl.int64, ticket: tl.int64):
+    """Lets the slots that the ticket used be evicted, from the next `begin` on.
+
+    One program, on the stream of the batch's lookup. Writes a zero at the ticket's place in IN_FLIGHT.
+    """
+    tl.store(i64(tl.load(i64(root) + ROOT_IN_FLIGHT)) + tl.load(i64(ticket) + TICKET_PLACE), 0)
+
+
+@triton.jit(do_not_specialize=["root"])
+def end(root: tl.int64, BLOCK: tl.constexpr):
+    """Empties the maps of misses and the buckets of victims for the next batch.
+
+    A program takes BLOCK misses a turn. Reads MISSES, writes zeros to the words of MISS_BITS that they lie in
+    and -1 to VICTIM_BUCKETS.
+    """
+    root = i64(root)
+    count = miss_count(i64(tl.load(root + ROOT_STATE)))
+    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        is_miss = at < count
+        key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_miss, 0)
+        bits = tl.load(table_at(root, key >> ID_BITS) + TABLE_MISS_BITS, is_miss, 0)
+        tl.store(i32(bits) + ((key & ID_MASK) >> 5), tl.zeros((BLOCK,), tl.int32), is_miss)
+        nothing = tl.full((BLOCK,), -1, tl.int32)
+        tl.store(i32(tl.load(root + ARRAY_VICTIM_BUCKETS)) + at, nothing, is_miss)

@@ -1,0 +1,154 @@
+"""Addresses that the cache's kernels compute: of records, nodes, scores and rows; and the search along a
+chain.
+
+Throughout, `root` is the address of the cache's record as a pointer, int64 [ROOT_SIZE + ARRAY_SIZE]; the host
+writes it.
+"""
+
+import triton
+import triton.language as tl
+
+from tableside.quant.cache.kernels import state as s
+from tableside.quant.cache.kernels.state import (
+    CLASS_SIZE,
+    CLASS_STATE_SIZE,
+    ROOT_ARENA,
+    ROOT_BUCKET_MASK,
+    ROOT_CLASSES,
+    ROOT_HEADS,
+    ROOT_NODE_BITS,
+    ROOT_PAGE_BYTES,
+    ROOT_PAGES,
+    ROOT_STATE,
+    ROOT_TABLES,
+    STATE_MISSES,
+    STATE_SIZE,
+    TABLE_ADDRESS,
+    TABLE_ROW_BYTES,
+    TABLE_SIZE,
+)
+
+NODE_BYTES, NODE_NEXT, NODE_USED = tl.constexpr(s.NODE_BYTES), tl.constexpr(s.NODE_NEXT), tl.constexpr(s.NODE_USED)
+SCORE_BYTES = tl.constexpr(s.SCORE_BYTES)
+ID_BITS, ID_MASK = tl.constexpr(s.ID_BITS), tl.constexpr((1 << s.ID_BITS) - 1)
+COUNT_MASK = tl.constexpr(0xFFFFFFFF)  # of State.MISSES: how many there are
+
+
+@triton.jit
+def i64(address):
+    """Addresses as pointers to int64."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def i32(address):
+    """Addresses as pointers to int32."""
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def hash_of(key):
+    """int64 keys [n], not negative -> int64, of which the low 31 bits are well mixed."""
+    x = key ^ (key >> 29)
+    x = x * 0x2545F4914F6CDD1D
+    x = x ^ ((x >> 32) & 0xFFFFFFFF)
+    x = x * 0x1B03738712FAD5C9
+    return (x >> 33) & 0x7FFFFFFF
+
+
+@triton.jit
+def node_at(root, number):
+    """Addresses of nodes, int64, from their int32 numbers."""
+    bits = tl.load(root + ROOT_NODE_BITS).to(tl.int32)
+    page = (number >> bits).to(tl.int64)
+    place = (number & ((1 << bits) - 1)).to(tl.int64)
+    return tl.load(root + ROOT_ARENA) + page * tl.load(root + ROOT_PAGE_BYTES) + place * NODE_BYTES
+
+
+@triton.jit
+def score_at(root, number):
+    """Addresses of the scores of nodes, int64, from their int32 numbers."""
+    bits = tl.load(root + ROOT_NODE_BITS).to(tl.int32)
+    page = (number >> bits).to(tl.int64)
+    place = (number & ((1 << bits) - 1)).to(tl.int64)
+    return tl.load(root + ROOT_ARENA) + (page + 1) * tl.load(root + ROOT_PAGE_BYTES) - SCORE_BYTES - place * SCORE_BYTES
+
+
+@triton.jit
+def slot_of(root, number, mask):
+    """The slots of nodes, int32, in rows of their class from the arena's start."""
+    bits = tl.load(root + ROOT_NODE_BITS).to(tl.int32)
+    first = tl.load(i32(tl.load(root + ROOT_PAGES)) + (number >> bits) * 2 + 1, mask, 0)
+    return first + (number & ((1 << bits) - 1))
+
+
+@triton.jit
+def table_at(root, number):
+    """The record of a table, a pointer to int64 [TABLE_SIZE]; the host writes it."""
+    return i64(tl.load(root + ROOT_TABLES)) + number * TABLE_SIZE
+
+
+@triton.jit
+def class_at(root, number):
+    """The record of a class, a pointer to int64 [CLASS_SIZE]; the host writes it."""
+    return i64(tl.load(root + ROOT_CLASSES)) + number * CLASS_SIZE
+
+
+@triton.jit
+def class_state_at(root, number):
+    """The state of a class in this batch, a pointer to int64 [CLASS_STATE_SIZE]; kernels write it."""
+    return i64(tl.load(root + ROOT_STATE)) + STATE_SIZE + number * CLASS_STATE_SIZE
+
+
+@triton.jit
+def miss_count(state):
+    """How many rows the batch misses, int64. state: a pointer to int64 [STATE_SIZE]."""
+    return tl.load(state + STATE_MISSES) & COUNT_MASK
+
+
+@triton.jit
+def bit_count(word):
+    """How many bits of each int32 are set."""
+    x = word - ((word >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
+
+
+@triton.jit
+def host_row(root, key, mask):
+    """Where the rows of keys lie in their tables, addresses; and their bytes."""
+    table = table_at(root, key >> ID_BITS)
+    row_bytes = tl.load(table + TABLE_ROW_BYTES, mask, 0)
+    return tl.load(table + TABLE_ADDRESS, mask, 0) + (key & ID_MASK) * row_bytes, row_bytes
+
+
+@triton.jit
+def find(root, key, wanted):
+    """Nodes of the keys, int32, -1 where there is none; and the tickets that used them last."""
+    mask = tl.load(root + ROOT_BUCKET_MASK)
+    heads = i32(tl.load(root + ROOT_HEADS))
+    node = tl.load(heads + (hash_of(key) & mask), wanted, -1)
+    found = tl.full(key.shape, -1, tl.int32)
+    used = tl.zeros_like(found)
+    looks = wanted & (node >= 0)
+    while tl.max(looks.to(tl.int32), 0) > 0:
+        at = node_at(root, node)
+        its_key = tl.load(i64(at), looks, -1)
+        after = tl.load(i32(at + NODE_NEXT), looks, -1)
+        when = tl.load(i32(at + NODE_USED), looks, 0)
+        is_it = looks & (its_key == key)
+        found = tl.where(is_it, node, found)
+        used = tl.where(is_it, when, used)
+        looks = looks & (its_key != key) & (after >= 0)
+        node = tl.where(looks, after, node)
+    return found, used
+
+
+@triton.jit
+def link(root, node, key, mask):
+    """Puts nodes first into the chains of their keys' buckets; nobody walks a chain meanwhile."""
+    head = i32(tl.load(root + ROOT_HEADS)) + (hash_of(key) & tl.load(root + ROOT_BUCKET_MASK))
+    after = tl.atomic_xchg(head, node, mask, sem="relaxed")
+    tl.store(i32(node_at(root, node) + NODE_NEXT), after, mask)

@@ -1,0 +1,191 @@
+"""What the cache's kernels share: records of int64 in the device's memory, and the constants by which kernels
+read them.
+
+    arena     page 0 | page 1 | … | staging buffers
+    page      nodes [slots] · rows [slots, row_bytes], the first at a multiple of row_bytes from the arena's start · scores int32,
+              backwards from the page's end
+    node      16 bytes: key int64 (-1: free) · next int32 (the node after it in its bucket's chain; -1: none) · used int32 (the
+              last ticket that used it)
+
+A page belongs to one class, the rows of one size. A node's number is `page << node bits | its place in the
+page`, so that node and score are found without knowing the class; row `i` of a page lies at `(first row + i)
+* row_bytes`. A key is `table << ID_BITS | id`.
+
+A bucket is the head of a chain of nodes. Any key fits into any slot, no table of keys can be full before the
+slots are, and nothing is left behind by a key that goes. The misses of a batch are bits of a map over each
+table. So each missing row is fetched once and in the order of its address, with neither a sort nor a hash
+table. A row's place among the misses is its rank. A dirty flag says which groups of words of a map hold bits
+at all.
+
+Tickets and scores are kept in int32 where space matters, and may wrap.
+"""
+
+from enum import IntEnum
+
+import triton.language as tl
+
+ID_BITS = 40  # of a key; the table's number lies above them
+NODE_BYTES, NODE_NEXT, NODE_USED = 16, 8, 12  # of a node: its size, and where next and used lie
+SCORE_BYTES = 4
+UNIT_BYTES = 16  # staging buffers are counted in these
+WORD_BITS = 32  # rows of one word of a map
+GROUP_WORDS = 256  # words of a map that share one dirty flag
+ROWS_PER_FLAG = WORD_BITS * GROUP_WORDS
+CLASSES = 64  # row sizes at most
+MOST_IN_FLIGHT = 1024  # batches in flight at once
+FREE, NO_NODE = -1, -1
+IN_TABLE = -1  # a location: read the table itself
+UNRESOLVED = -(2**31)  # a location that is not known yet
+BUSY = -2  # the head of a bucket whose chain is being rebuilt
+SCORE_UNIT = 1 << 16  # a score is a logarithm to base 2, in this many parts
+MOST_AHEAD = 40  # doublings by which a score can be ahead of the tick; one that seems further ahead has wrapped
+PRIORITY_LIMIT = 2**30  # eviction priorities of slots that hold a row lie between minus this and this
+FREE_PRIORITY = 2**31 - 1  # of a slot that holds no row
+LOCKED_PRIORITY = -(2**31)  # of a slot that a batch in flight may read: it is never evicted
+PAGE_STRIDE = 7919  # pages that `evict` begins further on with each ticket: a prime, so that it comes to all of them
+
+
+class Root(IntEnum):
+    """What a cache is: addresses and sizes. The host writes them whenever tables, pages or memory change."""
+
+    ARENA = 0
+    PAGE_BYTES = 1
+    PAGES = 2  # int32 [pages, 2]: class (-1: none), first row
+    PAGE_COUNT = 3
+    NODE_BITS = 4
+    HEADS = 5  # int32 [buckets]: the first node of each chain; -1: none
+    BUCKET_MASK = 6
+    TABLES = 7  # int64 [tables, len(TableField)]
+    CLASSES = 8  # int64 [CLASSES, len(ClassField)]
+    STATE = 9  # int64 [len(State) + CLASSES * len(ClassState)]
+    COUNTERS = 10  # int64 [tables, len(Counter)]
+    IN_FLIGHT = 11  # int64 [MOST_IN_FLIGHT]: the number of the ticket at each place; 0: none
+    GHOSTS = 12  # int32 [ghosts, 2]: tags and scores of keys that were missed (LFU)
+    GHOST_MASK = 13
+    RATE = 14  # by how much the tick grows a ticket; SCORE_UNIT is one half life
+    GROUPS = 15  # int32 [programs of `enumerate_misses`, 2]: table, its first dirty flag
+    MOST_SLOTS = 16  # of a page, of any class
+    WIDEST_UNITS = 17  # UNIT_BYTES of a row, of any class
+    GATHER_LIST = (
+        18  # int64 [2 + GATHER_MOST], then int32 [GATHER_MOST], page-locked: what the CPU gathers, see `fetch.list_rows`
+    )
+    GATHER_FROM = 19  # misses of a batch from which the CPU gathers them
+    GATHER_MOST = 20  # misses of a batch that the CPU gathers, at most
+    GATHERED = 21  # page-locked memory where the CPU puts them, laid out as in the staging buffer
+    GATHERED_UNITS = 22  # its size
+
+
+class BatchArray(IntEnum):
+    """Addresses of arrays that each batch writes anew, one element an id at most. They follow Root in the
+    same record.
+    """
+
+    MISSES = 0  # int64 [misses]: keys, in the order of their ranks
+    SCORES = 1  # int32 [misses]: their scores (LFU)
+    RANKS = 2  # int32 [misses]: the place of each among the admitted of its class; -1: it is not admitted
+    NODES = 3  # int32 [misses]: the node whose slot gets the row from the staging buffer; -1: none does
+    LOCATIONS = 4  # int32 [misses]: where the lookup finds it, as a ticket's locations
+    VICTIMS = 5  # int32 [misses]: nodes for the admitted, those of a class from its FIRST_VICTIM on
+    VICTIM_BUCKETS = 6  # int32 [misses]: the bucket of the key that each victim held; -1: none
+
+
+class TableField(IntEnum):
+    """A table of a cache."""
+
+    ADDRESS = 0  # of the first row, where the device reads it
+    ROWS = 1
+    ROW_BYTES = 2
+    CLASS = 3
+    MISS_BITS = 4  # int32 [words]: the rows that the batch misses
+    FIRST_RANKS = 5  # int32 [words]: how many of the batch's misses come before the word's
+    DIRTY = 6  # int32 [flags]: whether any of GROUP_WORDS words has bits
+
+
+class ClassField(IntEnum):
+    """Rows of one size."""
+
+    ROW_BYTES = 0
+    SLOTS = 1  # of a page
+    PAGE_LIST = 2  # int32 [pages]
+    PAGES = 3
+
+
+class State(IntEnum):
+    """What changes with each batch; `len(ClassState)` more for each class follow."""
+
+    NOW = 0  # the last ticket
+    DONE = 1  # all tickets up to it are released
+    MISSES = 2  # of the batch; above 32 bits the units that their rows take in a staging buffer
+    INSERTED = 3  # rows put into slots; from here on: since the cache was made
+    FREED = 4  # rows that were dropped with their page or table, and for no other row
+    STAGED = 5  # rows read from a staging buffer that were not admitted
+    LOCKED_OUT = 6  # rows that were admitted and got no slot, since batches in flight held them all
+    GATHERED_BYTES = 7  # of the staging buffer, those that the CPU gathers in this batch
+
+
+class ClassState(IntEnum):
+    """A class in a batch. OCCUPIED lasts."""
+
+    MISSES = 0
+    ADMITTED = 1  # of them
+    VICTIMS = 2  # slots found for them, or more
+    THRESHOLD = 3  # misses whose eviction priority is below it are admitted
+    VICTIM_PRIORITY = 4  # slots whose eviction priority is at least this are victims
+    FIRST_VICTIM = 5  # where the class's victims begin in VICTIMS
+    OCCUPIED = 6  # slots that hold a row
+
+
+class Counter(IntEnum):
+    """Of a table, since it was registered."""
+
+    IDS = 0
+    HITS = 1
+    FETCHED = 2  # rows that were missing, each once a batch
+    IN_PLACE = 3  # ids whose row found no room in slots and staging buffer
+
+
+class JobField(IntEnum):
+    """One lookup of a batch."""
+
+    TABLE = 0
+    IDS_AT = 1  # byte in the inputs, int64
+    IDS = 2
+    LOCATIONS_AT = 3  # byte in the locations, int32
+    FIRST_BLOCK = 4
+
+
+class TicketField(IntEnum):
+    """A batch in flight."""
+
+    NUMBER = 0
+    STAGING = 1  # address of its staging buffer
+    STAGING_UNITS = 2
+    PLACE = 3  # in IN_FLIGHT
+
+
+def occupied_at(number: int) -> int:
+    """Where in the state the OCCUPIED of a class is."""
+    return len(State) + number * len(ClassState) + ClassState.OCCUPIED
+
+
+def constants(prefix: str, fields: type[IntEnum], first: int = 0) -> dict[str, tl.constexpr]:
+    """`PREFIX_NAME` for each field, and `PREFIX_SIZE`: int64s of the record. Triton's kernels read such
+    globals alone.
+
+    first: where the record begins, if another one is before it.
+    """
+    numbers = {field.name: first + int(field) for field in fields} | {"SIZE": len(fields)}
+    return {f"{prefix}_{name}": tl.constexpr(number) for name, number in numbers.items()}
+
+
+globals().update(
+    constants("ROOT", Root)
+    | constants("ARRAY", BatchArray, first=len(Root))
+    | constants("TABLE", TableField)
+    | constants("CLASS", ClassField)
+    | constants("STATE", State)
+    | constants("CLASS_STATE", ClassState)
+    | constants("COUNTER", Counter)
+    | constants("JOB", JobField)
+    | constants("TICKET", TicketField)
+)

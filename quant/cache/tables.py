@@ -1,0 +1,152 @@
+"""The tables that go through a cache, and what each of them takes of the device: maps of the misses of a
+batch, and counters.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_FLAG, Counter, TableField
+from tableside.quant.errors import QuantError
+
+FLAGS = 1  # dirty flags that one program of `enumerate_misses` takes
+_LEAST_COUNTED = 64  # tables that counters have room for
+
+
+@dataclass(frozen=True)
+class CachedTable:
+    """A table: its rows, their class, and the maps of a batch's misses as `TableField` says.
+
+    address: of the first row, where the device reads it. miss_bits, first_ranks: int32 [words]; dirty: int32
+    [flags].
+    """
+
+    name: str
+    address: int
+    rows: int
+    row_bytes: int
+    row_class: int
+    miss_bits: torch.Tensor
+    first_ranks: torch.Tensor
+    dirty: torch.Tensor
+
+    @property
+    def map_bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.miss_bits, self.first_ranks, self.dirty))
+
+    def record(self) -> list[int]:
+        """int64 [TABLE_SIZE] for the kernels."""
+        fields = {
+            TableField.ADDRESS: self.address,
+            TableField.ROWS: self.rows,
+            TableField.ROW_BYTES: self.row_bytes,
+            TableField.CLASS: self.row_class,
+            TableField.MISS_BITS: self.miss_bits.data_ptr(),
+            TableField.FIRST_RANKS: self.first_ranks.data_ptr(),
+            TableField.DIRTY: self.dirty.data_ptr(),
+        }
+        return [fields[f] for f in TableField]
+
+
+class Registered:
+    """A table's place in a cache, given up with the last reference. number: as lookups name it."""
+
+    def __init__(self, number: int, forgotten: Callable[[int], None]) -> None:
+        self.number = number
+        weakref.finalize(self, forgotten, number)  # whoever drops it may hold any lock
+
+
+class Tables:
+    """Tables by their numbers, and the counters of each, int64 [tables, COUNTER_SIZE]. The caller holds the
+    cache's lock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: dict[int, CachedTable] = {}
+        self.counters = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def __getitem__(self, number: int) -> CachedTable:
+        return self._tables[number]
+
+    def __iter__(self) -> Iterator[CachedTable]:
+        return iter(self._tables.values())
+
+    def add(self, name: str, address: int, rows: int, row_bytes: int, row_class: int) -> int:
+        """Takes a table under the smallest number that is free, with empty maps and counters."""
+        number = next(n for n in range(len(self._tables) + 1) if n not in self._tables)
+        flags = flag_count(rows)
+        maps = [torch.zeros(n, dtype=torch.int32, device=self._device) for n in (flags * GROUP_WORDS, flags * GROUP_WORDS, flags)]
+        self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
+        first, end = number * len(Counter), (number + 1) * len(Counter)
+        if end > self.counters.numel():
+            grown = torch.zeros(max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter), dtype=torch.int64, device=self._device)
+            grown[: self.counters.numel()] = self.counters
+            self.counters = grown
+        self.counters[first:end] = 0
+        return number
+
+    def remove(self, number: int) -> None:
+        del self._tables[number]
+
+    def clear_maps(self) -> None:
+        """Empties all maps."""
+        for table in self._tables.values():
+            table.miss_bits.zero_()
+            table.dirty.zero_()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the rows of all tables."""
+        return sum(t.rows * t.row_bytes for t in self._tables.values())
+
+    @property
+    def map_bytes(self) -> int:
+        """What all maps take of the device."""
+        return sum(t.map_bytes for t in self._tables.values())
+
+    def rows_of_classes(self, classes: int) -> list[int]:
+        """Rows of the tables of each class."""
+        rows = [0] * classes
+        for table in self._tables.values():
+            rows[table.row_class] += table.rows
+        return rows
+
+    def names(self) -> dict[int, tuple[str, int]]:
+        """Number of each table -> its name, and bytes of its rows."""
+        return {number: (t.name, t.row_bytes) for number, t in self._tables.items()}
+
+    def records(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """What the kernels read: the records of all tables, and the table and first dirty flag of each
+        program of `enumerate_misses`; both flat.
+        """
+        records = np.zeros((max(1, max(self._tables, default=-1) + 1), len(TableField)), np.int64)
+        groups = [np.zeros((0, 2), np.int32)]
+        for number, table in self._tables.items():
+            records[number] = table.record()
+            firsts = np.arange(0, table.dirty.numel(), FLAGS, dtype=np.int32)
+            groups.append(np.stack([np.full_like(firsts, number), firsts], 1))
+        return records.reshape(-1), np.concatenate(groups).reshape(-1)
+
+
+def check_table(rows: int, row_bytes: int) -> None:
+    """QuantError: no cache can take such a table."""
+    if not 0 < rows <= 1 << ID_BITS or row_bytes % 16 or row_bytes <= 0:
+        raise QuantError(
+            f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << ID_BITS:,} rows of a "
+            "multiple of 16 bytes"
+        )
+
+
+def flag_count(rows: int) -> int:
+    """Dirty flags of a table."""
+    return -(-rows // ROWS_PER_FLAG)
+
+
+def map_bytes(rows: int) -> int:
+    """What a table of so many rows takes of the device beside a cache's budget: a quarter of a byte a row."""
+    return flag_count(rows) * 4 * (2 * GROUP_WORDS + 1)

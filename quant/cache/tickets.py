@@ -1,0 +1,134 @@
+"""Batches in flight: what each takes of the device, and the tickets by which callers wait for them and
+release them.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from tableside.quant.cache.kernels.state import MOST_IN_FLIGHT, UNIT_BYTES, TicketField
+from tableside.quant.cache.streams import is_capturing, wait
+from tableside.quant.errors import QuantError
+
+_LEAST_IDS = 64
+
+
+class InFlightBatch:
+    """What a batch takes of the device while it is in flight, used by one after another.
+
+    record: int64 [TICKET_SIZE] on the device; staging: the address of its staging buffer of `staging_bytes`;
+    locations: int32 [ids or more]; ready: an event, after which the batch's rows can be read; released: an
+    event, after which nobody reads them.
+    """
+
+    def __init__(self, device: torch.device, place: int, staging: int, staging_bytes: int) -> None:
+        fields = {
+            TicketField.NUMBER: 0,
+            TicketField.STAGING: staging,
+            TicketField.STAGING_UNITS: staging_bytes // UNIT_BYTES,
+            TicketField.PLACE: place,
+        }
+        self.record = torch.tensor([fields[f] for f in TicketField], dtype=torch.int64, device=device)
+        self.staging, self.staging_bytes = staging, staging_bytes
+        self.locations = torch.empty(0, dtype=torch.int32, device=device)
+        is_cuda = device.type == "cuda"
+        self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self.released = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def fit(self, ids: int) -> None:
+        """Makes room for the locations of so many ids."""
+        if self.locations.numel() < ids:
+            self.locations = torch.empty(rounded_up(ids), dtype=torch.int32, device=self.locations.device)
+
+
+class Ticket:
+    """A batch whose rows are on their way to the device.
+
+    locations int32 [ids], one an id: >= 0: a slot, at this multiple of its row's bytes from the cache's
+    `slots_address`; -1: the table itself; else 16 * (-2 - location) bytes from `staging`, the address of the
+    batch's staging buffer.
+
+    release, abandon: told the batch when the ticket is released (and whether others may use it), and when it
+    was dropped without that.
+    """
+
+    def __init__(
+        self,
+        batch: InFlightBatch,
+        release: Callable[[InFlightBatch, bool], None],
+        abandon: Callable[[InFlightBatch], None],
+    ) -> None:
+        self._batch: InFlightBatch | None = batch
+        self._release, self._abandon = release, abandon
+        self._ready = batch.ready
+        self.captured: InFlightBatch | None = batch if is_capturing() else None  # it belongs to a graph, which may be replayed
+        self.locations = batch.locations
+        self.staging = batch.staging
+
+    def wait(self) -> None:
+        """What comes next on the current stream finds the rows there. The caller waits for nothing."""
+        wait(self._ready)
+
+    def release(self) -> None:
+        """Lets its rows be evicted once what is on the current stream so far is done. A second call does
+        nothing.
+        """
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self._release(batch, self.captured is None)
+
+    def __del__(self) -> None:
+        if getattr(self, "_batch", None) is not None and self.captured is None:
+            self._abandon(self._batch)  # type: ignore[arg-type]
+
+
+class BatchesInFlight:
+    """All batches that a cache can have in flight; those with a staging buffer are there from the start,
+    others are added.
+
+    first_staging: the address of `count` staging buffers of `staging_bytes` each. The caller holds the
+    cache's lock.
+    """
+
+    def __init__(self, device: torch.device, first_staging: int, staging_bytes: int, count: int) -> None:
+        self._device = device
+        self.all = [InFlightBatch(device, n, first_staging + n * staging_bytes, staging_bytes) for n in range(count)]
+        self.free = deque(self.all)
+        self.count = 0  # that are in flight
+
+    def reserve(self, ids: int) -> None:
+        """Makes room for the locations of so many ids in the free ones; what others use they keep."""
+        for batch in self.free:
+            wait(batch.released)
+            batch.fit(ids)
+
+    def taken(self, ids: int, arena: int) -> InFlightBatch:
+        """A free one, or a new one without a staging buffer, with room for so many ids. QuantError: too many
+        are in flight.
+        """
+        if not self.free:
+            if len(self.all) >= MOST_IN_FLIGHT:
+                raise QuantError(f"{len(self.all)} tickets are out; release them, in any order, after their lookups")
+            self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
+            self.free.append(self.all[-1])
+        batch = self.take()
+        wait(batch.released)  # the lookup that read its locations and its staging buffer
+        batch.fit(ids)
+        return batch
+
+    def take(self) -> InFlightBatch:
+        """The one with a staging buffer that is free for longest; where there is none, one without."""
+        batch = next((b for b in self.free if b.staging_bytes), self.free[0])
+        self.free.remove(batch)
+        return batch
+
+    def wait_for_released(self) -> None:
+        """What comes next on the current stream comes after all lookups of batches that were released."""
+        for batch in self.all:
+            wait(batch.released)
+
+
+def rounded_up(ids: int) -> int:
+    """Room for so many ids or some more, so that it need not grow with every batch."""
+    return max(_LEAST_IDS, 1 << (ids - 1).bit_length())

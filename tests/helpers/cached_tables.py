@@ -1,0 +1,82 @@
+"""Host tables of random bytes that go through a cache, and checks of what a batch finds there."""
+
+from typing import Any
+
+import numpy as np
+import tables
+import torch
+
+from tableside.quant import choose
+from tableside.quant.cache.jobs import CachedLookup, write_jobs
+from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.cache.tickets import Ticket
+from tableside.quant.gpu.backend import Fused
+
+SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a row
+
+
+class CachedTables:
+    """Host tables of random bytes, cached; `batch` prefetches ids of all of them and gives what each id's
+    location holds.
+    """
+
+    def __init__(self, budget: int, settings: CacheSettings, sizes: dict[str, tuple[int, int]] = SIZES) -> None:
+        fused = Fused(tables.DEVICE, choose())
+        self.cache = fused.open_cache(budget, min(size for _, size in sizes.values()), settings)
+        self.rows: dict[int, torch.Tensor] = {}
+        self.numbers = {name: self.add(*size) for name, size in sizes.items()}
+
+    def add(self, rows: int, row_bytes: int) -> int:
+        memory = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        memory.copy_(torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), dtype=np.uint8)))
+        number = self.cache.register(memory.data_ptr(), rows, row_bytes)
+        self.rows[number] = memory
+        return number
+
+    def prefetch(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> tuple[Ticket, dict[int, np.ndarray], torch.Tensor]:
+        device = self.cache.device
+        values = np.concatenate([np.zeros(1, np.int64), *ids.values()])
+        inputs = torch.from_numpy(values).to(device).view(torch.uint8)
+        lookups, at = [], 0
+        for number, wanted in ids.items():
+            lookups.append(CachedLookup(number, 8 + 8 * at, wanted.size, 4 * at))
+            at += wanted.size
+        written, jobs = write_jobs(lookups, device.type == "cpu")
+        memory = torch.frombuffer(bytearray(written + bytes(8)), dtype=torch.uint8).to(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.cache.prefetch(jobs.placed(memory.data_ptr()), inputs, admit_all), ids, memory
+
+    def check(self, ticket: Ticket, ids: dict[int, np.ndarray]) -> None:
+        """What lies at each location is the row."""
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize()
+        arena, locations = self.cache._memory.arena.cpu().numpy(), ticket.locations.cpu().numpy()
+        at = 0
+        for number, wanted in ids.items():
+            rows = self.rows[number].numpy()
+            for id in wanted:
+                place, size = int(locations[at]), rows.shape[1]
+                start = place * size if place >= 0 else ticket.staging - self.cache.slots_address + 16 * (-2 - place)
+                found = rows[id] if place == -1 else arena[start : start + size]
+                assert (found == rows[id]).all(), f"id {id} of table {number}, at {place}"
+                at += 1
+
+    def look_up(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> None:
+        ticket, ids, _ = self.prefetch(ids, admit_all)
+        self.check(ticket, ids)
+        ticket.release()
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity(lambda number, id: self.rows[number][id].numpy().tobytes())
+
+    def hits(self) -> int:
+        return sum(t.hits for t in self.cache.statistics(wait=True).tables.values())
+
+
+def settings(policy: Policy = Policy.LRU, **more: Any) -> CacheSettings:
+    return CacheSettings(policy, **{"page_bytes": 1024, **more})
+
+
+def run(count: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + count, dtype=np.int64)
