@@ -1,4 +1,4 @@
-"""Our fused GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
+"""Our GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
 
 Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Each pair of results is compared
 before it is timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's own copies.
@@ -25,8 +25,8 @@ from tableside.loader.segment import Segment
 from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
-from tableside.quant.gpu.backend import Fused
-from tableside.quant.gpu.layout import Shape, Shapes
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.serving.cli.bench import draw_ids
 
@@ -61,20 +61,20 @@ def cases() -> Iterator[Case]:
 class Work:
     """A case's ids on the device, and both sides ready to be called."""
 
-    def __init__(self, case: Case, segment: Segment, weights: torch.Tensor, device: torch.device, shapes: Shapes) -> None:
+    def __init__(self, case: Case, segment: Segment, weights: torch.Tensor, device: torch.device, configs: LaunchConfigs) -> None:
         names = [t.name for t in segment.header.tables]
         rng = np.random.default_rng(case.batch)
         self.ids = np.concatenate([draw_ids(rng, ROWS, (case.batch, IDS), case.zipf).reshape(-1) for _ in names])
         self.inputs = torch.from_numpy(self.ids).to(device).view(torch.uint8)
         pooling = Pooling.SUM if case.pooled else Pooling.NONE
-        self.fused = Fused(str(device), choose(), shapes=shapes)
+        self.backend = GpuBackend(str(device), choose(), configs=configs)
         lookups, at, each = [], 0, case.batch * IDS
         for n, name in enumerate(names):
-            table = self.fused.hold(segment.tables[name])
+            table = self.backend.to_hbm(segment.tables[name])
             lookups.append(Lookup(table, pooling, 8 * each * n, each, at, Precision.FP16, bags=case.batch, bag_length=IDS))
             at += lookups[-1].out_bytes
-        self.plan = self.fused.plan(lookups)
-        self.prepared: PreparedLookup = self.fused.prepare(self.plan)
+        self.plan = self.backend.plan(lookups)
+        self.prepared: PreparedLookup = self.backend.prepare(self.plan)
         self.outputs = torch.empty(self.prepared.out_bytes, dtype=torch.uint8, device=device)
         self.host_inputs = self.ids.tobytes()
         specs = [TbeTable(t.name, t.rows, t.dim, RowFormat.parse(t.row_format)) for t in segment.header.tables]
@@ -171,13 +171,13 @@ def compare(root: Path, device: torch.device) -> None:
     copies = copy_bytes_a_second(device)
     rows, missed = [], []
     for case in cases():
-        work = Work(case, *publish(root, case.row_format, case.dim), device, Shapes())
+        work = Work(case, *publish(root, case.row_format, case.dim), device, LaunchConfigs())
         work.check()
         ours, theirs = graph_seconds(work.ours), graph_seconds(work.theirs)
         again = graph_seconds(work.ours)
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
-        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(lambda w=work: w.fused.run([(w.plan, w.host_inputs)]))
+        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(lambda w=work: w.backend.run([(w.plan, w.host_inputs)]))
         rows.append(
             row(
                 case,
@@ -211,8 +211,8 @@ def sweep(root: Path, device: torch.device) -> None:
         for ids, columns, warps in product((2, 4, 5, 10) if pooled else (1,), (32, 64, 128, 256), (1, 2, 4, 8)):
             if not 32 * warps <= columns <= 64 * warps:
                 continue
-            shape = Shape(ids, columns, warps)
-            work = Work(case, *published, device, Shapes(shape, shape, shape))
+            config = LaunchConfig(ids, columns, warps)
+            work = Work(case, *published, device, LaunchConfigs(config, config, config))
             work.check()
             seconds = graph_seconds(work.ours, rounds=5, repeats=5)
             rows.append(row(case, rows_in_flight=ids, columns=columns, warps=warps, us=seconds * 1e6))

@@ -82,7 +82,7 @@ def memory(root: Path, gib: int, devices: Sequence[int]) -> list[dict[str, Any]]
     for gpus in [n for n in (1, 2, 4) if n <= len(devices)]:
         for workers in [w for w in (1, 2, 4) if w >= gpus]:
             before = hbm_used()
-            options = ("--devices", ",".join(map(str, devices[:gpus])), "--placement", "uvm", "--workers", workers)
+            options = ("--devices", ",".join(map(str, devices[:gpus])), "--placement", "zero_copy", "--workers", workers)
             with serving(root, *options) as (url, process, log, ready_s):
                 check(root, url, 8)
                 first_s = ready_s
@@ -134,7 +134,7 @@ def http(root: Path) -> list[dict[str, Any]]:
     ways = {
         "cpu": (),
         "hbm": ("--devices", 0, "--placement", "hbm"),
-        "uvm": ("--devices", 0, "--placement", "uvm", "--threads", 4),
+        "uvm": ("--devices", 0, "--placement", "zero_copy", "--threads", 4),
         "cached 10 %": ("--devices", 0, "--placement", "cached", "--hbm-budget", f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"),
     }
     rows = []
@@ -186,7 +186,10 @@ def main() -> None:
         with shared_folder() as root:
             rows = memory(root, options.memory, range(len(gpu)))
         report(
-            "gpu_workers", f"workers over one segment of {options.memory} GiB, placement uvm", rows, gpu=gpu[0].partition(" (")[0]
+            "gpu_workers",
+            f"workers over one segment of {options.memory} GiB, placement zero_copy",
+            rows,
+            gpu=gpu[0].partition(" (")[0],
         )
     if options.http:
         with shared_folder() as root:

@@ -20,7 +20,7 @@ from make_model import publish_random
 from tableside.loader.registration import Registration
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, choose
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.stash import points, stash_embedding_weights
 
 DEVICE = torch.device("cuda:0")
@@ -198,11 +198,11 @@ def served() -> list[dict[str, Any]]:
         publish_random(root, "stash", {f"t{i}": (rows, DIM, "int8") for i in range(8)})
         segment = Model(root, "stash").attach(verify="header")
         registration = Registration(segment, DEVICE)
-        fused = Fused(str(DEVICE), choose())
+        fused = GpuBackend(str(DEVICE), choose())
         held = []
         for stored in segment.header.tables:
             source = registration.view(stored.offset, stored.bytes)
-            held.append(fused.hold(segment.tables[stored.name], source, stashable=True))
+            held.append(fused.to_hbm(segment.tables[stored.name], source, stashable=True))
         size = 8 * BATCH * DIM * 2
         lookups = [
             Lookup(t, Pooling.SUM, 8 * BATCH * IDS * n, BATCH * IDS, BATCH * DIM * 2 * n, Precision.FP16, BATCH, None, IDS)

@@ -22,7 +22,7 @@ from tableside.loader.registration import Registration
 from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 
 DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
 TARGETS = {20_000: 2.0, 500_000: 3.0}
@@ -56,8 +56,8 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
         view = registration.view(stored.offset, stored.bytes)
         module = init_tbe([TbeTable("t", rows, DIM, RowFormat.INT8)], pooling=Pooling.NONE, device="cuda:0", half=True)
         bind(module, segment, ["t"], registration.view(0, segment.size))
-        ways = {"in place": Fused("cuda:0", choose(), gather_from=NEVER)}
-        ways |= {f"gathered, {n} threads": Fused("cuda:0", choose(), gather_from=1, threads=n) for n in threads}
+        ways = {"in place": GpuBackend("cuda:0", choose(), gather_from=NEVER)}
+        ways |= {f"gathered, {n} threads": GpuBackend("cuda:0", choose(), gather_from=1, threads=n) for n in threads}
         for count in CALLS:
             rng = np.random.default_rng(count)
             batches = [rng.integers(0, rows, count) for _ in range(12)]
@@ -70,7 +70,7 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
             expected = theirs(0).float().cpu()
             base = seconds(theirs, 10)
             for name, fused in ways.items():
-                lookup = Lookup(fused.view(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16)
+                lookup = Lookup(fused.map_host(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16)
                 plan = fused.plan([lookup], fused.threads)
                 result = fused.run([(plan, batches[0].tobytes())])[0]
                 assert isinstance(result, np.ndarray)

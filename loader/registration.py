@@ -4,7 +4,6 @@ place and copies it at the speed of the bus. Nothing is copied, and other proces
 A registration belongs to one process. It is undone when the last view of it is gone, and before the segment is unmapped.
 """
 
-import ctypes
 import fcntl
 import logging
 import os
@@ -14,35 +13,21 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tableside.loader.errors import RegistrationError
 from tableside.loader.memory import Mapping
 from tableside.loader.segment import Segment
-
-if TYPE_CHECKING:
-    import torch
+from tableside.quant.device.cuda import clear_error, registers_read_only, tensor_over
 
 logger = logging.getLogger("tableside")
 
 TURN_WAIT_S = 60.0
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
-_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_SUPPORTED = 1, 2, 712, 801
 _NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this CUDA", 100: "there is no GPU"}
-
-
-class _View:
-    """What torch makes a tensor of; the tensor keeps it, and with it the registration."""
-
-    def __init__(self, registration: "Registration", offset: int, size: int) -> None:
-        self._registration = registration
-        self.__cuda_array_interface__ = {
-            "data": (registration.address + offset, False),  # torch knows no read-only arrays; the registration is read-only
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 class Registration:
@@ -57,24 +42,22 @@ class Registration:
         self.address, self.size = segment.mapping.address, segment.size
         if cudart is None:
             cudart = _runtime(device)
-        self.is_read_only = _supports_read_only(device) if read_only is None else read_only
+        self.is_read_only = registers_read_only(torch.device(device)) if read_only is None else read_only
         flags = PORTABLE | MAPPED | (READ_ONLY if self.is_read_only else 0)
         with _one_by_one(segment):
             started = time.perf_counter()
             code = int(cudart.cudaHostRegister(self.address, self.size, flags))
             self.seconds = time.perf_counter() - started
         if code:
-            _forget_error(cudart)
+            clear_error(cudart)
             raise RegistrationError(_explain(code, segment, self.is_read_only))
         self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
 
-    def view(self, offset: int, size: int) -> "torch.Tensor":
+    def view(self, offset: int, size: int) -> torch.Tensor:
         """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written to."""
-        import torch
-
         if not 0 <= offset <= offset + size <= self.size:
             raise RegistrationError(f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}")
-        return torch.as_tensor(_View(self, offset, size), device=self.device)
+        return tensor_over(self.address + offset, size, torch.device(self.device), self)
 
     def close(self) -> None:
         """Undoes the registration now; the caller has let go of all views. Safe to call twice."""
@@ -96,21 +79,8 @@ def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
         _unregister(cudart, mapping)
 
 
-def _forget_error(cudart: Any) -> None:
-    """CUDA hands a failed call's error to the next one that asks in this thread, which would be torch's, for something else."""
-    if hasattr(cudart, "cudaGetLastError"):
-        cudart.cudaGetLastError()
-        return
-    from tableside.quant.device.gather import cuda_runtimes
-
-    for runtime in cuda_runtimes():
-        runtime.cudaGetLastError()
-
-
 def _runtime(device: Any) -> Any:
     """torch's binding of the CUDA runtime, with a context on the device; RegistrationError: there is none."""
-    import torch
-
     if not torch.cuda.is_available():
         raise RegistrationError(
             f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the driver (nvidia-smi), "
@@ -119,15 +89,6 @@ def _runtime(device: Any) -> Any:
     torch.cuda.set_device(device)
     torch.cuda.synchronize()
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _supports_read_only(device: Any) -> bool:
-    import torch
-
-    driver = ctypes.CDLL("libcuda.so.1")
-    value = ctypes.c_int(0)
-    ordinal = torch.device(device).index or 0
-    return driver.cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, ordinal) == 0 and value.value == 1
 
 
 @contextmanager

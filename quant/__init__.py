@@ -1,11 +1,14 @@
 """Numbers: row formats, quantize, dequantize and lookup on packed rows.
 
-Knows nothing of files, processes, settings or HTTP. Four backends share one contract (`quant.contract.Backend`):
-`reference` (plain torch, the specification), `fbgemm`, `native` (our own CPU kernel) and `fused` (our own GPU kernel).
+Knows nothing of files, processes, settings or HTTP. Four backends share one contract (`quant.contract.Backend`): plain torch (the
+specification), FBGEMM, our own CPU kernel and our own GPU kernel. Inside, imports go one way:
+
+    contract  <-  cpu  <-  device  <-  cache  <-  gpu
 """
 
 from tableside.quant.backends import backend_names, choose
-from tableside.quant.contract import Backend, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, Table
+from tableside.quant.contract import Backend, Lookup, Plan, Pooling, Precision, RowSource, Table
+from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
 from tableside.quant.row_format import RowFormat, Source
 
@@ -13,7 +16,6 @@ __all__ = [
     "Backend",
     "BadIds",
     "CpuBackend",
-    "DeviceTable",
     "Lookup",
     "MissingBackend",
     "Plan",
@@ -21,6 +23,7 @@ __all__ = [
     "Precision",
     "QuantError",
     "RowFormat",
+    "RowSource",
     "Source",
     "Table",
     "backend_names",

@@ -4,7 +4,7 @@ from functools import cache
 from importlib import import_module
 from typing import cast
 
-from tableside.quant.contract import CpuBackend
+from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
 

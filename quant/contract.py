@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,7 @@ class Pooling(IntEnum):
 
 
 class Precision(IntEnum):
-    """What a lookup's vectors are written as. The values are shared with the fused kernel; bf16 exists on the GPU alone."""
+    """What a lookup's vectors are written as. The values are shared with the kernels; bf16 exists on the GPU alone."""
 
     FP32 = 0
     FP16 = 1
@@ -61,9 +61,25 @@ class Precision(IntEnum):
         return 4 if self is Precision.FP32 else 2
 
 
+class RowSource(Protocol):
+    """Packed rows that a lookup reads, wherever they lie: a `Table` in host memory, or a table that a device reads."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def row_format(self) -> RowFormat: ...
+
+    @property
+    def dim(self) -> int: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Packed rows. packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does."""
+    """Packed rows in host memory. packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does."""
 
     packed: Bytes
     row_format: RowFormat
@@ -94,94 +110,13 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What a GPU's kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a multiple of 4.
-
-    Tables that are used together share one, so that all that is compiled for them is compiled when they are first used.
-    """
-
-    formats: int = 0
-    whole_words: bool = True
-
-    def __or__(self, other: "Variant") -> "Variant":
-        return Variant(self.formats | other.formats, self.whole_words and other.whole_words)
-
-    @classmethod
-    def of(cls, *tables: Table) -> "Variant":
-        """For these tables."""
-        formats = 0
-        for table in tables:
-            formats |= 1 << table.row_format
-        return cls(formats, all(t.dim % 4 == 0 for t in tables))
-
-
-@dataclass(frozen=True)
-class InCache:
-    """A table's number in the device's cache, and the address that locations of its slots count from."""
-
-    number: int
-    slots_at: int
-
-
-MEMORY_UNIT = 2 << 20  # bytes, in which a GPU's memory is given out where it can be given back (`quant.device.memory`)
-SPLIT_BLOCK = 1024  # rows, of which a split table has as many on the device as it has of any other
-
-
-@dataclass(frozen=True)
-class Split:
-    """The first `share` of every SPLIT_BLOCK rows lie on the device one after another, from address `rows_at` on."""
-
-    share: int
-    rows_at: int
-
-
-def split_rows(rows: int, share: int) -> int:
-    """How many of a table's rows that is."""
-    blocks, rest = divmod(rows, SPLIT_BLOCK)
-    return blocks * share + min(rest, share)
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceTable:
-    """A table where a GPU reads it: its own memory (`in_hbm`), or the host's rows through a registered mapping.
-
-    address: of the first row, on the device. memory: what must live as long as this does. in_cache: rows are read through it;
-    split: some are read on the device. One of the two at most.
-    """
-
-    host: Table
-    address: int
-    in_hbm: bool
-    memory: Any
-    variant: Variant
-    in_cache: InCache | None = None
-    split: Split | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.host.rows
-
-    @property
-    def row_bytes(self) -> int:
-        return self.host.row_bytes
-
-    @property
-    def row_format(self) -> RowFormat:
-        return self.host.row_format
-
-    @property
-    def dim(self) -> int:
-        return self.host.dim
-
-
-@dataclass(frozen=True)
 class Lookup:
     """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any alignment.
 
     lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
     """
 
-    table: Table | DeviceTable
+    table: RowSource
     pooling: Pooling
     ids_at: int
     ids: int
@@ -201,24 +136,13 @@ class Lookup:
     def out_bytes(self) -> int:
         return self.outputs * self.table.dim * self.precision.bytes
 
-    @property
-    def host_table(self) -> Table:
-        """The table, for a backend that runs on the CPU. QuantError: it is on a device, or the output is bf16."""
-        if isinstance(self.table, DeviceTable):
-            raise QuantError("a table on a device was given to a backend of the CPU; use the fused backend of that device")
-        if self.precision is Precision.BF16:
-            raise QuantError("bf16 vectors are written by the fused backend alone; ask for fp32 or fp16")
-        return self.table
-
 
 class Plan(ABC):
-    """Lookups that were laid out once and run on many pairs of buffers.
-
-    staged_bytes: what a run takes of buffers that requests share, on a GPU.
-    """
+    """Lookups that were laid out once and run on many pairs of buffers."""
 
     @property
     def staged_bytes(self) -> int:
+        """Bytes that a run takes of the buffers that the requests of a batch share on a GPU; 0 on the CPU."""
         return 0
 
     @abstractmethod
@@ -242,7 +166,7 @@ class Backend(ABC):
     @abstractmethod
     def lookup(
         self,
-        table: Table,
+        table: RowSource,
         ids: Ids,
         lengths: Lengths | None = None,
         *,
@@ -257,82 +181,17 @@ class Backend(ABC):
         out: where to write, [bags or n, dim], contiguous; a new array where None.
         """
 
+    @abstractmethod
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
         """Lays out several lookups of one request, to be run together.
 
         out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores behind them.
         """
-        return _PlanByOne(self, tuple(lookups), threads)
 
-    def dequantize(self, table: Table, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+    def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         """Rows [start, stop) as fp32 [rows, dim]."""
         ids = np.arange(start, table.rows if stop is None else stop, dtype=np.int64)
         return self.lookup(table, ids, pooling=Pooling.NONE)
-
-
-class CpuBackend(Backend):
-    """A backend that also quantizes; stateless."""
-
-    @abstractmethod
-    def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes].
-
-        QuantError names the first row that the format cannot represent; rows before it are written.
-        """
-
-    def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-        """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
-        return _Gather(tuple(lookups))
-
-
-class _Gather(Plan):
-    """Rows copied by numpy."""
-
-    def __init__(self, lookups: tuple[Lookup, ...]) -> None:
-        self.lookups = lookups
-
-    def run(self, inputs: Any, outputs: Any) -> None:
-        ids = [np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at) for lk in self.lookups]
-        for job, (lk, wanted) in enumerate(zip(self.lookups, ids, strict=True)):
-            check_ids(wanted, None, lk.table.rows, job)
-        for lk, wanted in zip(self.lookups, ids, strict=True):
-            out = np.frombuffer(outputs, np.uint8, lk.ids * lk.table.row_bytes, lk.out_at).reshape(-1, lk.table.row_bytes)
-            out[:] = lk.host_table.packed[wanted]
-
-
-class _PlanByOne(Plan):
-    """A plan for backends that look up one table at a time: all inputs are checked first, as the contract asks."""
-
-    def __init__(self, backend: Backend, lookups: tuple[Lookup, ...], threads: int) -> None:
-        self.backend, self.lookups, self.threads = backend, lookups, threads
-
-    def run(self, inputs: Any, outputs: Any) -> None:
-        parsed = []
-        for job, lk in enumerate(self.lookups):
-            ids = np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at)
-            if lk.pooling is Pooling.NONE:
-                lengths = None
-            elif lk.lengths_at is None:
-                lengths = np.full(lk.bags, lk.bag_length, np.int32)
-            else:
-                lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at)
-            weights = None if lk.weights_at is None else np.frombuffer(inputs, np.float32, lk.ids, lk.weights_at)
-            check_ids(ids, lengths, lk.table.rows, job)
-            parsed.append((lk, ids, lengths, weights))
-        for lk, ids, lengths, weights in parsed:
-            half = lk.precision is Precision.FP16
-            dtype = np.float16 if half else np.float32
-            out = np.frombuffer(outputs, dtype, lk.outputs * lk.table.dim, lk.out_at).reshape(-1, lk.table.dim)
-            self.backend.lookup(
-                lk.host_table,
-                ids,
-                lengths,
-                pooling=lk.pooling,
-                weights=weights,
-                half=half,
-                out=out,
-                threads=self.threads,
-            )
 
 
 def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
@@ -349,7 +208,7 @@ def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> Non
 
 
 def check_arguments(
-    table: Table,
+    table: RowSource,
     ids: Ids,
     lengths: Lengths | None,
     pooling: Pooling,

@@ -26,8 +26,8 @@ from tableside.serving.errors import ApiError, Kind
 from tableside.serving.scorer import Scorer
 
 if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import Fused
-    from tableside.quant.gpu.batch import Times
+    from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.clock import Times
 
 logger = logging.getLogger("tableside")
 
@@ -48,7 +48,9 @@ class _Waiting:
 class Batcher:
     """Runs requests on `fused`, at most `max_batch` together, each waiting at most `delay_s` for others."""
 
-    def __init__(self, fused: "Fused", max_batch: int, delay_s: float, max_waiting: int = 1024, max_wait_s: float = 1.0) -> None:
+    def __init__(
+        self, fused: "GpuBackend", max_batch: int, delay_s: float, max_waiting: int = 1024, max_wait_s: float = 1.0
+    ) -> None:
         """max_waiting, max_wait_s: as for `serving.admission.Slots`, whose rules are followed here."""
         self._fused, self._max_batch, self._delay_s = fused, max_batch, delay_s
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s

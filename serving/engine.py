@@ -19,10 +19,10 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.model import SCORE, Feature
 from tableside.loader.segment import Segment, Verify
 from tableside.loader.versions import Model
-from tableside.quant import Backend, BadIds, CpuBackend, DeviceTable, Lookup, Plan, Pooling, Precision, QuantError, Table
+from tableside.quant import Backend, BadIds, CpuBackend, Lookup, Plan, Pooling, Precision, QuantError, RowSource
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
-from tableside.serving.placement import Placed, Placer
+from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, open_scorer
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class BoundFeature:
     """A feature with its table."""
 
     feature: Feature
-    table: Table | DeviceTable
+    table: RowSource
     pooling: Pooling
 
     @property
@@ -226,7 +226,7 @@ class Served:
         self,
         segment: Segment,
         backend: Backend,
-        placed: Placed,
+        placed: Placements,
         *,
         scorer: Scorer | None = None,
         threads: int = 1,
@@ -403,7 +403,7 @@ class Engine:
         try:
             served = Served(
                 segment,
-                self._placer.fused or self._backend,
+                self._placer.gpu or self._backend,
                 self._placer.place(segment, replaced),
                 scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits),
                 threads=self._threads,

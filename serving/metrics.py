@@ -20,7 +20,7 @@ from tableside.serving.errors import Kind, ServingError
 
 if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
-    from tableside.quant.gpu.batch import Times
+    from tableside.quant.gpu.clock import Times
 
 metrics_files.count_in_reserved_files()
 

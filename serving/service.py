@@ -70,10 +70,10 @@ class Service:
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
         self.placer.open()
-        if self.placer.fused is not None:
+        if self.placer.gpu is not None:
             s = self.settings
             self._batcher = Batcher(
-                self.placer.fused, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s
+                self.placer.gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s
             )
         for engine in self.engines.values():
             engine.swap(engine.attach(engine.model.good()))

@@ -15,6 +15,7 @@ from tableside.loader.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER
 
 PREFIX = "TABLESIDE_"
+ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
 
 class RootSettings(BaseSettings):
@@ -38,11 +39,11 @@ class ServerSettings(RootSettings):
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
     )
-    placement: Literal["auto", "hbm", "cached", "hybrid", "uvm", "host"] = Field(
+    placement: Literal["auto", "hbm", "cached", "hybrid", "zero_copy", "host"] = Field(
         "auto",
         description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, some as hbm "
-        "and some as uvm, in shared memory read by the GPU, or by the CPU; auto: hbm where the budget holds all tables, else the "
-        "smallest, the rest cached",
+        "and some as zero_copy, in shared memory read by the GPU, or with the CPU; auto: hbm where the budget holds all tables, "
+        "else the smallest ones, the others cached; uvm is an old name of zero_copy",
     )
     hbm_budget: ByteSize | None = Field(
         None,
@@ -119,6 +120,11 @@ class ServerSettings(RootSettings):
             )
         return self
 
+    @field_validator("placement", mode="before")
+    @classmethod
+    def _placement_names(cls, value: Any) -> Any:
+        return ALIASES.get(value, value) if isinstance(value, str) else value
+
     @field_validator("devices", mode="after")
     @classmethod
     def _device_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -144,6 +150,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *
         }
         if get_origin(field.annotation) is Literal:
             options["choices"] = get_args(field.annotation)
+            options["type"] = lambda value: ALIASES.get(value, value)
         else:
             options["metavar"] = name.rsplit("_", 1)[-1].upper()
         parser.add_argument(f"--{name.replace('_', '-')}", **options)

@@ -20,7 +20,7 @@ buffer.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -311,7 +311,7 @@ class Cache:
             heads = int((self._memory.heads != -1).sum())
             return self._counted().occupied / max(1, heads)
 
-    def check_integrity(self, row_of: Callable[[int, int], bytes] | None = None) -> None:
+    def check_integrity(self, row_of: RowOf | None = None) -> None:
         """Raises AssertionError, with numbers, where the cache is not what it should be. Waits for the
         device.
 

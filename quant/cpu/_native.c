@@ -4,9 +4,11 @@
  * use(name) -> selects one of them
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
  *   lengths: int32, for pooled lookups
- * run(jobs, inputs, outputs, threads): jobs is int64 [n, JOB_FIELDS]; offsets into the buffers `inputs` and `outputs`
- *   Both check every id and length before any row is read. They return None, or (job, problem, position, value) for the
- *   first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
+ * run(jobs, inputs, outputs, threads): jobs is int64 [n, fields of LOOKUP_FIELDS], with offsets into the buffers
+ * gather(jobs, inputs, outputs, threads): the same for GATHER_FIELDS; copies rows as they are packed
+ *   All three check every id and length before any row is read. They return None, or (job, problem, position, value) for
+ *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
+ * LOOKUP_FIELDS, GATHER_FIELDS: the names of the fields of a job, in order; whoever writes jobs checks its own against them
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
@@ -29,7 +31,18 @@ extern const kernel kernel_portable;
 static const kernel *available[3], *active;
 static int n_available;
 
-enum { JOB_FIELDS = 15 };
+/* The fields of a job in the matrix that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
+ * lengths_at, weights_at: -1 where there are none. */
+#define LOOKUP_FIELDS(F) \
+    F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) \
+    F(weights_at) F(out_at) F(out_row_bytes) F(out_half)
+/* The same for `gather`. */
+#define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
+#define MEMBER(name) int64_t name;
+#define NAME(name) #name,
+typedef struct { LOOKUP_FIELDS(MEMBER) } lookup_fields;
+typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
+static const char *const lookup_names[] = {LOOKUP_FIELDS(NAME) NULL}, *const gather_names[] = {GATHER_FIELDS(NAME) NULL};
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
@@ -130,7 +143,7 @@ static void work(const void *shares, int part) {
         range r = next;
         if (k + 1 < s->n) next = range_of(s, k + 1);
         if (r.bag >= r.end) continue;
-        if (s->jobs[k].format == PACKED) copy_rows(s->jobs + k, r.bag, r.end);
+        if (s->jobs[k].is_gather) copy_rows(s->jobs + k, r.bag, r.end);
         else active->lookup(s->jobs + k, r.bag, r.end, r.id);
     }
 }
@@ -235,8 +248,7 @@ static int fits(const char *what, int64_t offset, int64_t count, int64_t size, c
 /* What the kernels rely on, but for the ids and lengths themselves. */
 static int is_sound(const job *j, int64_t threads) {
     int64_t total, item = j->out_half ? 2 : 4;
-    int copies = j->format == PACKED && j->pooling == POOL_NONE && j->out_row_bytes >= j->row_bytes;
-    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && ((j->format >= INT2 && j->format <= FP32) || copies)
+    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2 && j->format <= FP32
         && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0 && j->fixed_length >= 0
         && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item && threads >= 1)
         return 1;
@@ -275,38 +287,55 @@ done:
     return result;
 }
 
-/* One row of the jobs matrix -> a job; the order of the fields is that of quant.native._NativePlan. */
-static int bind(const int64_t *f, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
-    *j = (job){.table = (const uint8_t *)(intptr_t)f[0], .rows = f[1], .row_bytes = f[2], .dim = f[3], .format = (int)f[4],
-               .pooling = (int)f[5], .ids = (const uint8_t *)in->buf + f[6], .n_ids = f[7],
-               .lengths = f[8] < 0 || f[5] == POOL_NONE ? NULL : (const uint8_t *)in->buf + f[8], .fixed_length = f[9], .n_bags = f[10],
-               .weights = f[11] < 0 ? NULL : (const uint8_t *)in->buf + f[11], .out = (uint8_t *)out->buf + f[12],
-               .out_row_bytes = f[13], .out_half = (int)f[14]};
+/* One row of a matrix of jobs -> a job over the two buffers; 0 with ValueError set where it does not lie in them. */
+typedef int binder(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j);
+
+static int bind_lookup(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
+    const lookup_fields *f = fields;
+    const uint8_t *inputs = in->buf;
+    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
+               .format = (int)f->row_format, .pooling = (int)f->pooling, .ids = inputs + f->ids_at, .n_ids = f->ids,
+               .lengths = f->lengths_at < 0 || f->pooling == POOL_NONE ? NULL : inputs + f->lengths_at,
+               .fixed_length = f->bag_length, .n_bags = f->bags, .weights = f->weights_at < 0 ? NULL : inputs + f->weights_at,
+               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->out_row_bytes, .out_half = (int)f->out_half};
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    return is_sound(j, threads) && fits("inputs (ids)", f[6], f[7], 8, in)
-           && (!j->lengths || fits("inputs (lengths)", f[8], f[10], 4, in))
-           && (!j->weights || fits("inputs (weights)", f[11], f[7], 4, in))
-           && fits("outputs", f[12], outputs, f[13], out);
+    return is_sound(j, threads) && fits("inputs (ids)", f->ids_at, f->ids, 8, in)
+           && (!j->lengths || fits("inputs (lengths)", f->lengths_at, f->bags, 4, in))
+           && (!j->weights || fits("inputs (weights)", f->weights_at, f->ids, 4, in))
+           && fits("outputs", f->out_at, outputs, f->out_row_bytes, out);
 }
 
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static int bind_gather(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
+    const gather_fields *f = fields;
+    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
+               .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
+               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
+    if (f->rows < 0 || f->row_bytes <= 0 || f->ids < 0 || threads < 1) {
+        PyErr_SetString(PyExc_ValueError, "a gather's sizes or threads are out of range");
+        return 0;
+    }
+    return fits("inputs (ids)", f->ids_at, f->ids, 8, in) && fits("outputs", f->out_at, f->ids, f->row_bytes, out);
+}
+
+/* What `run` and `gather` share: (jobs, inputs, outputs, threads), with `bind` for each `job_bytes` of jobs. */
+static PyObject *run_jobs(PyObject *const *args, Py_ssize_t n, binder *bind, int64_t job_bytes) {
     Py_buffer matrix = {0}, in = {0}, out = {0};
     PyObject *result = NULL;
     job *jobs = NULL;
     int64_t threads;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "run takes 4 arguments, got %zd", n);
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "expected jobs, inputs, outputs and threads, got %zd arguments", n);
     if (!integers(args + 3, 1, &threads)) return NULL;
     if (PyObject_GetBuffer(args[0], &matrix, PyBUF_SIMPLE) || PyObject_GetBuffer(args[1], &in, PyBUF_SIMPLE)
         || PyObject_GetBuffer(args[2], &out, PyBUF_WRITABLE))
         goto done;
-    int64_t count = matrix.len / (8 * JOB_FIELDS);
+    int64_t count = matrix.len / job_bytes;
     jobs = PyMem_Malloc((size_t)(count ? count : 1) * sizeof(job));
     if (!jobs) {
         PyErr_NoMemory();
         goto done;
     }
     for (int64_t k = 0; k < count; k++)
-        if (!bind((const int64_t *)matrix.buf + k * JOB_FIELDS, &in, &out, threads, jobs + k)) goto done;
+        if (!bind((const char *)matrix.buf + k * job_bytes, &in, &out, threads, jobs + k)) goto done;
     verdict v;
     Py_BEGIN_ALLOW_THREADS
     v = execute(jobs, count, (int)threads);
@@ -318,6 +347,14 @@ done:
     if (in.obj) PyBuffer_Release(&in);
     if (out.obj) PyBuffer_Release(&out);
     return result;
+}
+
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return run_jobs(args, n, bind_lookup, sizeof(lookup_fields));
+}
+
+static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return run_jobs(args, n, bind_gather, sizeof(gather_fields));
 }
 
 static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -367,6 +404,7 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
 static PyMethodDef methods[] = {
     {"lookup", (PyCFunction)(void (*)(void))py_lookup, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
+    {"gather", (PyCFunction)(void (*)(void))py_gather, METH_FASTCALL, NULL},
     {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
@@ -374,11 +412,24 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int add_names(PyObject *to, const char *as, const char *const *names) {
+    Py_ssize_t count = 0;
+    while (names[count]) count++;
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; i++) PyTuple_SetItem(tuple, i, PyUnicode_FromString(names[i]));
+    int failed = !tuple || PyModule_AddObjectRef(to, as, tuple);
+    Py_XDECREF(tuple);
+    return !failed;
+}
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
     n_available = 0;
     find_kernels();
     open_pool();
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && add_names(made, "LOOKUP_FIELDS", lookup_names) && add_names(made, "GATHER_FIELDS", gather_names)) return made;
+    Py_XDECREF(made);
+    return NULL;
 }

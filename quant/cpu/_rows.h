@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */, PACKED = 7 /* any: rows are copied as they are */ };
+enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
 enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
 
 /* One lookup in one table. Addresses are absolute. */
@@ -17,7 +17,8 @@ typedef struct {
     const uint8_t *weights; /* fp32 [n_ids], any alignment, or null */
     uint8_t *out;           /* [n_bags or n_ids] rows of out_row_bytes */
     int64_t out_row_bytes;
-    int out_half; /* 1: fp16, 0: fp32 */
+    int out_half;  /* 1: fp16, 0: fp32 */
+    int is_gather; /* 1: rows are copied as they are packed; format, dim and pooling are not read */
 } job;
 
 /* What one instruction set offers. */

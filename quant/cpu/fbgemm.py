@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
+from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Pooling, RowSource, Table
 from tableside.quant.cpu import reference
+from tableside.quant.cpu.backend import CpuBackend, host_table
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
 from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, FP8_MAX, ROW_ALIGNMENT_BYTES, RowFormat, Source
@@ -63,7 +64,7 @@ class Fbgemm(CpuBackend):
 
     def lookup(
         self,
-        table: Table,
+        table: RowSource,
         ids: Ids,
         lengths: Lengths | None = None,
         *,
@@ -79,7 +80,7 @@ class Fbgemm(CpuBackend):
         if lengths is not None:
             offsets = torch.zeros(lengths.size + 1, dtype=torch.int64)
             torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
-        out[:] = operator(table, half)(
+        out[:] = operator(host_table(table), half)(
             torch.tensor(ids), offsets, _POOLING[pooling], None if weights is None else torch.tensor(weights)
         ).numpy()
         return out

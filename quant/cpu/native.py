@@ -5,13 +5,14 @@ AVX-512 or AVX2; elsewhere, and with weights at odd widths, they differ by round
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Lookup, Plan, Pooling, Table
+from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Lookup, Plan, Pooling, RowSource, Table
+from tableside.quant.cpu.backend import CpuBackend, host_table, host_tables
 from tableside.quant.errors import BadIds, MissingBackend, Problem
 from tableside.quant.row_format import RowFormat, Source
 
@@ -26,6 +27,41 @@ except ImportError as error:  # the extension is optional: installing works with
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM)
 
 
+class _LookupJob(NamedTuple):
+    """A lookup as `_native.run` reads it, int64 each. Offsets are bytes in the inputs or the outputs; -1: there is none."""
+
+    table: int  # address of the first row
+    rows: int
+    row_bytes: int
+    dim: int
+    row_format: int
+    pooling: int
+    ids_at: int
+    ids: int
+    lengths_at: int
+    bag_length: int
+    bags: int
+    weights_at: int
+    out_at: int
+    out_row_bytes: int
+    out_half: int
+
+
+class _GatherJob(NamedTuple):
+    """Rows to be copied as `_native.gather` reads them, int64 each."""
+
+    table: int
+    rows: int
+    row_bytes: int
+    ids_at: int
+    ids: int
+    out_at: int
+
+
+if (_LookupJob._fields, _GatherJob._fields) != (_native.LOOKUP_FIELDS, _native.GATHER_FIELDS):
+    raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
+
+
 def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: Sequence[int]) -> None:
     job, kind, position, value = verdict
     problem = _PROBLEMS[kind]
@@ -34,39 +70,38 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     raise BadIds(problem, job, position, value, bound)
 
 
-_PACKED = 7  # a format of the kernel: any row, copied as it is
-
-
 class _NativePlan(Plan):
-    def __init__(self, lookups: tuple[Lookup, ...], threads: int, packed: bool = False) -> None:
-        self.tables = [lk.host_table for lk in lookups]  # keeps their memory alive
-        self.counts = [lk.ids for lk in lookups]
-        self.threads = threads
-        rows = [
-            (
-                lk.table.address,
-                lk.table.rows,
-                lk.table.row_bytes,
-                lk.table.row_bytes // 4 if packed else lk.table.dim,
-                _PACKED if packed else lk.table.row_format,
-                lk.pooling,
-                lk.ids_at,
-                lk.ids,
-                -1 if lk.lengths_at is None else lk.lengths_at,
-                lk.bag_length,
-                lk.bags,
-                -1 if lk.weights_at is None else lk.weights_at,
-                lk.out_at,
-                lk.table.row_bytes if packed else lk.table.dim * lk.precision.bytes,
-                lk.precision,
-            )
-            for lk in lookups
-        ]
-        self.jobs = np.array(rows, dtype=np.int64).tobytes()
+    """Jobs for one of the extension's functions, and the tables that they point into."""
+
+    def __init__(self, function: Any, jobs: Sequence[_LookupJob | _GatherJob], tables: Sequence[Table], threads: int) -> None:
+        self._function, self._threads = function, threads
+        self._tables = tables  # keeps their memory alive
+        self._counts = [job.ids for job in jobs]
+        self._jobs = np.array(jobs, dtype=np.int64).tobytes()
 
     def run(self, inputs: Any, outputs: Any) -> None:
-        if verdict := _native.run(self.jobs, inputs, outputs, self.threads):
-            _raise(verdict, self.tables, self.counts)
+        if verdict := self._function(self._jobs, inputs, outputs, self._threads):
+            _raise(verdict, self._tables, self._counts)
+
+
+def _lookup_job(lookup: Lookup, table: Table) -> _LookupJob:
+    return _LookupJob(
+        table=table.address,
+        rows=table.rows,
+        row_bytes=table.row_bytes,
+        dim=table.dim,
+        row_format=table.row_format,
+        pooling=lookup.pooling,
+        ids_at=lookup.ids_at,
+        ids=lookup.ids,
+        lengths_at=-1 if lookup.lengths_at is None else lookup.lengths_at,
+        bag_length=lookup.bag_length,
+        bags=lookup.bags,
+        weights_at=-1 if lookup.weights_at is None else lookup.weights_at,
+        out_at=lookup.out_at,
+        out_row_bytes=table.dim * lookup.precision.bytes,
+        out_half=lookup.precision,
+    )
 
 
 class Native(CpuBackend):
@@ -90,7 +125,7 @@ class Native(CpuBackend):
 
     def lookup(
         self,
-        table: Table,
+        table: RowSource,
         ids: Ids,
         lengths: Lengths | None = None,
         *,
@@ -101,13 +136,13 @@ class Native(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        rows, row_bytes = table.packed.shape
+        held = host_table(table)
         verdict = _native.lookup(
-            table.address,
-            rows,
-            row_bytes,
-            table.dim,
-            table.row_format,
+            held.address,
+            held.rows,
+            held.row_bytes,
+            held.dim,
+            held.row_format,
             pooling,
             ids,
             lengths,
@@ -117,11 +152,18 @@ class Native(CpuBackend):
             threads,
         )
         if verdict:
-            _raise(verdict, (table,), (ids.size,))
+            _raise(verdict, (held,), (ids.size,))
         return out
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        return _NativePlan(tuple(lookups), threads)
+        tables = host_tables(lookups)
+        jobs = [_lookup_job(lookup, table) for lookup, table in zip(lookups, tables, strict=True)]
+        return _NativePlan(_native.run, jobs, tables, threads)
 
     def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-        return _NativePlan(tuple(lookups), threads, packed=True)
+        tables = host_tables(lookups)
+        jobs = [
+            _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)
+            for lookup, table in zip(lookups, tables, strict=True)
+        ]
+        return _NativePlan(_native.gather, jobs, tables, threads)

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, CpuBackend, Floats, Ids, Lengths, Pooling, Table
+from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Pooling, RowSource
+from tableside.quant.cpu.backend import CpuBackend, host_table
 from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
 
 
@@ -108,7 +109,7 @@ class Reference(CpuBackend):
 
     def lookup(
         self,
-        table: Table,
+        table: RowSource,
         ids: Ids,
         lengths: Lengths | None = None,
         *,
@@ -120,7 +121,7 @@ class Reference(CpuBackend):
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
         contract.check_ids(ids, lengths, table.rows)
-        vectors = unpack(torch.from_numpy(table.packed[ids]), table.row_format, table.dim)
+        vectors = unpack(torch.from_numpy(host_table(table).packed[ids]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()
             if weights is not None:

@@ -1,4 +1,4 @@
-"""Launches of one Triton kernel with fixed constants, without Triton's binding of arguments, which takes longer than they do."""
+"""Launches of one Triton kernel with fixed constants. Triton's own binding of arguments takes longer than a launch."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 
 
 class Kernel:
-    """A kernel for one device. All its arguments but the constants are int64 addresses and numbers that are not specialised.
+    """A kernel for one device. All arguments but the constants are int64 addresses and numbers, for which it is not specialised.
 
-    constants: by name, the last of the kernel's parameters.
+    constants: by name. They are the last of the kernel's parameters, in the same order.
     """
 
     def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
@@ -19,7 +19,7 @@ class Kernel:
         assert [*constants] == [*kernel.arg_names][len(kernel.arg_names) - len(constants) :], "constants come last, in order"
 
     def __call__(self, programs: int, stream: int | None, *arguments: int) -> None:
-        """Launches on `stream` (its handle; None: the interpreter), where at least one program is wanted."""
+        """Launches `programs` programs, if any, on the stream with this handle; None: in the interpreter."""
         if programs < 1:
             return
         if self._compiled is None:

@@ -1,10 +1,16 @@
-"""A batch for the fused kernel: the buffers it goes through, where each request lies in them, and what is launched.
+"""A batch for the lookup kernel: the buffers that it goes through, where each request lies in them, and what is launched.
 
-Buffers belong to one device and one batch at a time. Everything is copied on the stream that is current, and nothing is waited
-for here.
+The buffers belong to one device and to one batch at a time. The one that is sent to the device holds
+
+    inputs of request 0 · inputs of request 1 · … · header
+
+    header   for each launch: jobs int64 [jobs, FIELDS] · the job of each program int32 [programs] · zeros to a multiple of 8
+             then, if rows are read through the cache, what its kernels read (`quant.cache.jobs`)
+
+`merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes that it wrote.
+Copies go on the stream that is current, and nothing here waits for them.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +20,20 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs, write_jobs
-from tableside.quant.contract import Variant
 from tableside.quant.errors import BadIds
-from tableside.quant.gpu.layout import Bases, Layout, Shape, aligned
-from tableside.quant.gpu.lookup_kernel import FIELDS
+from tableside.quant.gpu.job import FIELDS
+from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
+from tableside.quant.gpu.tables import KernelKey
 
 SMALLEST = 4096  # bytes of a buffer
 
 Buffer = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Times:
-    """Where the time of a batch went, in seconds: staging on the host, the copy in, kernels, the copy out."""
-
-    staging: float
-    copy_in: float
-    kernels: float
-    copy_out: float
-
-
 class Buffers:
-    """Memory that the batches of one device share, one at a time; it grows, and stays. The host's side is page-locked.
+    """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
-    in: staged inputs and jobs; rows: gathered rows; out: vectors; scratch: starts of bags; flags: of jobs, on the host.
+    in: inputs and header; rows: gathered rows; out: vectors; scratch: starts of bags; flags: int32 a job, on the host.
     In the interpreter the host's side is the device's.
     """
 
@@ -56,7 +52,7 @@ class Buffers:
     def on_device(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def fit(self, inputs: int, rows: int, outputs: int, scratch: int, flags: int) -> None:
+    def fit(self, *, inputs: int = 0, rows: int = 0, outputs: int = 0, scratch: int = 0, flags: int = 0) -> None:
         """Makes room for so many bytes of each."""
         if inputs > self.host_in.numel():
             self.host_in, self.device_in = self._pair(_grown(inputs))
@@ -79,103 +75,111 @@ def _grown(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Jobs of a batch that are one launch, on the device at addresses `at` and (the job of each program) `programs_at`.
+class Launch:
+    """Jobs of a batch that one launch works on.
 
-    members: (request, its first flag, the flag after its last).
+    jobs_at, programs_at: offsets in the header, of the jobs and of the job of each program. members: (request, its first
+    flag, the flag after its last).
     """
 
     pooled: bool
-    variant: Variant
-    shape: Shape
+    key: KernelKey
+    config: LaunchConfig
     jobs: int
     programs: int
     first_flag: int
     has_lengths: bool
     is_weighted: bool
-    is_cached: bool
-    at: int
+    is_indirect: bool
+    jobs_at: int
     programs_at: int
     members: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class Launches:
-    """What a batch launches: first what finds its cached rows, if there are any, then its groups."""
+    """What a batch launches: first what finds its cached rows (`probe`), if there are any, then the lookups.
 
-    groups: tuple[Group, ...]
-    cached: ProbeJobs | None
+    address: of the header on the device.
+    """
+
+    lookups: tuple[Launch, ...]
+    probe: ProbeJobs | None
+    address: int = 0
+
+    def placed(self, address: int) -> "Launches":
+        """The same, with the header at this address of the device, a multiple of 8."""
+        return Launches(self.lookups, None if self.probe is None else self.probe.placed(address), address)
 
 
-def _header(layouts: Sequence[Layout], bases: Sequence[Bases], address: int, is_interpreted: bool) -> tuple[bytes, Launches]:
-    """The jobs of a batch as bytes that will lie at `address` on the device, and what is to be launched."""
-    parts: list[bytes] = []
-    groups: list[Group] = []
+def merge(layouts: Sequence[Layout], bases: Sequence[Bases], is_interpreted: bool) -> tuple[bytes, Launches]:
+    """The header of a batch, and what is to be launched once it lies on the device. bases: where each request's parts begin.
+
+    Jobs of several requests share a launch where they were compiled alike and are cut up alike.
+    """
+    written: list[bytes] = []
+    launches: list[Launch] = []
     at = flag = 0
-    kinds = dict.fromkeys((kind, layout.variant, layout.groups[kind].shape) for kind in range(2) for layout in layouts)
-    for kind, variant, shape in kinds:
-        numbers = [
-            n
-            for n, layout in enumerate(layouts)
-            if (layout.variant, layout.groups[kind].shape) == (variant, shape) and len(layout.groups[kind].rows)
-        ]
-        members = [layouts[n].groups[kind] for n in numbers]
-        rows, of_program, places, jobs, programs = [], [], [], 0, 0
-        for n, member in zip(numbers, members, strict=True):
-            rows.append(member.shifted(bases[n], programs).tobytes())
-            of_program.append((member.job_of_program + np.int32(jobs)).tobytes())
-            programs += member.job_of_program.size
-            places.append((n, flag + jobs, flag + jobs + len(member.rows)))
-            jobs += len(member.rows)
-        if jobs:
-            programs_at = at + 8 * FIELDS * jobs
-            padding = bytes(-4 * programs % 8)
-            parts += [*rows, *of_program, padding]
-            groups.append(
-                Group(
-                    pooled=members[0].pooled,
-                    variant=variant,
-                    shape=shape,
-                    jobs=jobs,
-                    programs=programs,
-                    first_flag=flag,
-                    has_lengths=any(m.has_lengths for m in members),
-                    is_weighted=any(m.is_weighted for m in members),
-                    is_cached=any(m.is_cached for m in members),
-                    at=address + at,
-                    programs_at=address + programs_at,
-                    members=tuple(places),
-                )
+    kinds = dict.fromkeys((kind, layout.key, layout.jobs[kind].config) for kind in range(2) for layout in layouts)
+    for kind, key, config in kinds:
+        numbers = [n for n, layout in enumerate(layouts) if _takes_part(layout, kind, key, config)]
+        if not numbers:
+            continue
+        rows, of_program, members, jobs, programs = [], [], [], 0, 0
+        for n in numbers:
+            own = layouts[n].jobs[kind]
+            rows.append(own.shifted(bases[n], programs).tobytes())
+            of_program.append((own.job_of_program + np.int32(jobs)).tobytes())
+            members.append((n, flag + jobs, flag + jobs + len(own.rows)))
+            programs += own.job_of_program.size
+            jobs += len(own.rows)
+        of_kind = [layouts[n].jobs[kind] for n in numbers]
+        launches.append(
+            Launch(
+                pooled=of_kind[0].pooled,
+                key=key,
+                config=config,
+                jobs=jobs,
+                programs=programs,
+                first_flag=flag,
+                has_lengths=any(own.has_lengths for own in of_kind),
+                is_weighted=any(own.is_weighted for own in of_kind),
+                is_indirect=any(own.is_indirect for own in of_kind),
+                jobs_at=at,
+                programs_at=at + 8 * FIELDS * jobs,
+                members=tuple(members),
             )
-            at = programs_at + 4 * programs + len(padding)
-            flag += jobs
-    cached = None
-    if jobs_of_cache := [job.shifted(base.inputs, base.locations) for layout, base in zip(layouts, bases, strict=True) for job in layout.cached]:
-        written, jobs_in_it = write_jobs(jobs_of_cache, is_interpreted)
-        cached = jobs_in_it.placed(address + at)
-        parts.append(written)
-    return b"".join(parts), Launches(tuple(groups), cached)
+        )
+        part = b"".join([*rows, *of_program, bytes(-4 * programs % 8)])
+        written.append(part)
+        at += len(part)
+        flag += jobs
+    probe = None
+    if cached := [c.shifted(b.inputs, b.locations) for layout, b in zip(layouts, bases, strict=True) for c in layout.cached]:
+        part, probe = write_jobs(cached, is_interpreted)
+        written.append(part)
+        probe = probe.placed(at)
+    return b"".join(written), Launches(tuple(launches), probe)
 
 
-def _cached_bytes(layout: Layout, is_interpreted: bool) -> int:
-    """What a request's cached lookups take of the jobs."""
-    return len(write_jobs(layout.cached, is_interpreted)[0])
+def _takes_part(layout: Layout, kind: int, key: KernelKey, config: LaunchConfig) -> bool:
+    return layout.key == key and layout.jobs[kind].config == config and len(layout.jobs[kind].rows) > 0
 
 
 def jobs_on_device(layout: Layout, device: torch.device, is_interpreted: bool) -> tuple[torch.Tensor, Launches]:
-    """The jobs of one request on the device, and what is to be launched."""
-    memory = torch.empty(layout.header_bytes + _cached_bytes(layout, is_interpreted), dtype=torch.uint8, device=device)
-    header, launches = _header([layout], [Bases()], memory.data_ptr(), is_interpreted)
+    """The header of one request on the device, and what is to be launched."""
+    header, launches = merge([layout], [Bases()], is_interpreted)
+    memory = torch.empty(max(1, len(header)), dtype=torch.uint8, device=device)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
-    return memory, launches
+    return memory, launches.placed(memory.data_ptr())
 
 
 class Batch:
-    """Requests that run together: where each one's bytes lie in the shared buffers."""
+    """Requests that run together: where each one's parts lie in the shared buffers."""
 
     def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool) -> None:
         self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
-        inputs = outputs = scratch = rows = header = jobs = located = 0
+        inputs = outputs = scratch = rows = jobs = located = 0
         places = []
         for layout in layouts:
             places.append((inputs, outputs, scratch, rows, 4 * located))
@@ -183,11 +187,9 @@ class Batch:
             outputs += layout.out_bytes
             scratch += layout.scratch
             rows += layout.rows_bytes
-            jobs += layout.jobs
+            jobs += layout.job_count
             located += layout.cached_ids
-            header += layout.header_bytes
-        header += sum(_cached_bytes(layout, is_interpreted) for layout in layouts)
-        buffers.fit(inputs + header, rows, outputs, 4 * scratch, 4 * jobs)
+        buffers.fit(inputs=inputs, rows=rows, outputs=outputs, scratch=4 * scratch, flags=4 * jobs)
         self.out_bytes = outputs
         self._header_at = inputs
         self._rows_at = [p[3] for p in places]
@@ -196,9 +198,22 @@ class Batch:
         self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
         self._flags = self.flags.numpy()
         self._flags[:] = 0
-        self._host = buffers.host_in.numpy()
         self._answers: list[Buffer | None] = [None] * len(layouts)
         self._failed = [False] * len(layouts)
+        self._lookups: tuple[Launch, ...] = ()
+
+    def prepare(self, launches: Launches | None) -> Launches:
+        """What is to be launched. launches: their header is on the device already; None: one is written behind the inputs."""
+        header = b""
+        if launches is None:
+            header, launches = merge(self._layouts, self._bases, self._is_interpreted)
+            self._buffers.fit(inputs=self._header_at + len(header))
+            launches = launches.placed(self._buffers.device_in.data_ptr() + self._header_at)
+        self._host = self._buffers.host_in.numpy()
+        self._end = self._header_at + len(header)
+        self._host[self._header_at : self._end] = np.frombuffer(header, np.uint8)
+        self._lookups = launches.lookups
+        return launches
 
     def stage(self, n: int, inputs: Any) -> None:
         """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
@@ -210,31 +225,23 @@ class Batch:
         host, device = self._buffers.host_rows, self._buffers.device_rows
         for gather in layout.gathers:
             start = self._rows_at[n] + gather.target
-            piece = host[start : start + gather.bytes]
+            chunk = host[start : start + gather.bytes]
             try:
-                gather.plan.run(inputs, piece.numpy())
+                gather.plan.run(inputs, chunk.numpy())
             except BadIds:
                 self._failed[n] = True  # what lies there is looked up all the same, and thrown away
                 return
             if device is not host:
-                device[start : start + gather.bytes].copy_(piece, non_blocking=True)
+                device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
 
-    def send(self, launches: Launches | None) -> Launches:
-        """Sends inputs to the device, and jobs where no `launches` say that they are there; returns what is to be launched."""
+    def send(self) -> None:
+        """Sends inputs and header to the device."""
         host, device = self._buffers.host_in, self._buffers.device_in
-        end = self._header_at
-        if launches is None:
-            address = device.data_ptr() + self._header_at
-            header, launches = _header(self._layouts, self._bases, address, self._is_interpreted)
-            end += len(header)
-            self._host[self._header_at : end] = np.frombuffer(header, np.uint8)
-        self._groups = launches.groups
         if device is not host:
-            device[:end].copy_(host[:end], non_blocking=True)
-        return launches
+            device[: self._end].copy_(host[: self._end], non_blocking=True)
 
     def run_on_host(self, n: int, inputs: Any) -> None:
-        """Looks up what is not on the device, while the device works."""
+        """Looks up what the CPU does of a request, while the device works."""
         layout = self._layouts[n]
         if not layout.is_direct:
             self._answers[n] = np.empty(layout.asked_bytes, np.uint8)
@@ -255,7 +262,7 @@ class Batch:
     def _flagged(self) -> list[bool]:
         """Whether the device refused an id or a length of each request."""
         found = [False] * len(self._layouts)
-        for n, first, end in (member for group in self._groups for member in group.members):
+        for n, first, end in (member for launch in self._lookups for member in launch.members):
             found[n] |= bool(self._flags[first:end].any())
         return found
 
@@ -273,29 +280,3 @@ class Batch:
             at = base.outputs + m.source
             answer[m.target : m.target + m.bytes] = outputs[at : at + m.bytes]
         return answer
-
-
-class Clock:
-    """Marks between the parts of a batch: events on a stream, or the host's clock."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._began = time.perf_counter()
-        self._staged = 0.0
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if not self._marks:
-            self._staged = time.perf_counter() - self._began
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            self._marks.append(event)
-
-    def times(self) -> Times:
-        """After the stream was waited for, and four marks were made."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        parts = [b - a if self._stream is None else a.elapsed_time(b) / 1e3 for a, b in pairs]
-        return Times(self._staged, *parts)

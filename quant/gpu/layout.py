@@ -1,7 +1,14 @@
-"""How the lookups of one request are laid out for the fused kernel: numbers alone, nothing here touches a device.
+"""How the lookups of one request are laid out for the lookup kernel. Nothing here touches a device.
 
-A plan's numbers are relative to its own buffers. To run several requests in one launch is to put their inputs one after
-another and to add to each job's numbers what lies before them (`Jobs.shifted`).
+`lay_out` turns lookups into a `Layout`, which never changes. Its numbers are relative to the request's own parts of the
+buffers. To run several requests in one launch, their parts are put one after another, and each job's offsets grow by what
+lies before (`Jobs.shifted`). A request's parts are
+
+    inputs     ids int64, lengths int32 and weights fp32 of every lookup, each at a multiple of 8 bytes
+    rows       packed rows that the CPU gathers, as they lie in their tables
+    outputs    vectors of every lookup, each lookup's at a multiple of 16 bytes
+    scratch    int32: for each lookup whose bags have lengths of their own a verdict, then where each bag starts
+    locations  int32 for each id that the cache finds
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,53 +20,55 @@ from numpy.typing import NDArray
 
 from tableside.quant import contract
 from tableside.quant.cache.jobs import CachedLookup
-from tableside.quant.contract import CpuBackend, DeviceTable, Lookup, Plan, Pooling, Table, Variant
+from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
+from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
-from tableside.quant.gpu.lookup_kernel import FIELDS, Field
+from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 from tableside.quant.row_format import RowFormat
 
-LONG = 8  # ids of a bag
-VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: bags are walked by several threads
-GATHER_PIECE = 65_536  # rows that are gathered before their copy to the device begins
+LONG = 8  # ids of a bag, on average
+VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: several lanes share each bag
+GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
-GATHER_BYTES = 128 << 20  # of rows that a request has gathered; what is beyond is read in place, slower, in no memory
+GATHER_BYTES = 128 << 20  # of gathered rows in a request; the GPU reads what is beyond in place, which is slower
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How the kernel is cut up. columns: a program's, a power of two; rows: ids in flight a walker; warps: a program's; walkers:
-    of a bag, a power of two."""
+class LaunchConfig:
+    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a program, a power of two;
+    warps: of a program; lanes: threads that share a bag, a power of two."""
 
-    rows: int
-    columns: int
+    unroll: int
+    block_columns: int
     warps: int
-    walkers: int = 1
+    lanes: int = 1
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """The shapes of pooled jobs of long bags and of short ones, of unpooled jobs, and of very long bags where they are few, as
-    benchmarks/gpu_lookup.py and gpu_cache.py found."""
+class LaunchConfigs:
+    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for few very long bags, as
+    benchmarks/gpu_lookup.py and gpu_cache.py found them."""
 
-    long: Shape = Shape(10, 32, 1)
-    short: Shape = Shape(4, 32, 1)
-    unpooled: Shape = Shape(1, 64, 2)
-    few: Shape = Shape(4, 32, 8, 8)
+    long: LaunchConfig = LaunchConfig(10, 32, 1)
+    short: LaunchConfig = LaunchConfig(4, 32, 1)
+    unpooled: LaunchConfig = LaunchConfig(1, 64, 2)
+    few: LaunchConfig = LaunchConfig(4, 32, 8, 8)
 
-    def of_pooled(self, lookups: Sequence[Lookup]) -> Shape:
-        """The shape for a request's bags, by the mean of their lengths and by how many there are."""
+    def of_pooled(self, lookups: Sequence[Lookup]) -> LaunchConfig:
+        """The configuration for a request's bags, by the mean of their lengths and by how many there are."""
         pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
         ids, bags = sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled)
-        if ids >= VERY_LONG * bags and sum(lk.bags * columns(lk) for lk in pooled) < FEW_PROGRAMS * self.long.columns:
+        if ids >= VERY_LONG * bags and sum(lk.bags * columns(lk.table) for lk in pooled) < FEW_PROGRAMS * self.long.block_columns:
             return self.few
         return self.long if ids >= LONG * bags else self.short
 
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes that go from one buffer to another."""
+    """Bytes that are copied from one buffer to another."""
 
     source: int
     target: int
@@ -68,7 +77,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows that the CPU brings together: `plan` writes them to byte `target` of the gathered rows."""
+    """Rows that the CPU gathers: `plan` writes `bytes` bytes from byte `target` of the request's gathered rows on."""
 
     plan: Plan
     target: int
@@ -77,7 +86,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Bases:
-    """What lies before a request in the buffers of a batch: bytes, int32s of scratch. rows: the address of its gathered rows."""
+    """Where a request's parts begin in the buffers of a batch. Bytes, but scratch in int32 values; rows: an address."""
 
     inputs: int = 0
     outputs: int = 0
@@ -86,168 +95,72 @@ class Bases:
     locations: int = 0
 
 
+@dataclass(frozen=True, eq=False)
 class Jobs:
-    """The pooled or the unpooled lookups of a request: int64 [jobs, FIELDS], and the job of each program."""
+    """The pooled or the unpooled lookups of a request.
 
-    def __init__(self, pooled: bool, shape: Shape) -> None:
-        self.pooled, self.shape = pooled, shape
-        self.numbers: list[int] = []  # of the lookups, in the request
-        self._rows: list[list[int]] = []
-        self._relative: list[list[int]] = []
-        self._counts: list[int] = []
+    rows: int64 [jobs, FIELDS]; is_offset: the same shape, 1 where a value is an offset; job_of_program: int32 [programs].
+    is_indirect: some rows are found through the cache's locations, or in the HBM part of a split table.
+    """
 
-    def add(self, number: int, row: list[int], lk: Lookup, relative: Iterable[Field]) -> None:
-        """Appends a lookup. relative: fields that `shifted` adds to."""
-        row[Field.FIRST_PROGRAM] = sum(self._counts)
-        self.numbers.append(number)
-        self._rows.append(row)
-        fields = {Field.FIRST_PROGRAM, *relative}
-        self._relative.append([int(f in fields) for f in Field])
-        self._counts.append(-(-lk.outputs * columns(lk) // self.shape.columns))
-
-    def finish(self) -> None:
-        """Makes arrays of what was added."""
-        self.rows = np.array(self._rows, np.int64).reshape(-1, FIELDS)
-        self.relative = np.array(self._relative, np.int64).reshape(-1, FIELDS)
-        self.job_of_program = np.repeat(np.arange(len(self._counts), dtype=np.int32), self._counts)
-        self.has_lengths = bool((self.rows[:, Field.LENGTHS_AT] >= 0).any())
-        self.is_weighted = bool((self.rows[:, Field.WEIGHTS_AT] >= 0).any())
-        self.is_cached = bool(((self.rows[:, Field.LOCATIONS_AT] >= 0) | (self.rows[:, Field.SHARE] > 0)).any())
+    pooled: bool
+    config: LaunchConfig
+    rows: NDArray[np.int64]
+    is_offset: NDArray[np.int64]
+    job_of_program: NDArray[np.int32]
+    has_lengths: bool
+    is_weighted: bool
+    is_indirect: bool
 
     def shifted(self, bases: Bases, programs: int) -> NDArray[np.int64]:
-        """The rows where `bases` and `programs` of other requests come before."""
+        """The rows where the parts of the request begin at `bases`, and other requests of the launch have `programs` programs."""
         shift = np.zeros(FIELDS, np.int64)
-        shift[[Field.IDS_AT, Field.LENGTHS_AT, Field.WEIGHTS_AT]] = bases.inputs
-        shift[Field.TABLE] = bases.rows
-        shift[Field.OUT_AT] = bases.outputs
-        shift[Field.STARTS_AT] = bases.scratch
-        shift[Field.LOCATIONS_AT] = bases.locations
-        shift[Field.FIRST_PROGRAM] = programs
-        return self.rows + self.relative * shift
+        shift[[JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT]] = bases.inputs
+        shift[JobField.TABLE] = bases.rows
+        shift[JobField.OUT_AT] = bases.outputs
+        shift[JobField.STARTS_AT] = bases.scratch
+        shift[JobField.LOCATIONS_AT] = bases.locations
+        shift[JobField.FIRST_PROGRAM] = programs
+        return self.rows + self.is_offset * shift
 
 
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A request's lookups, laid out.
 
-    moves_in: from the request's inputs to its staged ones; moves_out: from its staged outputs to what the caller asked for.
-    gathers: rows to be brought together before. cached: lookups whose rows the cache finds. host: lookups of tables that are not
-    on the device, for the CPU.
+    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones. moves_out: from its staged outputs to
+    what the caller asked for. gathers: rows that the CPU gathers first. cached: lookups whose rows the cache finds. host: a
+    plan of the lookups that the CPU runs. is_direct: the staged outputs are what the caller asked for, byte for byte.
+    in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's output buffer.
     """
 
-    def __init__(
-        self, lookups: Sequence[Lookup], cpu: CpuBackend, threads: int, shapes: Shapes, gather_from: int, out_bytes: int = 0
-    ) -> None:
-        self.lookups = tuple(lookups)
-        self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
-        self.gathers: list[Gather] = []
-        self._pieces: list[list[Lookup]] = [[]]
-        self.cached: list[CachedLookup] = []
-        self.variant = Variant()
-        self.groups = (Jobs(True, shapes.of_pooled(lookups)), Jobs(False, shapes.unpooled))
-        self._cpu, self._threads = cpu, threads
-        self._gathers = sum(lk.ids for lk in lookups if _is_uvm(lk)) >= gather_from
-        self._in: list[Move] = []
-        out: list[Move] = []
-        for number, lk in enumerate(lookups):
-            if isinstance(lk.table, DeviceTable):
-                self.variant |= lk.table.variant
-                self._add(number, lk)
-                out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
-                self.out_bytes += aligned(lk.out_bytes)
-        self._plan_gathers()
-        for group in self.groups:
-            group.finish()
-        self.jobs = sum(len(group.numbers) for group in self.groups)
-        self.cached_ids = sum(job.ids for job in self.cached)
-        self.header_bytes = sum(group.rows.nbytes + aligned(group.job_of_program.nbytes, 8) for group in self.groups)
-        self.moves_in, self.moves_out = _joined(self._in), _joined(out)
-        on_host = [lk for lk in lookups if isinstance(lk.table, Table)]
-        self.host = cpu.plan(on_host, threads) if on_host else None
-        written = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
-        self.asked_bytes = max(written, out_bytes)
-        # The staged outputs are what was asked for, byte for byte: they need not be copied again.
-        self.is_direct = self.host is None and self.moves_out in ([], [Move(0, 0, written)])
-        if self.is_direct:
-            self.out_bytes = max(self.out_bytes, aligned(self.asked_bytes))
+    lookups: tuple[Lookup, ...]
+    key: KernelKey
+    jobs: tuple[Jobs, Jobs]
+    moves_in: tuple[Move, ...]
+    moves_out: tuple[Move, ...]
+    gathers: tuple[Gather, ...]
+    cached: tuple[CachedLookup, ...]
+    host: Plan | None
+    in_bytes: int
+    rows_bytes: int
+    out_bytes: int
+    scratch: int
+    asked_bytes: int
+    is_direct: bool
 
-    def _add(self, number: int, lk: Lookup) -> None:
-        if lk.ids > _LARGEST or lk.outputs > _LARGEST:
-            raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
-        pooled = lk.pooling is not Pooling.NONE
-        if pooled and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
-            raise QuantError(
-                f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}"
-            )
-        row = [0] * FIELDS
-        row[Field.TABLE] = lk.table.address
-        row[Field.ROWS] = lk.table.rows
-        row[Field.ROW_BYTES] = lk.table.row_bytes
-        row[Field.DIM] = lk.table.dim
-        row[Field.FORMAT] = lk.table.row_format
-        row[Field.MEAN] = int(lk.pooling is Pooling.MEAN)
-        row[Field.IDS] = lk.ids
-        row[Field.BAG_LENGTH] = lk.bag_length
-        row[Field.VECTORS] = lk.outputs
-        row[Field.OUT_AT] = self.out_bytes
-        row[Field.PRECISION] = lk.precision
-        row[Field.STARTS_AT] = self.scratch
-        row[Field.IDS_AT] = row[Field.LENGTHS_AT] = row[Field.WEIGHTS_AT] = row[Field.LOCATIONS_AT] = -1
-        relative = [Field.OUT_AT, Field.STARTS_AT]
-        wanted: list[tuple[Field, int | None, int]] = [(Field.IDS_AT, lk.ids_at, 8 * lk.ids)]
-        if self._is_gathered(lk) and isinstance(lk.table, DeviceTable):
-            row[Field.TABLE], row[Field.ROWS] = self._gather(lk, lk.table.host), lk.ids
-            relative.append(Field.TABLE)
-            wanted = []
-        if pooled:
-            wanted += [(Field.LENGTHS_AT, lk.lengths_at, 4 * lk.bags), (Field.WEIGHTS_AT, lk.weights_at, 4 * lk.ids)]
-        for field, source, size in wanted:
-            if source is not None:
-                self.in_bytes = row[field] = aligned(self.in_bytes, 8)
-                self._in.append(Move(source, self.in_bytes, size))
-                self.in_bytes += size
-                relative.append(field)
-        if row[Field.LENGTHS_AT] >= 0:
-            self.scratch += lk.bags + 2
-        if isinstance(lk.table, DeviceTable) and lk.table.in_cache is not None:
-            row[Field.SLOTS] = lk.table.in_cache.slots_at
-            row[Field.LOCATIONS_AT] = 4 * sum(job.ids for job in self.cached)
-            relative.append(Field.LOCATIONS_AT)
-            self.cached.append(CachedLookup(lk.table.in_cache.number, row[Field.IDS_AT], lk.ids, row[Field.LOCATIONS_AT]))
-        if isinstance(lk.table, DeviceTable) and lk.table.split is not None:
-            row[Field.SLOTS], row[Field.SHARE] = lk.table.split.rows_at, lk.table.split.share
-        self.groups[not pooled].add(number, row, lk, relative)
+    @property
+    def job_count(self) -> int:
+        return sum(len(jobs.rows) for jobs in self.jobs)
 
-    def _is_gathered(self, lk: Lookup) -> bool:
-        return self._gathers and _is_uvm(lk) and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
+    @property
+    def cached_ids(self) -> int:
+        return sum(lookup.ids for lookup in self.cached)
 
     @property
     def staged_bytes(self) -> int:
         """Bytes that the request takes of the buffers it shares with others."""
         return self.in_bytes + self.rows_bytes + self.out_bytes
-
-    def _gather(self, lk: Lookup, table: Table) -> int:
-        """Notes that a lookup's rows are to be gathered; returns where the first will lie."""
-        first = self.rows_bytes
-        start = 0
-        while start < lk.ids:
-            piece = self._pieces[-1]
-            count = min(GATHER_PIECE - sum(part.ids for part in piece), lk.ids - start)
-            if count == 0:
-                self._pieces.append([])
-                continue
-            piece.append(Lookup(table, Pooling.NONE, lk.ids_at + 8 * start, count, self.rows_bytes))
-            self.rows_bytes += count * table.row_bytes
-            start += count
-        return first
-
-    def _plan_gathers(self) -> None:
-        """Plans the gathering of all rows, some lookups or a part of one at a time."""
-        for piece in filter(None, self._pieces):
-            first = piece[0].out_at
-            parts = [replace(part, out_at=part.out_at - first) for part in piece]
-            threads = min(self._threads, -(-sum(part.ids for part in piece) // GATHER_LEAST))
-            size = sum(part.ids * part.table.row_bytes for part in piece)
-            self.gathers.append(Gather(self._cpu.gather(parts, threads), first, size))
 
     def problem(self, inputs: Any) -> BadIds | None:
         """The first id or length that is wrong; None: all are right."""
@@ -262,15 +175,179 @@ class Layout:
         return None
 
 
-def columns(lk: Lookup) -> int:
-    """Columns of one output vector."""
-    row_format = lk.table.row_format
-    return -(-row_format.used_bytes(lk.table.dim) // (8 if row_format is RowFormat.INT2 else 16))
+def lay_out(
+    lookups: Sequence[Lookup],
+    cpu: CpuBackend,
+    threads: int = 1,
+    *,
+    configs: LaunchConfigs,
+    gather_from: int,
+    out_bytes: int = 0,
+) -> Layout:
+    """Lays out the lookups of one request.
+
+    cpu: gathers, and runs lookups of tables that are the CPU's, with `threads` threads. gather_from: ids of a request in tables
+    that are read in place, from which the CPU gathers their rows. out_bytes: of the caller's output buffer, if it has more than
+    the vectors. QuantError: a lookup is larger than a launch can be, or its bags are not its ids.
+    """
+    tables = [on_device(lk.table) for lk in lookups]
+    may_gather = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.residence.may_gather)
+    request = _Request(cpu, threads, may_gather >= gather_from)
+    jobs = (_JobList(configs.of_pooled(lookups)), _JobList(configs.unpooled))
+    key = KernelKey()
+    for lk, table in zip(lookups, tables, strict=True):
+        key |= table.key
+        if (job := request.add(lk, table)) is not None:
+            jobs[lk.pooling is Pooling.NONE].add(job, lk)
+    moves_out = _joined(request.moves_out)
+    written = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
+    asked_bytes = max(written, out_bytes)
+    is_direct = not request.on_host and moves_out in ((), (Move(0, 0, written),))
+    return Layout(
+        lookups=tuple(lookups),
+        key=key,
+        jobs=(jobs[0].finished(pooled=True), jobs[1].finished(pooled=False)),
+        moves_in=_joined(request.moves_in),
+        moves_out=moves_out,
+        gathers=request.gather_plans(),
+        cached=tuple(request.cached),
+        host=cpu.plan(request.on_host, threads) if request.on_host else None,
+        in_bytes=request.in_bytes,
+        rows_bytes=request.rows_bytes,
+        out_bytes=max(request.out_bytes, aligned(asked_bytes)) if is_direct else request.out_bytes,
+        scratch=request.scratch,
+        asked_bytes=asked_bytes,
+        is_direct=is_direct,
+    )
 
 
-def _is_uvm(lk: Lookup) -> bool:
-    """Whether all rows are read on the host."""
-    return isinstance(lk.table, DeviceTable) and not (lk.table.in_hbm or lk.table.in_cache or lk.table.split)
+class _JobList:
+    """Jobs of one launch, as they are added."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._jobs: list[Job] = []
+        self._programs: list[int] = []
+
+    def add(self, job: Job, lk: Lookup) -> None:
+        job.offset(JobField.FIRST_PROGRAM, sum(self._programs))
+        self._jobs.append(job)
+        self._programs.append(-(-lk.outputs * columns(lk.table) // self._config.block_columns))
+
+    def finished(self, pooled: bool) -> Jobs:
+        rows = np.array([job.values for job in self._jobs], np.int64).reshape(-1, FIELDS)
+        return Jobs(
+            pooled=pooled,
+            config=self._config,
+            rows=rows,
+            is_offset=np.array([job.is_offset for job in self._jobs], np.int64).reshape(-1, FIELDS),
+            job_of_program=np.repeat(np.arange(len(self._jobs), dtype=np.int32), self._programs),
+            has_lengths=bool((rows[:, JobField.LENGTHS_AT] >= 0).any()),
+            is_weighted=bool((rows[:, JobField.WEIGHTS_AT] >= 0).any()),
+            is_indirect=bool(((rows[:, JobField.LOCATIONS_AT] >= 0) | (rows[:, JobField.HBM_SHARE] > 0)).any()),
+        )
+
+
+class _Request:
+    """The parts of a request while they grow. It is the `Preparation` that residences ask."""
+
+    def __init__(self, cpu: CpuBackend, threads: int, gathers: bool) -> None:
+        self._cpu, self._threads, self._gathers = cpu, threads, gathers
+        self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
+        self.moves_in: list[Move] = []
+        self.moves_out: list[Move] = []
+        self.cached: list[CachedLookup] = []
+        self.on_host: list[Lookup] = []
+        self._chunks: list[list[Lookup]] = [[]]
+
+    def add(self, lk: Lookup, table: DeviceTable) -> Job | None:
+        """The job of a lookup; None: it is the CPU's."""
+        job, before = Job(), len(self.on_host)
+        job[JobField.ROWS] = lk.table.rows
+        table.residence.write(job, lk, self)
+        if len(self.on_host) > before:
+            return None
+        _check(lk)
+        job[JobField.ROW_BYTES] = lk.table.row_bytes
+        job[JobField.DIM] = lk.table.dim
+        job[JobField.FORMAT] = lk.table.row_format
+        job[JobField.MEAN] = int(lk.pooling is Pooling.MEAN)
+        job[JobField.IDS] = lk.ids
+        job[JobField.BAG_LENGTH] = lk.bag_length
+        job[JobField.VECTORS] = lk.outputs
+        job[JobField.PRECISION] = lk.precision
+        job.offset(JobField.OUT_AT, self.out_bytes)
+        job.offset(JobField.STARTS_AT, self.scratch)
+        if lk.pooling is not Pooling.NONE:
+            self._stage(job, JobField.LENGTHS_AT, lk.lengths_at, 4 * lk.bags)
+            self._stage(job, JobField.WEIGHTS_AT, lk.weights_at, 4 * lk.ids)
+        if job[JobField.LENGTHS_AT] >= 0:
+            self.scratch += lk.bags + 2
+        self.moves_out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
+        self.out_bytes += aligned(lk.out_bytes)
+        return job
+
+    def _stage(self, job: Job, field: JobField, source: int | None, size: int) -> None:
+        if source is not None:
+            self.in_bytes = aligned(self.in_bytes, 8)
+            job.offset(field, self.in_bytes)
+            self.moves_in.append(Move(source, self.in_bytes, size))
+            self.in_bytes += size
+
+    # ---- what residences ask ----
+
+    def stage_ids(self, job: Job, lookup: Lookup) -> int:
+        self._stage(job, JobField.IDS_AT, lookup.ids_at, 8 * lookup.ids)
+        return job[JobField.IDS_AT]
+
+    def gathers(self, lookup: Lookup) -> bool:
+        return self._gathers and self.rows_bytes + lookup.ids * lookup.table.row_bytes <= GATHER_BYTES
+
+    def gather(self, lookup: Lookup, table: Table) -> int:
+        first = self.rows_bytes
+        start = 0
+        while start < lookup.ids:
+            chunk = self._chunks[-1]
+            count = min(GATHER_CHUNK - sum(part.ids for part in chunk), lookup.ids - start)
+            if count == 0:
+                self._chunks.append([])
+                continue
+            chunk.append(Lookup(table, Pooling.NONE, lookup.ids_at + 8 * start, count, self.rows_bytes))
+            self.rows_bytes += count * table.row_bytes
+            start += count
+        return first
+
+    def probe(self, table: int, ids_at: int, ids: int) -> int:
+        locations_at = 4 * sum(lookup.ids for lookup in self.cached)
+        self.cached.append(CachedLookup(table, ids_at, ids, locations_at))
+        return locations_at
+
+    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
+        self.on_host.append(replace(lookup, table=table))
+
+    def gather_plans(self) -> tuple[Gather, ...]:
+        """Plans for all rows that are gathered; each is of several lookups, or of a part of one."""
+        plans = []
+        for chunk in filter(None, self._chunks):
+            first = chunk[0].out_at
+            parts = [replace(part, out_at=part.out_at - first) for part in chunk]
+            threads = min(self._threads, -(-sum(part.ids for part in chunk) // GATHER_LEAST))
+            size = sum(part.ids * part.table.row_bytes for part in chunk)
+            plans.append(Gather(self._cpu.gather(parts, threads), first, size))
+        return tuple(plans)
+
+
+def _check(lk: Lookup) -> None:
+    if lk.ids > _LARGEST or lk.outputs > _LARGEST:
+        raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+    if lk.pooling is not Pooling.NONE and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
+        raise QuantError(f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}")
+
+
+def columns(table: RowSource) -> int:
+    """Columns of one output vector: chunks of a row, 16 bytes each, 8 of int2."""
+    row_format = table.row_format
+    return -(-row_format.used_bytes(table.dim) // (8 if row_format is RowFormat.INT2 else 16))
 
 
 def aligned(n: int, to: int = ALIGNMENT) -> int:
@@ -278,12 +355,12 @@ def aligned(n: int, to: int = ALIGNMENT) -> int:
     return -(-n // to) * to
 
 
-def _joined(moves: Iterable[Move]) -> list[Move]:
-    """The same moves, neighbours in both buffers made one."""
+def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """The same moves; neighbours in both buffers become one."""
     result: list[Move] = []
     for m in moves:
         if result and (last := result[-1]).source + last.bytes == m.source and last.target + last.bytes == m.target:
             result[-1] = replace(last, bytes=last.bytes + m.bytes)
         elif m.bytes:
             result.append(m)
-    return result
+    return tuple(result)

@@ -1,95 +1,95 @@
-"""The fused GPU lookup, in Triton: gather, dequantize and pool many tables of different formats and widths in one launch.
+"""The lookup kernel, in Triton: gather, dequantize and pool many tables of different formats and widths in one launch.
 
-One column is one piece of a row, 16 bytes (8 of int2), of one output vector: 16 values of int8 and fp8, 32 of int4 and int2,
-8 of fp16, 4 of fp32; the first piece of a quantized row begins with its scale and bias. A program takes COLUMNS neighbouring
-columns of one job (a job is one feature of one request) and walks down their bags, ROWS ids at a time, so that ROWS rows are on
-their way at once. A thread reads a piece in one instruction; neighbouring columns are neighbouring pieces. Where few bags are
-long, WALKERS threads share one's walk, and their sums are added at the end.
+A *column* is one chunk of a row, 16 bytes (8 of int2), in one output vector. It holds 16 values of int8 and fp8, 32 of int4
+and int2, 8 of fp16, 4 of fp32; the first chunk of a quantized row begins with the row's scale and bias. A *job* is one
+feature of one request. A program takes COLUMNS neighbouring columns of one job and walks down their bags, UNROLL ids at a
+time, so that UNROLL rows are in flight at once. A thread reads a chunk in one instruction, and neighbouring threads read
+neighbouring chunks. Where few bags are long, LANES threads share each of them, and their sums are added at the end.
 
-Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which.
+Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which id it is.
 
-`jobs` is int64 [jobs, FIELDS], laid out by `quant.gpu.backend`:
+A job's fields are those of `quant.gpu.job.JobField`, written by `quant.gpu.layout`. Every buffer that a kernel takes is named
+there. Where a row lies is decided in `_row_address` alone: that is the place for a new kind of residence.
+
+`tests/helpers/lookup_reference.py` has each step in plain Python.
 """
-
-from enum import IntEnum
 
 import triton
 import triton.language as tl
 
-from tableside.quant.contract import SPLIT_BLOCK
+from tableside.quant.contract import Precision
+from tableside.quant.gpu.job import FIELDS, SPLIT_BLOCK, JobField
+from tableside.quant.row_format import RowFormat
 
-
-class Field(IntEnum):
-    """The columns of `jobs`. Offsets are bytes from the start of the buffer named; -1: there is none."""
-
-    TABLE = 0  # address of the first row
-    ROWS = 1
-    ROW_BYTES = 2
-    DIM = 3
-    FORMAT = 4
-    MEAN = 5  # 1: divide by the bag's length
-    IDS_AT = 6  # in inputs, int64; -1: row i of the job is row i of the table
-    IDS = 7
-    LENGTHS_AT = 8  # in inputs, int32; -1: every bag has BAG_LENGTH ids
-    BAG_LENGTH = 9
-    VECTORS = 10
-    WEIGHTS_AT = 11  # in inputs, fp32
-    OUT_AT = 12  # in outputs
-    PRECISION = 13
-    FIRST_PROGRAM = 14
-    STARTS_AT = 15  # in scratch, int32 [.]: a verdict, then VECTORS + 1 starts of bags
-    SLOTS = 16  # address of the cache's first slot, or of a split table's rows in HBM
-    LOCATIONS_AT = 17  # in locations, int32 an id: its slot; -1: in the table; else -2 - unit of the pad; -1 here: no cache
-    SHARE = 18  # of SPLIT_BLOCK rows, that are in HBM; 0: the table is not split
-
-
-FIELDS = len(Field)
-
-_TABLE = tl.constexpr(int(Field.TABLE))
-_ROWS = tl.constexpr(int(Field.ROWS))
-_ROW_BYTES = tl.constexpr(int(Field.ROW_BYTES))
-_DIM = tl.constexpr(int(Field.DIM))
-_FORMAT = tl.constexpr(int(Field.FORMAT))
-_MEAN = tl.constexpr(int(Field.MEAN))
-_IDS_AT = tl.constexpr(int(Field.IDS_AT))
-_IDS = tl.constexpr(int(Field.IDS))
-_LENGTHS_AT = tl.constexpr(int(Field.LENGTHS_AT))
-_BAG_LENGTH = tl.constexpr(int(Field.BAG_LENGTH))
-_VECTORS = tl.constexpr(int(Field.VECTORS))
-_WEIGHTS_AT = tl.constexpr(int(Field.WEIGHTS_AT))
-_OUT_AT = tl.constexpr(int(Field.OUT_AT))
-_PRECISION = tl.constexpr(int(Field.PRECISION))
-_FIRST_PROGRAM = tl.constexpr(int(Field.FIRST_PROGRAM))
-_STARTS_AT = tl.constexpr(int(Field.STARTS_AT))
-_SLOTS = tl.constexpr(int(Field.SLOTS))
-_LOCATIONS_AT = tl.constexpr(int(Field.LOCATIONS_AT))
-_SHARE = tl.constexpr(int(Field.SHARE))
+# What the kernels read as constants, by the names that the host uses.
+_TABLE = tl.constexpr(int(JobField.TABLE))
+_ROWS = tl.constexpr(int(JobField.ROWS))
+_ROW_BYTES = tl.constexpr(int(JobField.ROW_BYTES))
+_DIM = tl.constexpr(int(JobField.DIM))
+_FORMAT = tl.constexpr(int(JobField.FORMAT))
+_MEAN = tl.constexpr(int(JobField.MEAN))
+_IDS_AT = tl.constexpr(int(JobField.IDS_AT))
+_IDS = tl.constexpr(int(JobField.IDS))
+_LENGTHS_AT = tl.constexpr(int(JobField.LENGTHS_AT))
+_BAG_LENGTH = tl.constexpr(int(JobField.BAG_LENGTH))
+_VECTORS = tl.constexpr(int(JobField.VECTORS))
+_WEIGHTS_AT = tl.constexpr(int(JobField.WEIGHTS_AT))
+_OUT_AT = tl.constexpr(int(JobField.OUT_AT))
+_PRECISION = tl.constexpr(int(JobField.PRECISION))
+_FIRST_PROGRAM = tl.constexpr(int(JobField.FIRST_PROGRAM))
+_STARTS_AT = tl.constexpr(int(JobField.STARTS_AT))
+_HBM_ROWS = tl.constexpr(int(JobField.HBM_ROWS))
+_LOCATIONS_AT = tl.constexpr(int(JobField.LOCATIONS_AT))
+_HBM_SHARE = tl.constexpr(int(JobField.HBM_SHARE))
 _FIELDS = tl.constexpr(int(FIELDS))
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
+
+_INT2 = tl.constexpr(int(RowFormat.INT2))
+_INT4 = tl.constexpr(int(RowFormat.INT4))
+_INT8 = tl.constexpr(int(RowFormat.INT8))
+_FP8 = tl.constexpr(int(RowFormat.FP8))
+_FP16 = tl.constexpr(int(RowFormat.FP16))
+_FP32 = tl.constexpr(int(RowFormat.FP32))
+_FORMATS = tl.constexpr(len(RowFormat))
+_AS_FP32 = tl.constexpr(int(Precision.FP32))
+_AS_FP16 = tl.constexpr(int(Precision.FP16))
+
+_STAGING_UNIT = tl.constexpr(16)  # bytes, in which locations count places in the staging buffer
+_IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
+_FP8_SCALE = tl.constexpr(2.0**-8)  # fp8 bits taken for fp16 bits are 2 ** 8 times too small, see `_values`
+_TWO_23 = tl.constexpr(8388608.0)  # 2 ** 23, above which fp32 counts integers one by one
+_TWO_23_BITS = tl.constexpr(0x4B000000)
 
 
 # Every argument that is not a constant is an address, and is not looked at before a launch.
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
-    """One program a job: running sums of its lengths, and the verdict 1 where one is negative or their sum is not the ids'."""
+    """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at once.
+
+    jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge`
+    inputs   address of the batch's inputs, bytes; int32 lengths [bags] lie at LENGTHS_AT; written by the request's sender
+    scratch  address of int32; from STARTS_AT on this kernel writes a verdict (1: the lengths are wrong), then [bags + 1] starts
+    flags    address of int32 [jobs]; this kernel writes 1 where a length is negative or their sum is not the number of ids
+    """
     number = tl.program_id(0).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
     lengths_at = tl.load(job + _LENGTHS_AT)
     if lengths_at >= 0:
         lengths = (inputs + lengths_at).to(tl.pointer_type(tl.int32))
-        starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
+        verdict = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
+        starts = verdict + 1
         bags = tl.load(job + _VECTORS)
         total = tl.zeros((), tl.int64)
         negative = tl.zeros((), tl.int32)
-        tl.store(starts + 1, 0)
+        tl.store(starts, 0)
         for first in range(0, bags, BLOCK):
             at = first + tl.arange(0, BLOCK)
             length = tl.load(lengths + at, at < bags, 0).to(tl.int64)
-            tl.store(starts + 2 + at, (total + tl.cumsum(length, 0)).to(tl.int32), at < bags)
+            tl.store(starts + 1 + at, (total + tl.cumsum(length, 0)).to(tl.int32), at < bags)
             total += tl.sum(length, 0)
             negative += tl.sum((length < 0).to(tl.int32), 0)
         wrong = (negative > 0) | (total != tl.load(job + _IDS))
-        tl.store(starts, wrong.to(tl.int32))
+        tl.store(verdict, wrong.to(tl.int32))
         if wrong:
             tl.store(flags.to(tl.pointer_type(tl.int32)) + number, 1)
 
@@ -97,26 +97,33 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 @triton.jit
 def _exact(part):
     """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a slow instruction."""
-    return (part | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return (part | _TWO_23_BITS).to(tl.float32, bitcast=True) - _TWO_23
+
+
+@triton.jit
+def _half(bits):
+    """fp16 in the low 16 bits -> fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
 
-    int4, int2: each as many times too large as it stands to the left in its half of the word. fp8: 256 times too small.
+    int4 and int2: each is as many times too large as it stands to the left in its half of the word (`_scale_of`). fp8: 2 ** 8
+    times too small.
     """
     values = ()
-    if FORMAT == 5:
+    if FORMAT == _FP32:
         values = (word.to(tl.float32, bitcast=True),)
-    elif FORMAT == 4:
+    elif FORMAT == _FP16:
         values = (_half(word), _half(word >> 16))
-    elif FORMAT == 3:
+    elif FORMAT == _FP8:
         # The same bits in fp16, whose exponent bias is 15, not 7; two at a time.
         even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
         odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
         values = (_half(even), _half(odd), _half(even >> 16), _half(odd >> 16))
-    elif FORMAT == 2:
+    elif FORMAT == _INT8:
         for i in tl.static_range(4):
             values = values + (_exact((word >> (8 * i)) & 0xFF),)
     else:
@@ -130,7 +137,7 @@ def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
 @triton.jit
 def _scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """What value number INDEX of `_values` is multiplied by."""
-    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= 1 else 0
+    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= _INT4 else 0
     return scale * (1.0 / (1 << left))
 
 
@@ -151,53 +158,32 @@ def _interleaved(values, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _half(bits):
-    """fp16 in the low 16 bits -> fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
+    """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
+
+    table     address of row 0, in HBM or in registered host memory; or of the rows that the CPU gathered location  int32 of
+    each id, written by the cache: 0 or more: a slot; -1: in the table; below: -2 minus the place in `staging`, in
+              units of 16 bytes. -1 where the job has no cache
+    hbm_rows  address of the cache's slot 0, or of the first HBM row of a split table
+    share     rows of each SPLIT_BLOCK that lie at `hbm_rows`, one after another; 0: the table is not split
+    staging   address of the in-flight batch's staging buffer
+    INDIRECT  whether any job of the launch has a cache or is split
+    """
+    address = table + id * row_bytes
+    if INDIRECT:
+        in_block = id % _SPLIT_BLOCK
+        slot = tl.where(in_block < share, id // _SPLIT_BLOCK * share + in_block, location)
+        staged = staging + (_IN_TABLE - 1 - slot) * _STAGING_UNIT
+        address = tl.where(slot >= 0, hbm_rows + slot * row_bytes, tl.where(slot < _IN_TABLE, staged, address))
+    return address
 
 
 @triton.jit
-def _pool(
-    job,
-    inputs,
-    starts,
-    outputs,
-    flag,
-    locations,
-    pad,
-    program,
-    FORMAT: tl.constexpr,
-    POOLED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    CACHED: tl.constexpr,
-    WHOLE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WALKERS: tl.constexpr,
-):
-    """One program's columns of a job whose rows are in FORMAT."""
-    PER_WORD: tl.constexpr = 16 if FORMAT == 0 else 8 if FORMAT == 1 else 4 if FORMAT <= 3 else 2 if FORMAT == 4 else 1
-    HEADER: tl.constexpr = 1 if FORMAT <= 2 else 0
-    WORDS: tl.constexpr = 2 if FORMAT == 0 else 4
-    dim = tl.load(job + _DIM).to(tl.int32)
-    if WHOLE_WORDS:
-        dim = tl.multiple_of(dim, 4)
-    ids_at = tl.load(job + _IDS_AT)
-    vectors = tl.load(job + _VECTORS)
-    table = tl.load(job + _TABLE)
-    rows = tl.load(job + _ROWS)
-    row_bytes = tl.load(job + _ROW_BYTES)
-    pieces = (HEADER + (dim + PER_WORD - 1) // PER_WORD + WORDS - 1) // WORDS
-    ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
+def _bags(job, inputs, starts, vector, is_real, POOLED: tl.constexpr):
+    """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the longest bag.
 
-    first = program * COLUMNS
-    lane = tl.arange(0, COLUMNS * WALKERS)
-    walker = lane // COLUMNS
-    column = (first % pieces).to(tl.int32) + (lane % COLUMNS if WALKERS > 1 else lane)
-    vector = (first // pieces).to(tl.int32) + column // pieces
-    piece = column % pieces
-    is_real = vector < vectors
-
+    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. inputs, starts: as for `_pool`.
+    """
     start = vector
     length = is_real.to(tl.int32)
     longest = 1
@@ -210,15 +196,79 @@ def _pool(
             longest = tl.load(job + _BAG_LENGTH).to(tl.int32)
             start = vector * longest
             length = tl.where(is_real, longest, 0)
+    return start, length, longest
+
+
+@triton.jit
+def _pool(
+    job,
+    inputs,
+    starts,
+    outputs,
+    flag,
+    locations,
+    staging,
+    program,
+    FORMAT: tl.constexpr,
+    POOLED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INDIRECT: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program's COLUMNS columns of a job whose rows are in FORMAT: the weighted sums of their bags, written to outputs.
+
+    job        int64 [FIELDS], written by `quant.gpu.layout`
+    inputs     address of the batch's inputs, bytes: int64 ids [ids] at IDS_AT, fp32 weights [ids] at WEIGHTS_AT
+    starts     int32 [bags + 1], indices of the bags' first ids, written by `bag_starts`; not read where bags have one length
+    outputs    address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
+    flag       int32 [1] of the job: this program writes 1 where an id is not in [0, ROWS)
+    locations  address of int32 [ids], bytes, at LOCATIONS_AT; written by the cache's probe and resolve kernels
+    staging    address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
+    program    its number among those of the job
+
+    The tensors below are [COLUMNS * LANES] of a column and a lane each, and [COLUMNS * LANES, WORDS] of the int32 words of a
+    chunk.
+    """
+    PER_WORD: tl.constexpr = (
+        16 if FORMAT == _INT2 else 8 if FORMAT == _INT4 else 4 if FORMAT <= _FP8 else 2 if FORMAT == _FP16 else 1
+    )
+    HAS_SCALE: tl.constexpr = FORMAT <= _INT8
+    HEADER: tl.constexpr = 1 if HAS_SCALE else 0  # words before the values: scale and bias, fp16 each
+    WORDS: tl.constexpr = 2 if FORMAT == _INT2 else 4  # of a chunk
+    dim = tl.load(job + _DIM).to(tl.int32)
+    if WHOLE_WORDS:
+        dim = tl.multiple_of(dim, 4)
+    ids_at = tl.load(job + _IDS_AT)
+    vectors = tl.load(job + _VECTORS)
+    table = tl.load(job + _TABLE)
+    rows = tl.load(job + _ROWS)
+    row_bytes = tl.load(job + _ROW_BYTES)
+    chunks = (HEADER + (dim + PER_WORD - 1) // PER_WORD + WORDS - 1) // WORDS  # of a row
+    ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
+
+    first = program * COLUMNS
+    thread = tl.arange(0, COLUMNS * LANES)
+    lane = thread // COLUMNS
+    column = (first % chunks).to(tl.int32) + (thread % COLUMNS if LANES > 1 else thread)
+    vector = (first // chunks).to(tl.int32) + column // chunks
+    chunk = column % chunks
+    is_real = vector < vectors
+
+    start, length, longest = _bags(job, inputs, starts, vector, is_real, POOLED)
     if WEIGHTED:
         weights_at = tl.load(job + _WEIGHTS_AT)
         weighted = length * (weights_at >= 0).to(tl.int32)
         weights = (inputs + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
-    if CACHED:
-        slots = tl.load(job + _SLOTS)
+    hbm_rows = 0
+    share = 0
+    if INDIRECT:
+        hbm_rows = tl.load(job + _HBM_ROWS)
         locations_at = tl.load(job + _LOCATIONS_AT)
-        share = tl.load(job + _SHARE)
-        cached = length * (locations_at >= 0).to(tl.int32)
+        share = tl.load(job + _HBM_SHARE)
+        located = length * (locations_at >= 0).to(tl.int32)
         places = (locations + tl.maximum(locations_at, 0)).to(tl.pointer_type(tl.int32))
 
     is_named = ids_at >= 0
@@ -226,45 +276,43 @@ def _pool(
     word = tl.arange(0, WORDS)[None, :]
     sums = ()
     for _ in tl.static_range(PER_WORD):
-        sums = sums + (tl.zeros((COLUMNS * WALKERS, WORDS), tl.float32),)
-    biases = tl.zeros((COLUMNS * WALKERS,), tl.float32)
-    is_wrong = tl.zeros((COLUMNS * WALKERS,), tl.int1)
-    for step in range(0, longest, ROWS * WALKERS):
-        # First all loads of one kind, then the next: ROWS rows are on their way at once.
+        sums = sums + (tl.zeros((COLUMNS * LANES, WORDS), tl.float32),)
+    biases = tl.zeros((COLUMNS * LANES,), tl.float32)
+    is_wrong = tl.zeros((COLUMNS * LANES,), tl.int1)
+    for step in range(0, longest, UNROLL * LANES):
+        # First all loads of one kind, then the next: UNROLL rows are in flight at once.
         place_in_bag = ()
-        for r in tl.static_range(ROWS):
-            place_in_bag = place_in_bag + (step + r * WALKERS + walker if WALKERS > 1 else step + r,)
+        for r in tl.static_range(UNROLL):
+            place_in_bag = place_in_bag + (step + r * LANES + lane if LANES > 1 else step + r,)
         in_bag = ()
         id = ()
-        for r in tl.static_range(ROWS):
+        for r in tl.static_range(UNROLL):
             in_bag = in_bag + (place_in_bag[r] < length,)
             found = tl.load(ids + (start + place_in_bag[r]), place_in_bag[r] < named, 0)
             id = id + (tl.where(is_named, found, (start + place_in_bag[r]).to(tl.int64)),)
         is_read = ()
         row = ()
-        for r in tl.static_range(ROWS):
+        for r in tl.static_range(UNROLL):
             is_known = id[r].to(tl.uint64) < rows.to(tl.uint64)  # negative ids are large ones
             is_wrong = is_wrong | (in_bag[r] & (is_known == 0))
             is_read = is_read + (in_bag[r] & is_known,)
-            at = table + id[r] * row_bytes
-            if CACHED:
-                place = tl.load(places + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < cached), -1).to(tl.int64)
-                in_block = id[r] % _SPLIT_BLOCK
-                place = tl.where(in_block < share, id[r] // _SPLIT_BLOCK * share + in_block, place)
-                at = tl.where(place >= 0, slots + place * row_bytes, tl.where(place < -1, pad + (-2 - place) * 16, at))
-            row = row + (at,)
+            location = _IN_TABLE
+            if INDIRECT:
+                is_located = is_read[r] & (place_in_bag[r] < located)
+                location = tl.load(places + (start + place_in_bag[r]), is_located, _IN_TABLE).to(tl.int64)
+            row = row + (_row_address(id[r], table, row_bytes, location, hbm_rows, share, staging, INDIRECT),)
         words = ()
         scale_bias = ()
-        for r in tl.static_range(ROWS):
-            begin = tl.multiple_of((row[r] + piece * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
+        for r in tl.static_range(UNROLL):
+            begin = tl.multiple_of((row[r] + chunk * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
             words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], 0),)
-            if FORMAT <= 2:
+            if HAS_SCALE:
                 scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
-        for r in tl.static_range(ROWS):
-            scale = tl.full((COLUMNS * WALKERS,), 1.0, tl.float32)
+        for r in tl.static_range(UNROLL):
+            scale = tl.full((COLUMNS * LANES,), 1.0, tl.float32)
             if WEIGHTED:
                 scale = tl.load(weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0)
-            if FORMAT <= 2:
+            if HAS_SCALE:
                 biases += scale * _half(scale_bias[r] >> 16)
                 scale = scale * _half(scale_bias[r])
             values = _values(words[r], FORMAT, PER_WORD)
@@ -273,52 +321,61 @@ def _pool(
                 now = now + (sums[i] + values[i] * _scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
             sums = now
 
-    tl.store(flag + tl.zeros((COLUMNS * WALKERS,), tl.int32), 1, is_wrong)
-    if WALKERS > 1:
-        column = (first % pieces).to(tl.int32) + tl.arange(0, COLUMNS)
-        vector = (first // pieces).to(tl.int32) + column // pieces
-        piece = column % pieces
+    tl.store(flag + tl.zeros((COLUMNS * LANES,), tl.int32), 1, is_wrong)
+    if LANES > 1:
+        column = (first % chunks).to(tl.int32) + tl.arange(0, COLUMNS)
+        vector = (first // chunks).to(tl.int32) + column // chunks
+        chunk = column % chunks
         is_real = vector < vectors
-        length = tl.max(tl.reshape(length, (WALKERS, COLUMNS)), 0)
-        biases = tl.sum(tl.reshape(biases, (WALKERS, COLUMNS)), 0)
+        length = tl.max(tl.reshape(length, (LANES, COLUMNS)), 0)
+        biases = tl.sum(tl.reshape(biases, (LANES, COLUMNS)), 0)
         total = ()
         for i in tl.static_range(PER_WORD):
-            total = total + (tl.sum(tl.reshape(sums[i], (WALKERS, COLUMNS, WORDS)), 0),)
+            total = total + (tl.sum(tl.reshape(sums[i], (LANES, COLUMNS, WORDS)), 0),)
         sums = total
     divisor = tl.full((COLUMNS,), 1.0, tl.float32)
     if POOLED:
         if tl.load(job + _MEAN) != 0:
             divisor = tl.maximum(length, 1).to(tl.float32)
-    divisor = divisor * (0.00390625 if FORMAT == 3 else 1.0)
+    divisor = divisor * (_FP8_SCALE if FORMAT == _FP8 else 1.0)
     results = ()
     for i in tl.static_range(PER_WORD):
         results = results + ((sums[i] + biases[:, None]) / divisor[:, None],)
+    value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector
+    _store(job, outputs, vector, value, _interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
 
-    result = _interleaved(results, PER_WORD)
-    value = (piece * WORDS - HEADER) * PER_WORD
-    is_value = is_real[:, None] & (value[:, None] + tl.arange(0, WORDS * PER_WORD)[None, :] >= 0)
-    is_value = is_value & (value[:, None] + tl.arange(0, WORDS * PER_WORD)[None, :] < dim)
+
+@triton.jit
+def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT.
+
+    vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the chunk
+    begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as for `_pool`.
+    """
+    number = value[:, None] + tl.arange(0, VALUES)[None, :]
+    is_value = is_real[:, None] & (number >= 0)
+    is_value = is_value & (number < dim)
     at = vector.to(tl.int64) * dim + value
     out = outputs + tl.load(job + _OUT_AT)
     precision = tl.load(job + _PRECISION)
-    if precision == 0:
-        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
-    elif precision == 1:
-        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
+    if precision == _AS_FP32:
+        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, VALUES)
+    elif precision == _AS_FP16:
+        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, VALUES)
     else:
-        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, WORDS * PER_WORD)
+        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, VALUES)
 
 
 @triton.jit
 def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Each column's VALUES values to `out`. WHOLE_WORDS: its own begin and end at multiples of 4 values."""
+    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at multiples of 4 values."""
     begin = out + at
     if WHOLE_WORDS:
         begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)
     tl.store(begin[:, None] + tl.arange(0, VALUES)[None, :], result.to(out.dtype.element_ty), is_value)
 
 
-@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad"])
+@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging"])
 def lookup(
     jobs: tl.int64,
     job_of_program: tl.int64,
@@ -327,17 +384,24 @@ def lookup(
     outputs: tl.int64,
     flags: tl.int64,
     locations: tl.int64,
-    pad: tl.int64,
+    staging: tl.int64,
     FORMATS: tl.constexpr,
     POOLED: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    CACHED: tl.constexpr,
+    INDIRECT: tl.constexpr,
     WHOLE_WORDS: tl.constexpr,
-    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WALKERS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Every job of a batch. FORMATS: a bit for each row format among the tables, so that only those are compiled."""
+    """Every job of a launch. FORMATS: a bit for each row format among the tables, so that only those are compiled.
+
+    jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge`
+    job_of_program  address of int32 [programs], written there too
+    scratch         address of int32, written by `bag_starts`; a job whose verdict is 1 is left out
+    flags           address of int32 [jobs], zeros; 1 is written where an id is out of range
+    inputs, outputs, locations, staging: as for `_pool`
+    """
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
     starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
@@ -348,7 +412,7 @@ def lookup(
             verdict = tl.load(starts)
     if verdict == 0:
         row_format = tl.load(job + _FORMAT)
-        for FORMAT in tl.static_range(6):
+        for FORMAT in tl.static_range(_FORMATS):
             if (FORMATS >> FORMAT) & 1:
                 if row_format == FORMAT:
                     _pool(
@@ -358,19 +422,19 @@ def lookup(
                         outputs,
                         flags.to(tl.pointer_type(tl.int32)) + number,
                         locations,
-                        pad,
+                        staging,
                         program,
                         FORMAT,
                         POOLED,
                         WEIGHTED,
-                        CACHED,
+                        INDIRECT,
                         WHOLE_WORDS,
-                        ROWS,
+                        UNROLL,
                         COLUMNS,
-                        WALKERS,
+                        LANES,
                     )
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton runs these kernels in its interpreter (TRITON_INTERPRET=1 when this module was imported)."""
     return not isinstance(lookup, triton.runtime.JITFunction)

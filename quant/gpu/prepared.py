@@ -1,126 +1,146 @@
-"""Lookups of inputs that are on a GPU already: jobs sent once, launched on many buffers, or captured as a graph."""
+"""Lookups of inputs that are on a GPU already: jobs are sent once, and launched on many buffers or captured as a CUDA graph."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.batch import jobs_on_device
+from tableside.quant.gpu.batch import Launches, jobs_on_device
 from tableside.quant.gpu.layout import Layout
 
-if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import Fused
+
+class Launcher(Protocol):
+    """The backend of a device (`quant.gpu.backend.GpuBackend`), as far as prepared lookups use it.
+
+    lock: is held while something is launched. stream: where the backend launches; None in the interpreter.
+    """
+
+    device: torch.device
+    is_interpreted: bool
+    stream: Any
+    cache: Cache | None
+    lock: threading.RLock
+
+    def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None: ...
+
+    def launch(
+        self,
+        launches: Launches,
+        flags: torch.Tensor,
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
+        scratch: torch.Tensor,
+        ticket: Ticket | None = None,
+    ) -> None: ...
+
+    def await_tables(self) -> None: ...
+
+    def exclusive(self) -> AbstractContextManager[None]: ...
 
 
 class PreparedLookup:
-    """A plan's jobs on the device, to be launched on many pairs of buffers there.
+    """A request's jobs on the device, to be launched on many pairs of buffers there. `GpuBackend.prepare` makes it.
 
-    in_bytes, out_bytes: what the buffers hold, as `layout.moves_in` and `layout.moves_out` place it.
+    in_bytes, out_bytes: of the buffers, laid out as `layout.moves_in` and `layout.moves_out` say. QuantError: a part of the
+    request begins on the CPU.
     """
 
-    def __init__(self, fused: "Fused", layout: Layout) -> None:
-        self._fused, self.layout = fused, layout
-        self.in_bytes, self.out_bytes = layout.in_bytes, layout.out_bytes
-        self._jobs, self._launches = jobs_on_device(layout, fused.device, fused.is_interpreted)
-        self._scratch = torch.empty(max(1, layout.scratch), dtype=torch.int32, device=fused.device)
-        self.flags = torch.zeros(layout.jobs, dtype=torch.int32, device=fused.device)
-        if fused.cache is not None:
-            fused.cache.reserve(layout.cached_ids)
-        if not fused.is_interpreted:
-            torch.cuda.synchronize(fused.device)
+    def __init__(self, backend: Launcher, layout: Layout) -> None:
+        self.backend, self.layout = backend, layout
+        if self.layout.host is not None or self.layout.gathers:
+            raise QuantError("a plan with lookups that begin on the CPU cannot be prepared; copy its tables to HBM (to_hbm)")
+        self.in_bytes, self.out_bytes = self.layout.in_bytes, self.layout.out_bytes
+        self._jobs, self.launches = jobs_on_device(self.layout, backend.device, backend.is_interpreted)
+        self.scratch = torch.empty(max(1, self.layout.scratch), dtype=torch.int32, device=backend.device)
+        self.flags = torch.zeros(self.layout.job_count, dtype=torch.int32, device=backend.device)
+        if backend.cache is not None:
+            backend.cache.reserve(self.layout.cached_ids)
+        if not backend.is_interpreted:
+            torch.cuda.synchronize(backend.device)
 
     def prefetch(self, inputs: torch.Tensor) -> Ticket | None:
-        """Brings the rows that a call with these inputs reads through the cache; None: it reads none. Nothing is waited for.
+        """Brings the rows that a call with these inputs reads through the cache; None: it reads none. Waits for nothing.
 
-        inputs: as for the call, written on the current stream or before; they stay as they are until the call.
+        inputs: as for the call, written on the current stream or before. They must stay as they are until the call.
         """
         with self._on_device():
-            if self._fused.cache is not None:
-                self._fused.cache.follow_current_stream()
-            return self._fused.prefetch(self._launches, inputs)
+            if self.backend.cache is not None:
+                self.backend.cache.follow_current_stream()
+            return self.backend.prefetch(self.launches, inputs)
 
     def __call__(self, inputs: torch.Tensor, outputs: torch.Tensor, ticket: Ticket | None = None) -> None:
-        """Launches on the device's current stream; always the same one, since starts of bags and `flags` are shared by calls.
+        """Launches on the device's current stream. It must be the same one always, because calls share `flags` and scratch.
 
         inputs uint8 [in_bytes], outputs uint8 [out_bytes], both on the device, 16-aligned. `flags` int32 [jobs], on the device,
         turn 1 where an id or a length is wrong; that row was not read. ticket: of these inputs; it is released. None: the call
         begins with `prefetch`.
         """
-        with self._fused._lock, self._on_device():  # nobody stashes tables in between
+        with self.backend.lock, self._on_device():  # nobody stashes tables in between
             ticket = ticket or self.prefetch(inputs)
-            self._fused.launch(self._launches.groups, self.flags, inputs, outputs, self._scratch, ticket)
+            self.backend.launch(self.launches, self.flags, inputs, outputs, self.scratch, ticket)
 
     def capture(self, inputs: torch.Tensor, outputs: torch.Tensor) -> "CapturedLookup":
-        """This call as a graph over the same buffers each time: for batches whose launches take longer than their kernels."""
-        return CapturedLookup(self._fused, self, inputs, outputs)
+        """This call as a graph over the same buffers each time, for batches whose launches take longer than their kernels."""
+        return CapturedLookup(self, inputs, outputs)
 
     def _on_device(self) -> Any:
-        if self._fused.is_interpreted:
+        if self.backend.is_interpreted:
             return np.errstate(all="ignore")  # a GPU does not warn either
-        return torch.cuda.device(self._fused.device)
+        return torch.cuda.device(self.backend.device)
 
 
 class CapturedLookup:
-    """A prepared lookup as a CUDA graph, prefetch and all. It has a pad of the cache's to itself, if there is one to spare.
+    """A prepared lookup as a CUDA graph, prefetch included. It has a staging buffer of the cache to itself, if one is free.
 
     QuantError: there is no GPU.
     """
 
-    def __init__(self, fused: "Fused", lookup: PreparedLookup, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        if fused.is_interpreted:
+    def __init__(self, lookup: PreparedLookup, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+        if lookup.backend.is_interpreted:
             raise QuantError("lookups are captured on a GPU alone; call the prepared lookup")
-        self._fused, self._lookup, self._buffers = fused, lookup, (inputs, outputs)
+        self._backend, self._lookup, self._buffers = lookup.backend, lookup, (inputs, outputs)
         self._ticket: Ticket | None = None
         self._capture()
 
     def _capture(self) -> None:
-        fused, (inputs, outputs) = self._fused, self._buffers
+        backend, lookup, (inputs, outputs) = self._backend, self._lookup, self._buffers
         self.close()
-        torch.cuda.synchronize(fused.device)
-        with self._alone(), torch.cuda.device(fused.device), torch.cuda.stream(fused._stream):
-            self._lookup(inputs, outputs)  # compiles what is not compiled, and makes room
-            torch.cuda.synchronize(fused.device)
+        torch.cuda.synchronize(backend.device)
+        with backend.exclusive(), torch.cuda.device(backend.device), torch.cuda.stream(backend.stream):
+            lookup(inputs, outputs)  # compiles what is not compiled, and makes room
+            torch.cuda.synchronize(backend.device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=fused._stream):
-                self._ticket = fused.prefetch(self._lookup._launches, inputs)
-                fused.launch(
-                    self._lookup._launches.groups, self._lookup.flags, inputs, outputs, self._lookup._scratch, self._ticket
-                )
-                if fused.cache is not None:
-                    fused.cache.join()
-            self._generation = fused.cache.generation if fused.cache is not None else 0
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody else launches on the backend's stream, or changes the cache, meanwhile."""
-        with self._fused._lock, self._fused.cache.exclusive() if self._fused.cache is not None else nullcontext():
-            yield
+            with torch.cuda.graph(self._graph, stream=backend.stream):
+                self._ticket = backend.prefetch(lookup.launches, inputs)
+                backend.launch(lookup.launches, lookup.flags, inputs, outputs, lookup.scratch, self._ticket)
+                if backend.cache is not None:
+                    backend.cache.join()
+            self._generation = backend.cache.generation if backend.cache is not None else 0
 
     def __call__(self) -> None:
-        """Looks up what is in `inputs` now, on the backend's stream, after what is on the current one; which waits for it."""
-        current = torch.cuda.current_stream(self._fused.device)
-        stream = self._fused._stream
-        assert stream is not None
-        if current != stream:
-            stream.wait_stream(current)
-        cache = self._fused.cache
-        with self._alone(), torch.cuda.device(self._fused.device), torch.cuda.stream(stream):
-            if cache is not None and cache.generation != self._generation:
-                self._capture()
-            if cache is not None:
-                cache.follow_itself()
-            self._fused._await_tables()
+        """Looks up the ids that `inputs` holds now, on the backend's stream. The current stream waits for it."""
+        backend = self._backend
+        current = torch.cuda.current_stream(backend.device)
+        if current != backend.stream:
+            backend.stream.wait_stream(current)
+        with backend.exclusive(), torch.cuda.device(backend.device), torch.cuda.stream(backend.stream):
+            if backend.cache is not None:
+                if backend.cache.generation != self._generation:
+                    self._capture()
+                backend.cache.follow_itself()
+            backend.await_tables()
             self._graph.replay()
-        if current != stream:
-            current.wait_stream(stream)
+        if current != backend.stream:
+            current.wait_stream(backend.stream)
 
     def close(self) -> None:
         """Gives back what it has of the cache, once no replay is under way."""
-        if self._ticket is not None and self._fused.cache is not None:
-            torch.cuda.synchronize(self._fused.device)
-            self._fused.cache.give_back(self._ticket)
+        if self._ticket is not None and self._backend.cache is not None:
+            torch.cuda.synchronize(self._backend.device)
+            self._backend.cache.give_back(self._ticket)
             self._ticket = None

@@ -105,8 +105,8 @@ class Evaluator:
         pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
         placer = Placer(settings, backend, stashable=job.stash)
         placer.open()
-        self._fused = placer.fused if job.stash else None
-        looks_ahead = placer.fused is not None and not job.stash
+        self._fused = placer.gpu if job.stash else None
+        looks_ahead = placer.gpu is not None and not job.stash
         self._threads = [ThreadPoolExecutor(1, f"tableside-{what}") for what in ("read", "lookup")] if looks_ahead else []
         self.served: list[Served] = []
         for candidate in job.candidates:

@@ -10,7 +10,7 @@ from tableside.quant import choose
 from tableside.quant.cache.jobs import CachedLookup, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 
 SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a row
 
@@ -21,7 +21,7 @@ class CachedTables:
     """
 
     def __init__(self, budget: int, settings: CacheSettings, sizes: dict[str, tuple[int, int]] = SIZES) -> None:
-        fused = Fused(tables.DEVICE, choose())
+        fused = GpuBackend(tables.DEVICE, choose())
         self.cache = fused.open_cache(budget, min(size for _, size in sizes.values()), settings)
         self.rows: dict[int, torch.Tensor] = {}
         self.numbers = {name: self.add(*size) for name, size in sizes.items()}

@@ -1,10 +1,10 @@
-"""Packed tables, what they may differ by, and the fused backend on the device that the tests run on."""
+"""Packed tables, what they may differ by, and the GPU backend on the device that the tests run on."""
 
 from functools import cache
 
 import numpy as np
 
-from tableside.quant import Backend, DeviceTable, Pooling, RowFormat, Source, Table, choose
+from tableside.quant import Backend, Pooling, RowFormat, RowSource, Source, Table, choose
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -15,16 +15,16 @@ def serve_device() -> str:
 
 
 @cache
-def fused() -> Backend:
-    """The fused backend: in Triton's interpreter, or on the GPU that --device names."""
-    from tableside.quant.gpu.backend import Fused
+def gpu_backend() -> Backend:
+    """The GPU backend: in Triton's interpreter, or on the GPU that --device names."""
+    from tableside.quant.gpu.backend import GpuBackend
 
-    return Fused(DEVICE, choose())
+    return GpuBackend(DEVICE, choose())
 
 
-def placed(table: Table) -> DeviceTable:
-    """A table on the fused backend's device."""
-    return fused().hold(table)  # type: ignore[attr-defined, no-any-return]
+def placed(table: Table) -> RowSource:
+    """A table on the GPU backend's device."""
+    return gpu_backend().to_hbm(table)  # type: ignore[attr-defined, no-any-return]
 
 
 def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:

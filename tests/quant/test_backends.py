@@ -1,4 +1,4 @@
-"""Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each instruction set) and fused;
+"""Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each instruction set) and the GPU's;
 quantizing is the business of the first three."""
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import fused, placed, table_of, tolerance, values_of
+from tables import gpu_backend, placed, table_of, tolerance, values_of
 
 from tableside.quant import (
     Backend,
@@ -55,7 +55,7 @@ def quantizer(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
 @pytest.fixture(params=[*BACKENDS, "fused"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     if request.param == "fused":
-        yield fused()
+        yield gpu_backend()
     else:
         yield from _cpu(request.param)
 
@@ -249,7 +249,7 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
     for name in (*(b for b in backend_names() if b not in ("auto", *(["native"] if not ISAS else []))), "fused"):
         out = bytearray(out_at)
         on_device = [replace(lk, table=placed(lk.table)) for lk in lookups] if name == "fused" else lookups
-        chosen = fused() if name == "fused" else choose(name)
+        chosen = gpu_backend() if name == "fused" else choose(name)
         chosen.plan(on_device, threads=data.draw(st.integers(1, 3))).run(b"".join(parts), out)
         for lk, (table, ids, lengths, pooling, weights, half) in zip(lookups, reference, strict=True):
             bags = None if pooling is Pooling.NONE else lengths

@@ -13,7 +13,7 @@ from tables import expected_of, table_of
 
 from tableside.quant import BadIds, Lookup, Pooling, RowFormat, Table, choose
 from tableside.quant.cache.settings import CacheSettings, Policy
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 
 
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
@@ -21,11 +21,11 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     """Two formats and widths, weights, several requests of which one is wrong; twice, so that rows are
     missing and there.
     """
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     cache = backend.open_cache(60_000, 32)
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
     views = [(t, None if backend.is_interpreted else registered(t)) for t in held]
-    cached = [backend.cached(t, v) for t, v in views]
+    cached = [backend.to_cache(t, v) for t, v in views]
     ids, lengths = np.array([3, 199, 0, 3, 7, 11, 150]), np.array([2, 0, 5], np.int32)
     inputs = ids.tobytes() + lengths.tobytes()
     bad = ids.copy()
@@ -42,7 +42,7 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
             np.testing.assert_allclose(found.view(np.float32).reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-4)
     assert sum(s.hits for s in cache.statistics(wait=True).tables.values()) == 20
     del cached, plans
-    backend.cached(*views[0])
+    backend.to_cache(*views[0])
     assert len(cache.statistics(wait=True).tables) == 1
 
 
@@ -55,10 +55,10 @@ def registered(table: Any) -> torch.Tensor:
 
 def test_prefetched_and_forwarded() -> None:
     """Two batches ahead: each call reads what its own ticket brought."""
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.cached(table, None if backend.is_interpreted else registered(table))
+    cached = backend.to_cache(table, None if backend.is_interpreted else registered(table))
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 7, 0)]))
     batches = [np.random.default_rng(n).integers(0, 200, 7) for n in range(4)]
     inputs = [torch.from_numpy(b).to(backend.device).view(torch.uint8) for b in batches]
@@ -77,10 +77,10 @@ def test_a_lookup_is_a_graph() -> None:
     """Prefetch and lookup of a batch, hits and misses, wait for nothing: they can be captured, and replayed
     on other ids.
     """
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3, gather_threads=2, gather_from=5))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.cached(table, registered(table))
+    cached = backend.to_cache(table, registered(table))
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 50, 0)]))
     inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device)
     outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
@@ -95,7 +95,7 @@ def test_a_lookup_is_a_graph() -> None:
         batch = np.random.default_rng(seed).integers(0, 200, 50)
         inputs.copy_(torch.from_numpy(batch).view(torch.uint8))
         if seed == 10:
-            backend.cached(table_of(RowFormat.INT8, 40, rows=30_000), registered(table_of(RowFormat.INT8, 40, rows=30_000)))
+            backend.to_cache(table_of(RowFormat.INT8, 40, rows=30_000), registered(table_of(RowFormat.INT8, 40, rows=30_000)))
         captured()
         if ticket is not None:
             lookup(others, found, ticket)
@@ -112,7 +112,7 @@ def test_ten_million_ids(policy: Policy) -> None:
     """Prefetched two batches ahead on one stream, looked up on another, evicting all the time, while a second
     table comes and goes: the same bytes as without the cache.
     """
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     device, rows, ids = backend.device, 300_000, 131_072
     backend.open_cache(6 << 20, 48, CacheSettings(policy, staging_buffers=3))
     small = table_of(RowFormat.INT8, 40, rows=1000)
@@ -120,7 +120,7 @@ def test_ten_million_ids(policy: Policy) -> None:
     packed[:, 4:8] = np.arange(rows, dtype=np.uint32)[:, None].view(np.uint8)  # every row another
     table = Table(packed, RowFormat.INT8, 40)
     memory = registered(table)
-    cached, held = backend.cached(table, memory), backend.hold(table)
+    cached, held = backend.to_cache(table, memory), backend.to_hbm(table)
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, ids, 0)]))
     plain = backend.prepare(backend.plan([Lookup(held, Pooling.NONE, 0, ids, 0)]))
     generator = torch.Generator(device=device).manual_seed(1)
@@ -133,7 +133,7 @@ def test_ten_million_ids(policy: Policy) -> None:
             batches.append(batch)
             tickets.append(lookup.prefetch(batch.view(torch.uint8)))
         if n % 20 == 10:
-            other = backend.cached(small, registered(small))
+            other = backend.to_cache(small, registered(small))
             del other
         if n >= 2:
             torch.cuda.current_stream().wait_stream(loader)

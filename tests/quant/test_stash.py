@@ -13,7 +13,7 @@ import torch
 from tables import expected_of, table_of
 
 from tableside.quant import Lookup, Pooling, RowFormat, choose
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.stash import Restore, StashError, points, stash_embedding_weights
 
 ROWS, DIM = 2000, 64
@@ -297,10 +297,10 @@ def test_points_by_measured_times() -> None:
 @pytest.mark.parametrize("restores", [False, True])
 def test_tables_that_are_served_leave_and_come_back(restores: bool) -> None:
     """Their rows lie with the host: nothing is copied out; the next lookup finds them, asked for before or not."""
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
-    placed = [backend.hold(t, stashable=True) for t in held]
-    plain = backend.hold(held[0])
+    placed = [backend.to_hbm(t, stashable=True) for t in held]
+    plain = backend.to_hbm(held[0])
     size = sum(t.packed.size for t in held)
     assert backend.stash() == size
     assert backend.stash() == 0
@@ -326,9 +326,9 @@ def test_the_room_is_there() -> None:
     assert before - torch.cuda.memory_allocated() == 256 << 20
     restore()
     assert torch.cuda.memory_allocated() == before
-    backend = Fused(tables.DEVICE, choose())
+    backend = GpuBackend(tables.DEVICE, choose())
     table = table_of(RowFormat.FP32, 1024, rows=20_000)
-    held = backend.hold(table, stashable=True)
+    held = backend.to_hbm(table, stashable=True)
     free = torch.cuda.mem_get_info()[0]
     assert backend.stash() == table.packed.size
     assert table.packed.size <= torch.cuda.mem_get_info()[0] - free < table.packed.size + (4 << 20)

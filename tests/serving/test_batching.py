@@ -178,14 +178,14 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     placer = Placer(settings, choose())
     placer.open()
     engines = {n: Engine(Model(root, n), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20) for n in "ab"}
-    for name, wanted in (("a", Placement.HBM), ("b", Placement.UVM)):
+    for name, wanted in (("a", Placement.HBM), ("b", Placement.ZERO_COPY)):
         engines[name].swap(engines[name].attach())
         assert engines[name].served().placed.placements == {"t": wanted}
     publish({"t": rows_of(100, 12, 1)}, name="a")
     successor = engines["a"].attach(as_successor=True)
     assert successor.placed.placements == {"t": Placement.HBM}
     explicit = engines["a"].attach(1)
-    assert explicit.placed.placements == {"t": Placement.UVM}
+    assert explicit.placed.placements == {"t": Placement.ZERO_COPY}
     engines["a"].swap(successor)
     del successor
     gc.collect()

@@ -235,7 +235,7 @@ def test_devices_are_numbers(root: Path) -> None:
 def test_smallest_tables_go_to_hbm_first() -> None:
     stored = plan_tables([(name, name, RowFormat.INT8, rows, 12) for name, rows in (("a", 50), ("b", 10), ("c", 20))])
     assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
-    hbm, uvm = Placement.HBM, Placement.UVM
+    hbm, uvm = Placement.HBM, Placement.ZERO_COPY
     assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
     assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
     assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)

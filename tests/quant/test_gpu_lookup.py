@@ -1,10 +1,11 @@
-"""What the fused kernel does beyond the contract of all backends (test_backends.py): batches of requests, tables on the host,
+"""What the GPU backend does beyond the contract of all backends (test_backends.py): batches of requests, tables on the host,
 rows in place and gathered, cache slots, bf16, tables beyond 2^32 bytes."""
 
 import mmap
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ import numpy as np
 import pytest
 import tables
 import torch
-from tables import expected_of, fused, placed, table_of
+import triton
+import triton.language as tl
+from tables import expected_of, gpu_backend, placed, table_of
 
-from tableside.quant import BadIds, DeviceTable, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, Table, choose
-from tableside.quant.gpu.backend import Fused
+from tableside.quant import BadIds, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
+from tableside.quant.gpu import lookup_kernel as k
+from tableside.quant.gpu import reference
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.job import Job, JobField
 
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
 LENGTHS = np.array([2, 0, 5], np.int32)
@@ -25,12 +31,12 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def viewed(table: Table) -> DeviceTable:
+def viewed(table: Table) -> RowSource:
     """A table that the interpreter reads where it lies."""
-    return fused().view(table, None)  # type: ignore[attr-defined, no-any-return]
+    return gpu_backend().map_host(table, None)  # type: ignore[attr-defined, no-any-return]
 
 
-def summed(table: Table | DeviceTable, precision: Precision = Precision.FP32, out_at: int = 0) -> Lookup:
+def summed(table: RowSource, precision: Precision = Precision.FP32, out_at: int = 0) -> Lookup:
     return Lookup(table, Pooling.SUM, 0, IDS.size, out_at, precision, LENGTHS.size, IDS.nbytes)
 
 
@@ -42,10 +48,10 @@ def test_bf16_vectors() -> None:
     table = table_of(RowFormat.INT8, 36)
     lk = summed(placed(table), Precision.BF16)
     out = np.empty(lk.out_bytes, np.uint8)
-    fused().plan([lk]).run(INPUTS, out)
+    gpu_backend().plan([lk]).run(INPUTS, out)
     found = torch.from_numpy(out).view(torch.bfloat16).float().numpy().reshape(3, 36)
     np.testing.assert_allclose(found, expected_of(table, IDS, LENGTHS, Pooling.SUM), rtol=2**-7, atol=1e-4)
-    with pytest.raises(QuantError, match="bf16 vectors are written by the fused backend alone"):
+    with pytest.raises(QuantError, match="bf16 vectors are written by the GPU backend alone"):
         choose("native").plan([summed(table, Precision.BF16)])
 
 
@@ -59,7 +65,7 @@ def test_every_format_and_width_in_one_launch() -> None:
         lookups.append(lk)
         at += lk.out_bytes
     out = np.empty(at, np.uint8)
-    fused().plan(lookups).run(INPUTS, out)
+    gpu_backend().plan(lookups).run(INPUTS, out)
     for table, lk in zip(held, lookups, strict=True):
         lengths = None if lk.pooling is Pooling.NONE else LENGTHS
         found = out[lk.out_at : lk.out_at + lk.out_bytes].view(np.float32).reshape(-1, table.dim)
@@ -69,7 +75,7 @@ def test_every_format_and_width_in_one_launch() -> None:
 def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
     """Right ones, one with a bad id, one with bad lengths, and one with no ids, in one batch."""
     table = table_of(RowFormat.INT4, 32)
-    backend: Any = fused()
+    backend: Any = gpu_backend()
     plan = backend.plan([summed(placed(table))])
     empty = backend.plan([Lookup(placed(table), Pooling.SUM, 0, 0, 0, bags=2, bag_length=0)])
     bad_id, bad_length = IDS.copy(), LENGTHS.copy()
@@ -95,7 +101,7 @@ def test_tables_of_host_and_device_in_one_plan() -> None:
     table = table_of(RowFormat.INT8, 20)
     lookups = [summed(table), summed(placed(table), out_at=240), summed(table, Precision.FP16, 480)]
     out = np.empty(600, np.uint8)
-    fused().plan(lookups).run(INPUTS, out)
+    gpu_backend().plan(lookups).run(INPUTS, out)
     wanted = expected_of(table, IDS, LENGTHS, Pooling.SUM)
     for at in (0, 240):
         np.testing.assert_allclose(out[at : at + 240].view(np.float32).reshape(3, 20), wanted, rtol=1e-5, atol=1e-4)
@@ -109,7 +115,7 @@ def test_tables_of_host_and_device_in_one_plan() -> None:
             for n, lk in enumerate(lookups)
         ]
         with pytest.raises(BadIds) as caught:
-            fused().plan(cut).run(INPUTS, np.empty(720, np.uint8))
+            gpu_backend().plan(cut).run(INPUTS, np.empty(720, np.uint8))
         assert (caught.value.job, caught.value.position, caught.value.value) == (number, 1, 199)
 
 
@@ -125,8 +131,8 @@ def test_rows_in_place_and_gathered_are_the_same(row_format: RowFormat, cpu: str
         bags = None if pooling is Pooling.NONE else lengths
         found = []
         for gather_from in (1, 10_000):
-            backend = Fused("interpreter", choose(cpu), gather_from=gather_from)
-            found.append(backend.lookup(backend.view(table, None), ids, bags, pooling=pooling))
+            backend = GpuBackend("interpreter", choose(cpu), gather_from=gather_from)
+            found.append(backend.lookup(backend.map_host(table, None), ids, bags, pooling=pooling))
         np.testing.assert_array_equal(found[0], found[1])
 
 
@@ -138,8 +144,8 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
     ids = np.arange(700) % 200
     bad = ids.copy()
     bad[position] = -7
-    backend = Fused("interpreter", choose(), gather_from=1)
-    plan = backend.plan([Lookup(backend.view(table, None), Pooling.NONE, 0, 700, 0)])
+    backend = GpuBackend("interpreter", choose(), gather_from=1)
+    plan = backend.plan([Lookup(backend.map_host(table, None), Pooling.NONE, 0, 700, 0)])
     assert plan.layout.gathers
     refused, answered = backend.run([(plan, bad.tobytes()), (plan, ids.tobytes())])
     assert isinstance(refused, BadIds) and isinstance(answered, np.ndarray)
@@ -161,21 +167,21 @@ def test_rows_beyond_4_gib_are_found() -> None:
     packed[ids] = small.packed
     table = Table(packed, RowFormat.INT2, 16)
     wanted = expected_of(small, np.arange(5))
-    np.testing.assert_array_equal(fused().lookup(viewed(table), ids, pooling=Pooling.NONE), wanted)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(gpu_backend().lookup(viewed(table), ids, pooling=Pooling.NONE), wanted)  # type: ignore[arg-type]
     with pytest.raises(BadIds):
-        fused().lookup(viewed(table), ids + 2**32, pooling=Pooling.NONE)  # type: ignore[arg-type]
+        gpu_backend().lookup(viewed(table), ids + 2**32, pooling=Pooling.NONE)  # type: ignore[arg-type]
 
 
 def test_bags_of_one_length_that_are_not_the_ids_are_refused() -> None:
     """A second request's ids lie behind a first one's; none may read them."""
     table = placed(table_of(RowFormat.INT8, 8))
     with pytest.raises(QuantError, match="3 bags of 2 ids are 6; the lookup has 4"):
-        fused().plan([Lookup(table, Pooling.SUM, 0, 4, 0, bags=3, bag_length=2)])
+        gpu_backend().plan([Lookup(table, Pooling.SUM, 0, 4, 0, bags=3, bag_length=2)])
 
 
 def test_models_of_other_formats_and_widths_in_one_batch() -> None:
     """Each is launched as what it was compiled for; flags and answers go to the right one."""
-    backend: Any = fused()
+    backend: Any = gpu_backend()
     tables_ = [
         table_of(RowFormat.INT8, 8),
         table_of(RowFormat.INT4, 20),
@@ -199,10 +205,10 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
 def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that asks for gigabytes of host rows takes no gigabytes of page-locked memory."""
     monkeypatch.setattr("tableside.quant.gpu.layout.GATHER_BYTES", 300 * 16)
-    backend = Fused("interpreter", choose(), gather_from=1)
+    backend = GpuBackend("interpreter", choose(), gather_from=1)
     table = table_of(RowFormat.INT8, 12)
     ids = np.arange(400) % 200
-    held = backend.view(table, None)
+    held = backend.map_host(table, None)
     assert backend.plan([Lookup(held, Pooling.NONE, 0, 400, 0)]).layout.rows_bytes == 0
     assert backend.plan([Lookup(held, Pooling.NONE, 0, 300, 0)]).layout.rows_bytes == 300 * 16
     np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(table, ids))
@@ -217,11 +223,11 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
     ids, weights = rng.integers(0, 200, 600), rng.random(600, np.float32)
     how: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights} if is_weighted else {"pooling": Pooling.MEAN}
     for lengths in (np.array([423, 0, 177], np.int32), np.array([200, 200, 200], np.int32)):
-        found = fused().lookup(placed(table), ids, lengths, **how)
+        found = gpu_backend().lookup(placed(table), ids, lengths, **how)
         np.testing.assert_allclose(found, choose("reference").lookup(table, ids, lengths, **how), rtol=1e-3, atol=1e-3)
     ids[599] = 200
     with pytest.raises(BadIds) as caught:
-        fused().lookup(placed(table), ids, lengths, pooling=Pooling.SUM)
+        gpu_backend().lookup(placed(table), ids, lengths, pooling=Pooling.SUM)
     assert (caught.value.position, caught.value.value) == (599, 200)
 
 
@@ -229,7 +235,7 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
 @pytest.mark.parametrize("share", [1, 300, 1023])
 def test_split_tables(row_format: RowFormat, share: int) -> None:
     """Some rows of every block on the device, the others on the host: pooled, not pooled, more ids than would be gathered."""
-    backend: Any = fused()
+    backend: Any = gpu_backend()
     table = table_of(row_format, 24, rows=2500)
     memory = None
     if not backend.is_interpreted:
@@ -246,11 +252,11 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
 @pytest.mark.parametrize("share", [0, 1024])
 def test_a_share_that_splits_nothing_is_refused(share: int) -> None:
     with pytest.raises(QuantError, match=f"a share of {share} of 1024 rows; expected 1 to 1023"):
-        fused().split(table_of(RowFormat.INT8, 24), None, share)  # type: ignore[attr-defined]
+        gpu_backend().split(table_of(RowFormat.INT8, 24), None, share)  # type: ignore[attr-defined]
 
 
 def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
-    backend: Any = fused()
+    backend: Any = gpu_backend()
     with pytest.raises(QuantError, match="begin on the CPU cannot be prepared"):
         backend.prepare(backend.plan([summed(table_of(RowFormat.INT8, 20))]))
 
@@ -259,7 +265,76 @@ def test_the_interpreter_is_asked_for_openly() -> None:
     """A GPU where kernels are interpreted, or the other way round, is refused, not replaced."""
     other = "cuda:0" if tables.DEVICE == "interpreter" else "interpreter"
     with pytest.raises(MissingBackend, match="TRITON_INTERPRET was"):
-        Fused(other, choose())
+        GpuBackend(other, choose())
+
+
+@triton.jit
+def addresses_of(ids, locations, out, table, row_bytes, hbm_rows, share, staging, INDIRECT: tl.constexpr, BLOCK: tl.constexpr):
+    """The kernel's row addresses, int64 [BLOCK], of ids int64 [BLOCK] and locations int32 [BLOCK]."""
+    at = tl.arange(0, BLOCK)
+    location = tl.load(locations + at).to(tl.int64)
+    address = k._row_address(tl.load(ids + at), table, row_bytes, location, hbm_rows, share, staging, INDIRECT)
+    tl.store(out + at, address)
+
+
+@pytest.mark.parametrize(
+    ("locations", "share"),
+    [
+        ([-1, -1, -1, -1], 0),
+        ([0, 7, -1, 2**31 - 1], 0),
+        ([-2, -3, -(2**31), 5], 0),
+        ([-1, -1, -1, -1], 3),
+        ([-1, -1, -1, -1], 1023),
+    ],
+    ids=["table", "slots", "staging", "split", "nearly whole"],
+)
+def test_row_addresses_are_those_of_the_reference(locations: list[int], share: int) -> None:
+    """Each kind of residence, by the one function of the kernel that says where a row lies. Addresses pass 2^32 bytes."""
+    ids, where = [0, 2, 1024 * 5 + 2, 10**9], (1 << 40, 48, 1 << 41, 1 << 42)
+    table, row_bytes, hbm_rows, staging = where
+    device = gpu_backend().device  # type: ignore[attr-defined]
+    given = torch.tensor(ids, device=device), torch.tensor(locations, dtype=torch.int32, device=device)
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    addresses_of[(1,)](*given, out, table, row_bytes, hbm_rows, share, staging, INDIRECT=True, BLOCK=4)
+    wanted = [
+        reference.row_address(id, table, row_bytes, location, hbm_rows, share, staging)
+        for id, location in zip(ids, locations, strict=True)
+    ]
+    assert out.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids"),
+    [([2, 0, 5], 7), ([2, 0, 5], 8), ([3, -1, 5], 7), ([], 0), ([1] * 3000, 3000), ([2**31 - 1] * 3, 3 * (2**31 - 1))],
+    ids=["right", "a sum that is not the ids", "negative", "no bags", "more than one block", "beyond int32"],
+)
+def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int) -> None:
+    """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans refuse as many ids."""
+    device = gpu_backend().device  # type: ignore[attr-defined]
+    job = Job()
+    job[JobField.LENGTHS_AT], job[JobField.VECTORS], job[JobField.IDS] = 0, len(lengths), ids
+    jobs = torch.tensor(job.values, device=device)
+    inputs = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
+    scratch = torch.zeros(len(lengths) + 2, dtype=torch.int32, device=device)
+    flags = torch.zeros(1, dtype=torch.int32, device=device)
+    k.bag_starts[(1,)](*(t.data_ptr() for t in (jobs, inputs, scratch, flags)), BLOCK=1024)
+    is_wrong, starts = reference.bag_starts(lengths, ids)
+    assert bool(scratch[0]) == bool(flags[0]) == is_wrong
+    assert scratch[1:].tolist() == np.array(starts).astype(np.int32).tolist()
+
+
+def test_vectors_are_those_of_the_reference() -> None:
+    """Weighted sums and means of int8 rows, added in the order of their ids."""
+    table = table_of(RowFormat.INT8, 12)
+    rows = choose("reference").dequantize(table)
+    weights = np.linspace(-1, 2, IDS.size, dtype=np.float32)
+    _, starts = reference.bag_starts(LENGTHS.tolist(), IDS.size)
+    for pooling, given in ((Pooling.SUM, weights), (Pooling.MEAN, None)):
+        found = gpu_backend().lookup(placed(table), IDS, LENGTHS, pooling=pooling, weights=given)
+        for bag, (first, end) in enumerate(pairwise(starts)):
+            own = None if given is None else given[first:end].tolist()
+            wanted = reference.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12)
+            np.testing.assert_allclose(found[bag], wanted, rtol=1e-5, atol=1e-4)
 
 
 COMPILE = """
@@ -269,19 +344,19 @@ from triton.compiler import ASTSource
 import triton
 from tableside.quant.gpu import lookup_kernel as k
 
-names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "pad")
+names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging")
 VARIANTS = {80: ((4, 1, 0, 0, 1, 1),), 90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}
 for arch in VARIANTS:
-    for formats, pooled, weighted, cached, whole, walkers in VARIANTS[arch]:
-        constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted), CACHED=bool(cached),
-                         WHOLE_WORDS=bool(whole), ROWS=(4 if walkers > 1 else 8) if pooled else 1,
-                         COLUMNS=32 if walkers > 1 else 128 if pooled else 512, WALKERS=walkers)
+    for formats, pooled, weighted, indirect, whole, lanes in VARIANTS[arch]:
+        constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted), INDIRECT=bool(indirect),
+                         WHOLE_WORDS=bool(whole), UNROLL=(4 if lanes > 1 else 8) if pooled else 1,
+                         COLUMNS=32 if lanes > 1 else 128 if pooled else 512, LANES=lanes)
         signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(k.lookup, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8 if walkers > 1 else 4})
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8 if lanes > 1 else 4})
         ptx = compiled.asm["ptx"]
         assert ".local" not in ptx, "registers spill, or arrays are in local memory"
-        if whole and formats == 4 and walkers == 1:
+        if whole and formats == 4 and lanes == 1:
             assert "st.global.v4" in ptx, "vectors are not written 16 bytes at a time"
     signature = {**dict.fromkeys(("jobs", "inputs", "scratch", "flags"), "i64"), "BLOCK": "constexpr"}
     source = ASTSource(k.bag_starts, signature=signature, constexprs={"BLOCK": 1024})

@@ -1,0 +1,157 @@
+"""CUDA, as far as torch does not offer it: the driver and the runtime through ctypes, and tensors over addresses.
+
+Nothing is loaded before it is asked for, so that a machine without a GPU imports this module.
+"""
+
+import ctypes
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tableside.quant.errors import QuantError
+
+_READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+_DEVICE, _PINNED, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
+
+
+def driver() -> ctypes.CDLL:
+    """CUDA's driver. OSError: this machine has none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def runtimes() -> list[ctypes.CDLL]:
+    """CUDA's runtime as this process has loaded it. There can be none or several, depending on how torch was built."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    return [ctypes.CDLL(path) for path in sorted(loaded)]
+
+
+def host_function_launcher() -> Any:
+    """cudaLaunchHostFunc of the runtime that torch uses. QuantError: it is not among the libraries of this process."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    found = runtimes()
+    if not found:
+        raise QuantError("torch's CUDA runtime is not among this process's libraries; use no threads that gather (threads=1)")
+    return found[0].cudaLaunchHostFunc
+
+
+def clear_error(cudart: Any) -> None:
+    """Clears the last error of this thread, which CUDA would otherwise report to the next caller that asks, such as torch."""
+    if hasattr(cudart, "cudaGetLastError"):
+        cudart.cudaGetLastError()
+        return
+    for runtime in runtimes():
+        runtime.cudaGetLastError()
+
+
+def registers_read_only(device: torch.device) -> bool:
+    """Whether a device can register host memory that is mapped read-only."""
+    value = ctypes.c_int(0)
+    return driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0 and value.value == 1
+
+
+class _Array:
+    """An address range that torch takes for an array of a device. The tensor keeps this object, and so keeps `owner`."""
+
+    def __init__(self, address: int, size: int, owner: Any) -> None:
+        self._owner = owner
+        # The second value says that it may be written to: torch knows no read-only arrays.
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def tensor_over(address: int, size: int, device: torch.device, owner: Any) -> torch.Tensor:
+    """Bytes at an address that `device` reads, as uint8 [size]. owner: what must live as long as the tensor does."""
+    return torch.as_tensor(_Array(address, size, owner), device=device)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_uint8 * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class VirtualMemory:
+    """A range of a device's addresses, `size` bytes, to which memory is mapped and from which it is unmapped again.
+
+    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap).
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._driver = driver()
+        self._device = device
+        location = _Location(_DEVICE, device.index or 0)
+        self._properties, self._access = _Properties(_PINNED, 0, location), _Access(location, _READ_WRITE)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)  # makes the context
+            unit = ctypes.c_size_t()
+            self._call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self._properties), 0)
+            self._size = ctypes.c_size_t(-(-max(1, size) // unit.value) * unit.value)
+            self._at = ctypes.c_uint64()
+            self._call("cuMemAddressReserve", ctypes.byref(self._at), self._size, ctypes.c_size_t(0), ctypes.c_uint64(0), 0)
+        self._mapped: list[ctypes.c_uint64] = []
+        self.address = self._at.value
+        weakref.finalize(self, _free, self._driver, self._at, self._size, self._mapped, device)
+
+    def map(self) -> None:
+        """Maps memory, which holds anything. QuantError: the device has no room, not even in what torch keeps for later."""
+        handle = ctypes.c_uint64()
+        with torch.cuda.device(self._device):
+            arguments = (ctypes.byref(handle), self._size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+            code = self._driver.cuMemCreate(*arguments)
+            if code == _OUT_OF_MEMORY:
+                torch.cuda.empty_cache()
+                code = self._driver.cuMemCreate(*arguments)
+            if code:
+                free, _ = torch.cuda.mem_get_info(self._device)
+                raise QuantError(
+                    f"{self._device} has no room for {self._size.value:,} bytes of tables ({free:,} are free, error {code}); "
+                    "free some, or take smaller batches"
+                )
+            try:
+                self._call("cuMemMap", self._at, self._size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                try:
+                    self._call("cuMemSetAccess", self._at, self._size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                except BaseException:
+                    self._driver.cuMemUnmap(self._at, self._size)
+                    raise
+            except BaseException:
+                self._driver.cuMemRelease(handle)
+                raise
+        self._mapped.append(handle)
+
+    def unmap(self) -> None:
+        """Gives the memory back to the device. Nothing on the device may be using it."""
+        with torch.cuda.device(self._device):
+            self._call("cuMemUnmap", self._at, self._size)
+            self._call("cuMemRelease", self._mapped.pop())
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._driver, name)(*arguments):
+            raise QuantError(f"{name} failed on {self._device} (error {code})")
+
+
+def _free(library: Any, at: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[ctypes.c_uint64], device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)
+        if mapped:
+            library.cuMemUnmap(at, size)
+            library.cuMemRelease(mapped.pop())
+        library.cuMemAddressFree(at, size)

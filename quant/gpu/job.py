@@ -1,0 +1,61 @@
+"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`.
+
+Imports neither torch nor Triton.
+"""
+
+from enum import IntEnum
+
+SPLIT_BLOCK = 1024  # rows; a split table has the first `share` rows of each block in HBM
+
+
+class JobField(IntEnum):
+    """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is none."""
+
+    TABLE = 0  # address of row 0, or of the first gathered row
+    ROWS = 1  # of the table, or gathered rows; ids must be below
+    ROW_BYTES = 2
+    DIM = 3
+    FORMAT = 4  # a RowFormat
+    MEAN = 5  # 1: sums are divided by the bag's length
+    IDS_AT = 6  # offset in inputs, int64 [ids]; -1: id i of the job reads row i
+    IDS = 7
+    LENGTHS_AT = 8  # offset in inputs, int32 [bags]; -1: every bag has BAG_LENGTH ids
+    BAG_LENGTH = 9
+    VECTORS = 10  # that the job writes: bags, or ids where it is not pooled
+    WEIGHTS_AT = 11  # offset in inputs, fp32 [ids]
+    OUT_AT = 12  # offset in outputs, [VECTORS, DIM] of PRECISION
+    PRECISION = 13  # a Precision
+    FIRST_PROGRAM = 14  # of the launch, that works on this job
+    STARTS_AT = 15  # index in scratch, int32 [2 + VECTORS]: a verdict, then where each bag starts, then where the last one ends
+    HBM_ROWS = 16  # address of slot 0 of the cache, or of the first HBM row of a split table
+    LOCATIONS_AT = 17  # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
+    HBM_SHARE = 18  # rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split
+
+
+FIELDS = len(JobField)
+
+
+def split_rows(rows: int, share: int) -> int:
+    """How many rows of a split table are in HBM."""
+    blocks, rest = divmod(rows, SPLIT_BLOCK)
+    return blocks * share + min(rest, share)
+
+
+class Job:
+    """The fields of one job while they are written. What is written with `offset` moves with the request inside a batch."""
+
+    def __init__(self) -> None:
+        self.values = [0] * FIELDS
+        self.is_offset = [0] * FIELDS
+        for field in (JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT):
+            self.values[field] = -1
+
+    def __getitem__(self, field: JobField) -> int:
+        return self.values[field]
+
+    def __setitem__(self, field: JobField, value: int) -> None:
+        self.values[field] = value
+
+    def offset(self, field: JobField, value: int) -> None:
+        """Writes a value that counts from the start of the request's part of a buffer."""
+        self.values[field], self.is_offset[field] = value, 1

@@ -1,0 +1,247 @@
+"""Where a table's rows live for one device. A new tier or placement is a new class here.
+
+A residence owns the memory that its rows need on the device. When a request is laid out, it writes where the rows of a lookup
+are into the lookup's job, and says what must happen before the kernel runs: ids staged, rows gathered by the CPU, or ids
+probed in the cache. Nobody else asks which kind it is. The kernel turns a job and an id into an address in one function,
+`_row_address` of `quant.gpu.lookup_kernel`.
+
+    InHbm      all rows were copied to HBM
+    Stashable  as InHbm, in memory that can be given back and filled again at the same address
+    Mapped     rows are read in host memory that is registered with CUDA, by the GPU or, for many ids, gathered by the CPU
+    Cached     rows are read through the device's cache; misses come from host memory
+    Split      some rows of each block were copied to HBM, the others are read in host memory
+    OnHost     the CPU looks the rows up; the device never sees them
+"""
+
+import ctypes
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.cache.cache import Cache
+from tableside.quant.contract import Lookup, Table
+from tableside.quant.device.memory import DeviceMemory
+from tableside.quant.errors import QuantError
+from tableside.quant.gpu.job import SPLIT_BLOCK, Job, JobField, split_rows
+
+_COPY_CHUNK = 64 << 20  # bytes
+
+
+class Preparation(Protocol):
+    """What a residence may ask a request's layout to do before the lookup."""
+
+    def stage_ids(self, job: Job, lookup: Lookup) -> int:
+        """Has the ids sent to the device, and notes it in the job; returns their offset in the request's staged inputs."""
+
+    def gathers(self, lookup: Lookup) -> bool:
+        """Whether the CPU is to gather the rows of this lookup, because the request has many ids and there is room for them."""
+
+    def gather(self, lookup: Lookup, table: Table) -> int:
+        """Has the CPU gather the rows of this lookup; returns their offset among the request's gathered rows."""
+
+    def probe(self, table: int, ids_at: int, ids: int) -> int:
+        """Has the cache find staged ids of its table number `table`; returns the offset of their locations."""
+
+    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
+        """Has the CPU's backend run this lookup."""
+
+
+class Residence(ABC):
+    """Where the rows of one table live for one device.
+
+    may_gather: whether many ids of it are better gathered by the CPU than read by the GPU.
+    """
+
+    may_gather: bool = False
+
+    @abstractmethod
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        """Writes where the lookup's rows are found into `job`, and asks for what must happen before."""
+
+    def hot(self) -> NDArray[np.int64]:
+        """Ids whose rows are in HBM because they were used, the hottest first. Waits for the device."""
+        return np.zeros(0, np.int64)
+
+    def warm(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  (most residences have nothing to bring)
+        """Brings rows to HBM for lookups to come, where that can be chosen. Waits for nothing."""
+
+
+class OnHost(Residence):
+    """The CPU looks the rows up."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        preparation.leave_to_host(lookup, self._table)
+
+
+class InHbm(Residence):
+    """All rows were copied to HBM: uint8 [bytes] in `memory`."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._address = memory.data_ptr()
+
+    @classmethod
+    def copy_of(cls, table: Table, device: torch.device, registered: torch.Tensor | None = None) -> "InHbm":
+        """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster. QuantError: no room."""
+        memory = _allocate(table.packed.size, device, "a table")
+        _copy(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
+        return cls(memory)
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        preparation.stage_ids(job, lookup)
+        job[JobField.TABLE] = self._address
+
+
+class Stashable(InHbm):
+    """All rows were copied to HBM, and the memory can be given back. Nothing is copied then: the host keeps the rows."""
+
+    def __init__(self, table: Table, device: torch.device, registered: torch.Tensor | None = None) -> None:
+        self._pages = DeviceMemory(table.packed.size, device)
+        self._source = host_bytes(table) if registered is None else registered
+        self._table = table  # keeps the memory of `_source` alive
+        _copy(self._pages.tensor, self._source, is_pinned=registered is not None)
+        super().__init__(self._pages.tensor)
+
+    @property
+    def bytes(self) -> int:
+        return self._pages.size
+
+    @property
+    def is_away(self) -> bool:
+        return not self._pages.is_taken
+
+    def give_back(self) -> None:
+        """Gives the memory back. No lookup may be under way."""
+        self._pages.give_back()
+
+    def bring_back(self) -> None:
+        """Begins to copy the rows back, on the current stream. QuantError: the device has no room."""
+        self._pages.take()
+        try:
+            self._pages.tensor.copy_(self._source, non_blocking=True)
+        except BaseException:
+            self._pages.give_back()
+            raise
+
+
+class Mapped(Residence):
+    """Rows are read in host memory.
+
+    rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the interpreter reads.
+    """
+
+    may_gather = True
+
+    def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
+        self.rows = host_bytes(table) if rows is None else rows
+        self._table = table
+        self._address = self.rows.data_ptr()
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        if preparation.gathers(lookup):
+            job.offset(JobField.TABLE, preparation.gather(lookup, self._table))
+            job[JobField.ROWS] = lookup.ids
+        else:
+            preparation.stage_ids(job, lookup)
+            job[JobField.TABLE] = self._address
+
+
+class Cached(Residence):
+    """Rows are read through the device's cache. The table leaves the cache with this object."""
+
+    def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
+        self._misses = Mapped(table, rows)
+        self._cache = cache
+        self._address = self._misses.rows.data_ptr()
+        self._registered = cache.registered(self._address, table.rows, table.row_bytes, name)
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        ids_at = preparation.stage_ids(job, lookup)
+        job[JobField.TABLE] = self._address
+        job[JobField.HBM_ROWS] = self._cache.slots_address
+        job.offset(JobField.LOCATIONS_AT, preparation.probe(self._registered.number, ids_at, lookup.ids))
+
+    def hot(self) -> NDArray[np.int64]:
+        return self._cache.hot(self._registered.number)
+
+    def warm(self, ids: NDArray[np.int64]) -> None:
+        self._cache.warm(self._registered.number, ids)
+
+
+class Split(Residence):
+    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
+
+    def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
+        """Copies the HBM rows, and waits for it. QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room."""
+        if not 0 < share < SPLIT_BLOCK:
+            raise QuantError(
+                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
+                "copy the whole table (to_hbm), or read it in place (map_host)"
+            )
+        self._others, self._share = Mapped(table, rows), share
+        self._address = self._others.rows.data_ptr()
+        self._memory = _allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
+        self._fill(table)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _fill(self, table: Table) -> None:
+        blocks, size, source = table.rows // SPLIT_BLOCK, table.row_bytes, self._others.rows
+        whole = blocks * SPLIT_BLOCK * size
+        of_blocks, rest = self._memory[: blocks * self._share * size], self._memory[blocks * self._share * size :]
+        every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
+        of_blocks.view(blocks, self._share * size).copy_(every_block[:, : self._share * size])
+        rest.copy_(source[whole : whole + rest.numel()])
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+        preparation.stage_ids(job, lookup)
+        job[JobField.TABLE] = self._address
+        job[JobField.HBM_ROWS] = self._memory.data_ptr()
+        job[JobField.HBM_SHARE] = self._share
+
+
+def host_bytes(table: Table) -> torch.Tensor:
+    """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to the tensor."""
+    # torch warns of arrays that say they are read-only, as a segment's do.
+    memory = (ctypes.c_uint8 * table.packed.size).from_address(table.address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise QuantError(
+            f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in host memory ({error})"
+        ) from error
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
+    """Fills a tensor on a device from the host, and waits for it.
+
+    Memory that is not page-locked goes through two page-locked chunks in turn.
+    """
+    if target.device.type != "cuda":
+        target.copy_(source)
+        return
+    with torch.cuda.device(target.device):
+        if is_pinned:
+            target.copy_(source)
+            torch.cuda.current_stream().synchronize()
+            return
+        size = min(_COPY_CHUNK, source.numel())
+        chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copied: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for n, start in enumerate(range(0, source.numel(), size)):
+            count = min(size, source.numel() - start)
+            copied[n % 2].synchronize()
+            chunks[n % 2][:count].copy_(source[start : start + count])
+            target[start : start + count].copy_(chunks[n % 2][:count], non_blocking=True)
+            copied[n % 2].record()
+        torch.cuda.current_stream().synchronize()

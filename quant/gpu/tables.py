@@ -1,0 +1,63 @@
+"""A table as a device reads it, and what kernels are compiled for."""
+
+from dataclasses import dataclass
+
+from tableside.quant.contract import RowSource, Table
+from tableside.quant.cpu.backend import host_table
+from tableside.quant.gpu.residence import OnHost, Residence
+from tableside.quant.row_format import RowFormat
+
+
+@dataclass(frozen=True)
+class KernelKey:
+    """What the lookup kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a multiple of 4.
+
+    Tables that are used together share a key, so that everything they need is compiled when they are first used.
+    """
+
+    formats: int = 0
+    whole_words: bool = True
+
+    def __or__(self, other: "KernelKey") -> "KernelKey":
+        return KernelKey(self.formats | other.formats, self.whole_words and other.whole_words)
+
+    @classmethod
+    def of(cls, *tables: Table) -> "KernelKey":
+        """For these tables."""
+        formats = 0
+        for table in tables:
+            formats |= 1 << table.row_format
+        return cls(formats, all(t.dim % 4 == 0 for t in tables))
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTable:
+    """A table of the host, and where its rows live for a device. It is a `RowSource`."""
+
+    host: Table
+    residence: Residence
+    key: KernelKey
+
+    @property
+    def rows(self) -> int:
+        return self.host.rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.host.row_bytes
+
+    @property
+    def row_format(self) -> RowFormat:
+        return self.host.row_format
+
+    @property
+    def dim(self) -> int:
+        return self.host.dim
+
+
+def on_device(table: RowSource) -> DeviceTable:
+    """The table as a device reads it. A table of the host that was not placed is looked up by the CPU."""
+    if isinstance(table, DeviceTable):
+        return table
+    host = host_table(table)
+    return DeviceTable(host, OnHost(host), KernelKey())
