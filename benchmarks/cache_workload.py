@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda:0")
 DIM = 128
 ROW_BYTES = RowFormat.INT8.row_bytes(DIM)
 INDEX_BYTES = 44  # of a slot, beside its row
-MOST_MISSING = 640_000  # rows of a batch, for which there is room in a pad
+MOST_MISSES = 640_000  # rows of a batch that have room in a staging buffer
 WARM, TIMED, FRESH = 60, 30, 5  # batches; the last ones for hit rates
 
 
@@ -70,9 +70,9 @@ class Workload:
 
     def ours(self, share: float, policy: Policy, **more: Any) -> "Ours":
         fused = Fused(str(DEVICE), choose())
-        pads = more.get("pads", 1) * min(self.tables * self.ids, MOST_MISSING) * ROW_BYTES
-        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES)) + pads
-        cache = fused.open_cache(budget, ROW_BYTES, CacheSettings(policy, pad_fraction=pads / budget, **more))
+        staging = more.get("staging_buffers", 1) * min(self.tables * self.ids, MOST_MISSES) * ROW_BYTES
+        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES)) + staging
+        cache = fused.open_cache(budget, ROW_BYTES, CacheSettings(policy, staging_fraction=staging / budget, **more))
         tables = [fused.cached(*self.seen(t)) for t in range(self.tables)]
         return Ours(cache, fused._stream, self.prepare(fused, tables))
 

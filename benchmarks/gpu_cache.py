@@ -26,7 +26,7 @@ from tableside.quant.gpu.prepared import PreparedLookup
 
 
 def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:
-    """threads: of the CPU that gather what is missing; 0: the GPU reads it."""
+    """threads: of the CPU that gather misses; 0: the GPU reads them."""
     copy = copy_gb_s(work)
     warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
     keys = work.tables * work.ids

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_cache_pipeline.py     # 26 tables x 500 k rows, 4096 bags of 20 ids, Zipf 1.05, 20 % of rows cached
 
-Two kinds of dense part: products of large matrices, and layers of an MLP. Rows that are missing are read by the GPU, or gathered
-by the CPU and brought by the copy engine; once with batches in which every id hits, which shows what finding rows costs alone.
+Two kinds of dense part: products of large matrices, and layers of an MLP. Misses are read by the GPU, or gathered by the CPU and
+copied by the copy engine; once with batches in which every id hits, which shows what finding rows costs alone.
 """
 
 import statistics
@@ -60,7 +60,7 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]]) -> list[d
     steady_ms(all_hbm, warm)
     found = []
     for ahead, threads, hits in ((0, 0, False), (1, 0, False), (1, 16, False), (2, 16, False), (1, 16, True)):
-        ours = work.ours(0.2, Policy.LFU, pads=ahead + 1, gather_threads=threads)
+        ours = work.ours(0.2, Policy.LFU, staging_buffers=ahead + 1, gather_threads=threads)
         tickets: list[Any] = []
         loader = torch.cuda.Stream()
         batches = work.batches[-1:] * len(work.batches) if hits else work.batches

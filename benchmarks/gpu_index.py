@@ -10,9 +10,8 @@ from cache_workload import DEVICE, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.jobs import cache_jobs, cached_bytes
+from tableside.quant.cache.jobs import CachedLookup, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
-from tableside.quant.gpu.layout import CacheJob
 
 
 def index() -> list[dict[str, Any]]:
@@ -25,17 +24,16 @@ def index() -> list[dict[str, Any]]:
         cache = Cache(
             DEVICE,
             budget,
-            CacheSettings(Policy.LRU, pad_fraction=16 * keys / budget),
+            CacheSettings(Policy.LRU, staging_fraction=16 * keys / budget),
             smallest_row_bytes=16,
             stream=stream,
         )
         number = cache.register(table.data_ptr(), rows, 16)
         total = cache.slots
         order = torch.randperm(rows, device=DEVICE)
-        jobs = [CacheJob(number, 0, keys, 0)]
-        memory = torch.empty(cached_bytes(jobs), dtype=torch.uint8, device=DEVICE)
-        written, launched = cache_jobs(jobs, memory.data_ptr(), False)
-        memory[: len(written)].copy_(torch.frombuffer(bytearray(written), dtype=torch.uint8))
+        written, jobs = write_jobs([CachedLookup(number, 0, keys, 0)], False)
+        memory = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(DEVICE)
+        launched = jobs.placed(memory.data_ptr())
 
         def call(ids: torch.Tensor) -> None:
             cache.prefetch(launched, ids.view(torch.uint8)).release()

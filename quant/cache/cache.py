@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.check import check
+from tableside.quant.cache.check import RowOf, check
 from tableside.quant.cache.index import Index, hottest
 from tableside.quant.cache.jobs import CachedLookup, ProbeJobs, write_jobs
 from tableside.quant.cache.kernels.state import UNIT_BYTES

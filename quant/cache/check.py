@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tableside.quant.cache.contents import Bytes, hash_of
 from tableside.quant.cache.kernels.state import ID_BITS, NODE_BYTES, NODE_NEXT, occupied_at
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
-from tableside.quant.cache.reference import Bytes, hash_of
 from tableside.quant.cache.tables import Tables
 
+RowOf = Callable[[int, int], bytes]  # a table's number and an id -> the row
 
-def check(memory: CacheMemory, pages: Pages, tables: Tables, row_of: Callable[[int, int], bytes] | None = None) -> None:
+
+def check(memory: CacheMemory, pages: Pages, tables: Tables, row_of: RowOf | None = None) -> None:
     """As `Cache.check_integrity`. The caller holds the cache's lock, and the cache's stream is the current
     one.
     """
@@ -69,7 +71,7 @@ def _check_chains(keys: dict[int, int], arena: Bytes, heads: np.ndarray, pages: 
     _require(len(reached) == len(keys), f"{len(keys)} keys in slots, {len(reached)} in chains: a conflict miss")
 
 
-def _check_rows(keys: dict[int, int], arena: Bytes, pages: Pages, row_of: Callable[[int, int], bytes]) -> None:
+def _check_rows(keys: dict[int, int], arena: Bytes, pages: Pages, row_of: RowOf) -> None:
     for node, key in keys.items():
         row_class, first_row = pages.of_page[node >> pages.node_bits]
         size = pages.classes[row_class].row_bytes

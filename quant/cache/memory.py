@@ -2,7 +2,7 @@
 
 arena      pages | staging buffers                                              the budget, with heads and ghosts
 heads      int32 [buckets], at least one a slot                                 4 bytes a bucket, at most two a slot
-ghosts     int32 [2 * buckets, 2] with LFU                                      8 bytes a ghost, at most two a slot
+ghosts     int32 [buckets, 2] with LFU                                          8 bytes a ghost, at most two a slot
 arrays     one element an id of the largest batch, as `BatchArray` says         beside the budget
 """
 

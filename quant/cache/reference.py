@@ -1,17 +1,14 @@
-"""What each kernel of the cache does, in plain Python, one row after another: the specification that tests
-hold the kernels to.
+"""What each kernel of the cache does, in plain Python, one row after another: what tests hold the kernels to.
 
-`read` makes plain lists of all that a cache holds; a step changes them as its kernel changes the device's
-memory. Where a kernel looks at samples, the reference looks at everything, so it agrees with caches of no
-more slots than one sample. Nothing here is fast.
+A step changes `Contents` as its kernel changes the device's memory. Where a kernel looks at samples, the reference
+looks at everything, so it agrees with caches of no more slots than one sample. Nothing here is fast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tableside.quant.cache.contents import Contents, Node, hash_of
 from tableside.quant.cache.kernels.state import (
     FREE,
     FREE_PRIORITY,
@@ -21,13 +18,9 @@ from tableside.quant.cache.kernels.state import (
     LOCKED_PRIORITY,
     MOST_AHEAD,
     NO_NODE,
-    NODE_BYTES,
-    NODE_NEXT,
-    NODE_USED,
     PAGE_STRIDE,
     PRIORITY_LIMIT,
     ROWS_PER_FLAG,
-    SCORE_BYTES,
     SCORE_UNIT,
     UNIT_BYTES,
     UNRESOLVED,
@@ -37,147 +30,10 @@ from tableside.quant.cache.kernels.state import (
     Counter,
     State,
 )
-from tableside.quant.cache.memory import CacheMemory
-from tableside.quant.cache.pages import Pages
-from tableside.quant.cache.settings import CacheSettings
-from tableside.quant.cache.tables import Tables
 
-Bytes = NDArray[np.uint8]
 RowOf = Callable[[int], bytes]  # a key's row in its table
 
-
-@dataclass
-class Node:
-    """A slot: its key (FREE: none), the last ticket that used it, its score, and its row."""
-
-    key: int
-    used: int
-    score: int
-    row: bytes
-
-
-@dataclass
-class Table:
-    """A table, the ids that the batch misses, its dirty flags, and its counters as `Counter` says."""
-
-    rows: int
-    row_class: int
-    row_bytes: int
-    missed: set[int]
-    dirty: set[int]
-    counters: list[int]
-
-
-@dataclass
-class Contents:
-    """All that a cache holds. Two of them are equal where every kernel would find the same.
-
-    pages: class and first row of each. chains: the nodes of each bucket, in their order. ghosts: [tag, score]
-    of each.
-    """
-
-    is_lfu: bool
-    rate: int
-    node_bits: int
-    pages: list[tuple[int, int]]
-    widest_units: int
-    state: list[int]
-    classes: list[list[int]]
-    in_flight: list[int]
-    tables: dict[int, Table]
-    nodes: dict[int, Node]
-    chains: list[list[int]]
-    ghosts: list[list[int]]
-    arrays: dict[BatchArray, list[int]]
-
-    @property
-    def now(self) -> int:
-        return self.state[State.NOW]
-
-    @property
-    def misses(self) -> int:
-        """How many rows the batch misses."""
-        return self.state[State.MISSES] & 0xFFFFFFFF
-
-    def table_of(self, key: int) -> Table:
-        return self.tables[key >> ID_BITS]
-
-    def slot(self, node: int) -> int:
-        """A node's slot, in rows of its class from the arena's start."""
-        return self.pages[node >> self.node_bits][1] + (node & ((1 << self.node_bits) - 1))
-
-    def chain_of(self, key: int) -> list[int]:
-        return self.chains[hash_of(key) % len(self.chains)]
-
-    def nodes_of(self, row_class: int) -> list[int]:
-        return [number for number in self.nodes if self.pages[number >> self.node_bits][0] == row_class]
-
-
-def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSettings) -> Contents:
-    """What a cache holds now. Waits for the device; the caller holds the cache's lock."""
-    state, counters = memory.state.tolist(), tables.counters.view(-1, len(Counter)).tolist()
-    of_classes = np.array(state[len(State) :]).reshape(-1, len(ClassState)).tolist()
-    arena, heads = memory.arena.cpu().numpy(), memory.heads.tolist()
-    arrays = {which: memory.array(which).tolist() for which in BatchArray}
-    return Contents(
-        is_lfu=settings.policy.is_lfu,
-        rate=settings.score_rate,
-        node_bits=pages.node_bits,
-        pages=[(int(row_class), int(first)) for row_class, first in pages.of_page],
-        widest_units=pages.widest // UNIT_BYTES,
-        state=state[: len(State)],
-        classes=of_classes[: len(pages.classes)],
-        in_flight=memory.in_flight.tolist(),
-        tables={n: _table(tables, n, counters[n]) for n in tables.names()},
-        nodes=_nodes(arena, pages),
-        chains=[_chain(arena, pages, head) for head in heads],
-        ghosts=memory.ghosts.view(-1, 2).tolist(),
-        arrays=arrays,
-    )
-
-
-def _table(tables: Tables, number: int, counters: list[int]) -> Table:
-    table = tables[number]
-    words = table.miss_bits.cpu().numpy().view(np.uint8)
-    missed = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
-    dirty = np.flatnonzero(table.dirty.cpu().numpy()).tolist()
-    return Table(table.rows, table.row_class, table.row_bytes, set(missed), set(dirty), counters)
-
-
-def _nodes(arena: Bytes, pages: Pages) -> dict[int, Node]:
-    nodes = {}
-    for c in pages.classes:
-        for page in sorted(c.pages):
-            of_page = arena[page * pages.page_bytes :][: pages.page_bytes]
-            keys = of_page[: NODE_BYTES * c.slots].view(np.int64)[::2].tolist()
-            used = of_page[: NODE_BYTES * c.slots].view(np.int32)[NODE_USED // 4 :: 4].tolist()
-            scores = of_page[pages.page_bytes - SCORE_BYTES * c.slots :].view(np.int32)[::-1].tolist()
-            rows = arena[int(pages.of_page[page, 1]) * c.row_bytes :][: c.slots * c.row_bytes].reshape(-1, c.row_bytes)
-            for place in range(c.slots):
-                nodes[page << pages.node_bits | place] = Node(keys[place], used[place], scores[place], rows[place].tobytes())
-    return nodes
-
-
-def _chain(arena: Bytes, pages: Pages, head: int) -> list[int]:
-    chain: list[int] = []
-    while head >= 0:
-        chain.append(head)
-        at = (head >> pages.node_bits) * pages.page_bytes + (head & ((1 << pages.node_bits) - 1)) * NODE_BYTES + NODE_NEXT
-        head = int(arena[at : at + 4].view(np.int32)[0])
-    return chain
-
-
 # ---- numbers ----
-
-
-def hash_of(key: int) -> int:
-    """The kernels' hash of a key, 31 bits."""
-    mask = 2**64 - 1
-    x = key ^ (key >> 29)
-    x = x * 0x2545F4914F6CDD1D & mask
-    x ^= x >> 32
-    x = x * 0x1B03738712FAD5C9 & mask
-    return x >> 33
 
 
 def int32(value: int) -> int:

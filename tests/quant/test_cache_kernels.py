@@ -15,9 +15,9 @@ import torch
 from cached_tables import CachedTables, settings
 
 from tableside.quant.cache import reference
+from tableside.quant.cache.contents import Contents, read
 from tableside.quant.cache.kernels import state
 from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray, State
-from tableside.quant.cache.reference import Contents
 from tableside.quant.cache.settings import Policy
 from tableside.quant.cache.tickets import InFlightBatch, Ticket
 
@@ -55,7 +55,7 @@ class Steps:
 
     def read(self) -> Contents:
         cache = self.cache
-        return reference.read(cache._memory, cache._pages, cache._tables, cache.settings)
+        return read(cache._memory, cache._pages, cache._tables, cache.settings)
 
     def batch(self, record: int) -> InFlightBatch:
         return next(b for b in self.cache._batches.all if b.record.data_ptr() == record)
