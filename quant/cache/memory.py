@@ -1,9 +1,11 @@
 """The device's memory of a cache: how a budget is divided, and the record by which kernels find all of it.
 
-arena      pages | staging buffers                                              the budget, with heads and ghosts
-heads      int32 [buckets], at least one a slot                                 4 bytes a bucket, at most two a slot
-ghosts     int32 [buckets, 2] with LFU                                          8 bytes a ghost, at most two a slot
-arrays     one element an id of the largest batch, as `BatchArray` says         beside the budget
+    arena      pages | staging buffers                              the budget, with heads and ghosts
+    heads      int32 [buckets], at least one a slot                 4 bytes a bucket, at most two a slot
+    ghosts     int32 [buckets, 2] with LFU                          8 bytes a ghost, at most two a slot
+    arrays     one element an id of the largest batch               beside the budget, 32 bytes an id
+
+What is in pages and arrays says `quant.cache.kernels.state`.
 """
 
 from collections.abc import Mapping
