@@ -140,6 +140,14 @@ def test_a_staging_buffer_is_taken_where_one_is_free() -> None:
     t.check_integrity()
 
 
+def test_a_staging_buffer_is_used_to_its_last_row() -> None:
+    """Ten rows of 48 bytes fit into 480 bytes; the others are fetched into their slots, or read in place."""
+    t = CachedTables(9_000, settings(staging_bytes=480), {"a": (1000, 48)})
+    ticket, ids, _ = t.prefetch({0: run(12)})
+    assert int((ticket.locations[:12] < -1).sum()) == 10
+    t.check(ticket, ids)
+
+
 def test_pages_that_moved_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hot ids are read some pages at a time; those that went to another class in between hold other rows by
     then.

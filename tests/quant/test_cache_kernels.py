@@ -146,13 +146,14 @@ class Steps:
 def test_each_kernel_does_what_its_reference_does(
     policy: Policy, budget: int, staging_fraction: float, gather_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All state is the reference's after every launch of seeded batches, one of them in flight: rows of three
-    sizes, duplicates, ids out of range, a batch of which every row is admitted, fewer and more misses than a
-    staging buffer holds.
-    """
+    """After every launch of seeded batches, one of them in flight, all state is the reference's: rows of three sizes, duplicates,
+    ids out of range, a batch of which every row is admitted, fewer and more misses than a staging buffer holds, scores that
+    wrap."""
     more = {"staging_buffers": 2, "staging_fraction": staging_fraction, "half_life": 5}
     sizes = {"a": (300, 48), "b": (600, 144), "c": (40, 32)}
     held = CachedTables(budget, settings(policy, gather_threads=gather_threads, gather_from=20, **more), sizes)
+    if budget == 20_000:
+        held.cache._memory.state[State.NOW] = 2**31 // held.cache.settings.score_rate - 3
     steps = Steps(held, monkeypatch)
     rng = np.random.default_rng(budget)
     earlier = None
