@@ -19,9 +19,9 @@ from tableside.quant import Lookup, Pooling, Precision, RowFormat, Table, choose
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.statistics import Statistics
-from tableside.quant.contract import DeviceTable
-from tableside.quant.gpu.backend import Fused
+from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.prepared import PreparedLookup
+from tableside.quant.gpu.tables import DeviceTable
 
 DEVICE = torch.device("cuda:0")
 DIM = 128
@@ -59,32 +59,32 @@ class Workload:
         stored = self.segment.header.tables[t]
         return self.segment.tables[stored.name], self.registration.view(stored.offset, stored.bytes)
 
-    def prepare(self, fused: Fused, tables: Sequence[DeviceTable]) -> PreparedLookup:
+    def prepare(self, backend: GpuBackend, tables: Sequence[DeviceTable]) -> PreparedLookup:
         pooling = Pooling.SUM if self.bag_length > 1 else Pooling.NONE
         lookups, at, bags = [], 0, self.ids // self.bag_length
         for n, table in enumerate(tables):
             lk = Lookup(table, pooling, 8 * self.ids * n, self.ids, at, Precision.FP16, bags=bags, bag_length=self.bag_length)
             lookups.append(lk)
             at += lk.out_bytes
-        return fused.prepare(fused.plan(lookups))
+        return backend.prepare(backend.plan(lookups))
 
     def ours(self, share: float, policy: Policy, **more: Any) -> "Ours":
-        fused = Fused(str(DEVICE), choose())
+        backend = GpuBackend(str(DEVICE), choose())
         staging = more.get("staging_buffers", 1) * min(self.tables * self.ids, MOST_MISSES) * ROW_BYTES
         budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES)) + staging
-        cache = fused.open_cache(budget, ROW_BYTES, CacheSettings(policy, staging_fraction=staging / budget, **more))
-        tables = [fused.cached(*self.seen(t)) for t in range(self.tables)]
-        return Ours(cache, fused._stream, self.prepare(fused, tables))
+        cache = backend.open_cache(budget, ROW_BYTES, CacheSettings(policy, staging_fraction=staging / budget, **more))
+        tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
+        return Ours(cache, backend.stream, self.prepare(backend, tables))
 
     def uncached(self, in_hbm: bool) -> PreparedLookup:
-        fused = Fused(str(DEVICE), choose(), gather_from=1 << 60)
-        hold = fused.hold if in_hbm else fused.view
-        return self.prepare(fused, [hold(*self.seen(t)) for t in range(self.tables)])
+        backend = GpuBackend(str(DEVICE), choose(), gather_from=1 << 60)
+        place = backend.to_hbm if in_hbm else backend.map_host
+        return self.prepare(backend, [place(*self.seen(t)) for t in range(self.tables)])
 
     def split(self, share: int) -> PreparedLookup:
         """Of every 1024 rows `share` in HBM, the others read in place."""
-        fused = Fused(str(DEVICE), choose())
-        return self.prepare(fused, [fused.split(*self.seen(t), share) for t in range(self.tables)])
+        backend = GpuBackend(str(DEVICE), choose())
+        return self.prepare(backend, [backend.split(*self.seen(t), share) for t in range(self.tables)])
 
     def fbgemm(self, share: float, policy: Policy) -> Callable[[torch.Tensor], torch.Tensor]:
         """FBGEMM's module over the same memory; its cache holds as many rows."""
