@@ -16,14 +16,14 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
-from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.errors import ModelError, SegmentError, VersionError
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.first_model import first_model
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import Progress as LoadProgress
 from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
 from tableside.loader.memory import available_bytes
-from tableside.loader.model import Feature, ModelSpec, TableSpec, check_name, read_model, write_model
+from tableside.loader.model import check_name, read_model, write_model
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
 from tableside.quant import RowFormat
@@ -68,11 +68,6 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
-# ---- init ----
-
-_EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")
-
-
 def init(options: argparse.Namespace) -> int:
     """Writes model.toml."""
     out: Path = options.out
@@ -83,30 +78,6 @@ def init(options: argparse.Namespace) -> int:
     names = ", ".join(t.name for t in spec.tables)
     console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
     return 0
-
-
-def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> tuple[ModelSpec, list[str]]:
-    """A specification of every tensor that looks like an embedding, by its name, or else by its shape; and what was left out."""
-    with open_checkpoint(checkpoint) as found:
-        keys = [k for k in found.matrices if "emb" in k.lower()]
-        keys = keys or [k for k, m in found.matrices.items() if m.rows >= 4 * m.dim] or list(found.matrices)
-        skipped = [f"{k}: {why}" for k, why in found.skipped.items()] + [
-            f"{k}: a matrix" for k in found.matrices if k not in keys
-        ]
-    if not keys:
-        raise ModelError(f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16")
-    tables: dict[str, TableSpec] = {}
-    for key in keys:
-        short = match[1] if (match := _EMBEDDING.search(key)) else key.removesuffix(".weight").replace(".", "_")
-        short = re.sub(r"[^A-Za-z0-9_-]", "_", short) or "table"
-        unique = next(n for n in (short, *(f"{short}_{i}" for i in range(2, len(keys) + 2))) if n not in tables)
-        tables[unique] = TableSpec(unique, key, row_format)
-    stem = checkpoint.resolve().name.split(".")[0]
-    model = check_name(name or re.sub(r"[^A-Za-z0-9_-]", "_", stem).lstrip("_-") or "model")
-    absolute = checkpoint.resolve()
-    path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
-    features = tuple(Feature(t, t) for t in tables)
-    return ModelSpec(model, path, tuple(tables.values()), features), skipped
 
 
 def manifest(options: argparse.Namespace) -> int:

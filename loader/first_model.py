@@ -1,0 +1,49 @@
+"""A first `model.toml`, proposed from what a checkpoint holds: `tableside init`.
+
+A tensor becomes a table where its name says that it is an embedding. Where no name does, every matrix with at least four times as
+many rows as columns becomes one, and where there is none of those, every matrix.
+"""
+
+import re
+from pathlib import Path
+
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.errors import ModelError
+from tableside.loader.model import Feature, ModelSpec, TableSpec, check_name
+from tableside.quant import RowFormat
+
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+_TALL = 4  # rows for each column from which a matrix is taken for an embedding
+
+
+def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> tuple[ModelSpec, list[str]]:
+    """A specification with one table, and one sum-pooled feature, for each embedding of a checkpoint; and what was left out.
+
+    name: the model's; None: the checkpoint's file name. folder: where the model.toml will lie; a checkpoint below it is named
+    relative to it. What was left out comes as lines "key: reason".
+
+    ModelError: the checkpoint holds no matrix, or the name cannot be a model's. CheckpointError: it cannot be read.
+    """
+    with open_checkpoint(checkpoint) as found:
+        keys = [k for k in found.matrices if "emb" in k.lower()]
+        keys = keys or [k for k, m in found.matrices.items() if m.rows >= _TALL * m.dim] or list(found.matrices)
+        skipped = [f"{k}: {why}" for k, why in found.skipped.items()]
+        skipped += [f"{k}: a matrix" for k in found.matrices if k not in keys]
+    if not keys:
+        raise ModelError(f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16")
+    tables: dict[str, TableSpec] = {}
+    for key in keys:
+        table = _table_name(key, tables)
+        tables[table] = TableSpec(table, key, row_format)
+    absolute = checkpoint.resolve()
+    model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
+    path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
+    return ModelSpec(model, path, tuple(tables.values()), tuple(Feature(t, t) for t in tables)), skipped
+
+
+def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
+    """A name for the table of tensor `key`: what the key calls the embedding, with a number where another table has that name."""
+    match = _EMBEDDING.search(key)
+    name = _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_")) or "table"
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
