@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from campaigns.common import descriptors, folders, publish, random_of, standalone, version_told, workers_of
+from tableside.serving import wire
 from tableside.serving.cli.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import AsyncClient, Client, ClientError, Jagged
-from tableside.serving.http import wire
 
 CLIENTS, DEADLINE_S, LATE_S, GIVEN_UP_S, DRIP_S = 500, 10.0, 3.0, 30.0, 0.5
 HEAD = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n"

@@ -31,10 +31,10 @@ import numpy as np
 
 from campaigns.common import TABLES, folders, publish, standalone, told, workers_of
 from tableside.loader.memory import pss_bytes
+from tableside.serving import wire
 from tableside.serving.cli.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client, Jagged
-from tableside.serving.http import wire
 
 HERE = Path(__file__).parent
 CONNECTIONS, REQUESTS, ROWS = 256, 64, 200_000

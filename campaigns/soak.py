@@ -29,9 +29,9 @@ import numpy as np
 from campaigns.common import ROWS, descriptors, folders, publish, random_of, standalone, version_told, workers_of
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
+from tableside.serving import wire
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Jagged
-from tableside.serving.http import wire
 
 WORKERS, CLIENTS, ATTEMPTS = 2, 3, 5
 LOOK_EVERY_S, SWAP_EVERY_S, REPLACE_EVERY_S = 0.5, 2.0, 2.0

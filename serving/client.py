@@ -16,8 +16,8 @@ from urllib.parse import quote
 import httpx
 
 from tableside.loader.model import SCORE
-from tableside.serving.http import wire
-from tableside.serving.http.wire import FeatureError, Ids, Jagged
+from tableside.serving import wire
+from tableside.serving.wire import FeatureError, Ids, Jagged
 
 __all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged"]
 

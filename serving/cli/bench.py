@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import httptools
 import numpy as np
 
+from tableside.serving import wire
 from tableside.serving.errors import ServingError
-from tableside.serving.http import wire
 
 
 @dataclass(frozen=True)

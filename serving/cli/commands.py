@@ -27,10 +27,10 @@ from tableside.loader.model import check_name, read_model, write_model
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
 from tableside.quant import RowFormat
+from tableside.serving import wire
 from tableside.serving.cli import bench as load_generator
 from tableside.serving.client import Client
 from tableside.serving.errors import ServingError
-from tableside.serving.http import wire
 from tableside.serving.settings import RootSettings, ServerSettings, given
 
 if TYPE_CHECKING:

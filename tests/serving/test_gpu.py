@@ -20,10 +20,10 @@ from tableside.loader.versions import Model
 from tableside.quant import Pooling, RowFormat, choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ServingError
-from tableside.serving.http.wire import Jagged
 from tableside.serving.placement import Placement, plan_placements
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
+from tableside.serving.wire import Jagged
 from tableside.serving.worker import WorkerConfig, WorkerProcess, make_application
 
 Start = Callable[..., Any]
