@@ -154,9 +154,13 @@ class Plan(ABC):
 
 
 class Backend(ABC):
-    """Dequantize and look up. Any thread may call."""
+    """Dequantize and look up. Any thread may call.
+
+    warm_up_bags: numbers of ids of a bag. Lookups of one bag of each cover all the kernels that the backend compiles.
+    """
 
     name: str
+    warm_up_bags: tuple[int, ...] = (2,)
 
     @property
     def description(self) -> str:
