@@ -39,10 +39,12 @@ def overloaded(why: str) -> ApiError:
 
 
 class Turn:
-    """A request's turn: it waits, then holds a slot, until it is over. is_whole: its body is here."""
+    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or, later, got its slot."""
 
-    def __init__(self, slots: "Slots", start: Callable[[], None], refuse: Callable[[ApiError], None]) -> None:
-        self.start, self.refuse, self.is_whole, self.since = start, refuse, False, time.perf_counter()
+    def __init__(
+        self, slots: "Slots", start: Callable[[], None], refuse: Callable[[ApiError], None], is_whole: Callable[[], bool]
+    ) -> None:
+        self.start, self.refuse, self.is_whole, self.since = start, refuse, is_whole, time.perf_counter()
         self._slots = slots
 
     def end(self) -> None:
@@ -64,9 +66,12 @@ class Slots:
         """Whether a request that comes now has to wait."""
         return len(self._held) >= self.slots
 
-    def ask(self, start: Callable[[], None], refuse: Callable[[ApiError], None]) -> Turn:
-        """A request's turn: `start` is called when it has a slot, now or later, or `refuse`, with a 503."""
-        turn = Turn(self, start, refuse)
+    def ask(self, start: Callable[[], None], refuse: Callable[[ApiError], None], is_whole: Callable[[], bool]) -> Turn:
+        """A request's turn. `start` is called when it has a slot, now or later; `refuse`, with a 503, where it gets none.
+
+        is_whole: says whether the request's body is here; one whose body is late loses its slot to others.
+        """
+        turn = Turn(self, start, refuse, is_whole)
         if self.is_full:
             self._take_from_slow()
         if not self.is_full:
@@ -103,7 +108,7 @@ class Slots:
     def _take_from_slow(self) -> None:
         """Takes the slots of requests whose bodies should have come by now; they go on without."""
         now = time.perf_counter()
-        for turn in [t for t in self._held if not t.is_whole and now - t.since > PROMPT_S]:
+        for turn in [t for t in self._held if not t.is_whole() and now - t.since > PROMPT_S]:
             del self._held[turn]
 
     def _refuse_late(self) -> None:

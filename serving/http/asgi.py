@@ -138,9 +138,9 @@ async def respond_json(send: Send, value: Any, status: int = 200) -> None:
 
 async def respond_error(send: Send, error: ApiError) -> None:
     """{"error": message}: the shape that the Triton client decodes."""
-    await respond(send, error.status, (JSON_TYPE, *retry_after(error)), orjson.dumps({"error": error.message}))
+    await respond(send, error.status, (JSON_TYPE, *retry_after(error.status)), orjson.dumps({"error": error.message}))
 
 
-def retry_after(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """The header that says when to come again, of a 503."""
-    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []
+def retry_after(status: int) -> list[tuple[bytes, bytes]]:
+    """The header of a 503 that says when to try again; none of any other status."""
+    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if status == 503 else []

@@ -34,9 +34,9 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tableside.serving import metrics
-from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold, Slots, Turn
+from tableside.serving.admission import Bytes, Hold, Slots, Turn
 from tableside.serving.errors import ApiError
-from tableside.serving.http.asgi import HOLD
+from tableside.serving.http.asgi import HOLD, JSON_TYPE, retry_after
 from tableside.serving.settings import ServerSettings
 
 LINGER_S = 1.0
@@ -288,8 +288,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._begin(request, cycle, app)
             return
         begin = functools.partial(self._begin, request, cycle, app)
-        request.turn = self.slots.ask(begin, functools.partial(self._shed, request, cycle))
-        request.turn.is_whole = request.is_whole
+        request.turn = self.slots.ask(begin, functools.partial(self._shed, request, cycle), lambda: request.is_whole)
         if not request.is_started:
             self.flow.pause_reading()
 
@@ -365,8 +364,6 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         if self._open:  # else it was answered before its body was here
             self._open[-1].is_whole = True
-            if (turn := self._open[-1].turn) is not None:
-                turn.is_whole = True
             if (error := self._open[-1].shed) is not None:
                 self._answer_shed(self.cycle, error)
                 return
@@ -464,9 +461,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
     """A response that comes from here, not from the application."""
     body = orjson.dumps({"error": message})
-    lines = [b"content-type: application/json", b"content-length: %d" % len(body)]
-    if status == 503:
-        lines.append(b"retry-after: %d" % RETRY_AFTER_S)
+    headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *retry_after(status)]
     if not keep_alive:
-        lines.append(b"connection: close")
-    return STATUS_LINE[status] + b"\r\n".join([*lines, b"", body])
+        headers.append((b"connection", b"close"))
+    return STATUS_LINE[status] + b"\r\n".join([*(name + b": " + value for name, value in headers), b"", body])

@@ -178,7 +178,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", error.kind)
-        headers = {name.decode(): value.decode() for name, value in retry_after(error)}
+        headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
         return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
 
     @app.exception_handler(HTTPException)

@@ -30,9 +30,9 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 class Request:
     """A request for a slot: what became of it."""
 
-    def __init__(self, slots: Slots, name: str, log: list[str]) -> None:
-        self._name, self._log = name, log
-        self.turn = slots.ask(lambda: log.append(name), self._refuse)
+    def __init__(self, slots: Slots, name: str, log: list[str], is_whole: bool = False) -> None:
+        self._name, self._log, self.is_whole = name, log, is_whole
+        self.turn = slots.ask(lambda: log.append(name), self._refuse, lambda: self.is_whole)
 
     def _refuse(self, error: ApiError) -> None:
         assert error.status == 503
@@ -45,12 +45,10 @@ def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
     async def test() -> None:
         for late, expected in ((False, ["a", "b", "c", "d"]), (True, ["a", "d", "c", "b"])):
             slots, log = Slots(1, 100, 10.0), list[str]()
-            turns = {name: Request(slots, name, log).turn for name in "abcd"}
-            turns["a"].is_whole = True
+            turns = {name: Request(slots, name, log, is_whole=True).turn for name in "abcd"}
             if late:
                 await asyncio.sleep(2 * NEWEST_FIRST_AFTER_S)
             for n in range(4):
-                turns[log[n]].is_whole = True
                 turns[log[n]].end()
             assert log == expected
             assert not slots.is_full
@@ -61,8 +59,7 @@ def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
 def test_who_waits_for_too_long_or_is_one_too_many_is_refused() -> None:
     async def test() -> None:
         slots, log = Slots(1, 2, 0.05), list[str]()
-        turns = [Request(slots, name, log).turn for name in "abcd"]
-        turns[0].is_whole = True
+        turns = [Request(slots, name, log, is_whole=True).turn for name in "abcd"]
         assert log[1].startswith("b: 2 requests wait for this worker, its limit (max_waiting); try again later")
         while len(log) < 4:
             await asyncio.sleep(0.01)
@@ -97,7 +94,7 @@ def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
         for name in "abc":
             Request(slots, name, log)
         assert log == ["a", "b"]
-        slots.ask(lambda: None, lambda error: None)
+        slots.ask(lambda: None, lambda error: None, lambda: False)
         while log == ["a", "b"]:
             await asyncio.sleep(0.01)
         assert log == ["a", "b", "c"]
