@@ -24,7 +24,8 @@ from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client
-from tableside.serving.engine import FeatureInput, Served
+from tableside.serving.request import FeatureInput
+from tableside.serving.version import ServedVersion as Served
 
 DIM, TABLES, IDS, BATCH = 64, 8, 20, 256
 MEMORY_TARGET, SCALING_TARGET = 0.02, 1.8

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tableside.serving import metrics_files
-from tableside.serving.engine import Batch, Engine
+from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
+from tableside.serving.request import Request
 
 if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
@@ -95,14 +96,14 @@ class ModelMetrics:
         self._stages = tuple(STAGE_SECONDS.labels(model, protocol, s) for s in STAGES)
         self._counts = tuple(c.labels(model) for c in (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES))
 
-    def answered(self, batch: Batch, request_bytes: int, times: Stages) -> None:
+    def answered(self, request: Request, body_bytes: int, times: Stages) -> None:
         """Counts a request that was answered."""
         self._ok.inc()
         parse, lookup, encode = self._stages
         parse.observe(times.parsed - times.started)
         lookup.observe(times.looked_up - times.parsed)
         encode.observe(times.encoded - times.looked_up)
-        amounts = (batch.ids, batch.vectors, batch.row_bytes, request_bytes, batch.out_bytes)
+        amounts = (request.ids, request.vectors, request.row_bytes, body_bytes, request.out_bytes)
         for counter, amount in zip(self._counts, amounts, strict=True):
             counter.inc(amount)
 

@@ -1,28 +1,26 @@
-"""What one worker process answers from: its engines, its readiness, and the watch over which versions are live."""
+"""What one worker process answers from: its engines, its executor, its readiness, and the watch over which versions are live."""
 
 import asyncio
 import functools
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
-
-import numpy as np
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions import Model
 from tableside.quant import QuantError, choose
 from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.batching import Batcher
-from tableside.serving.deadline import Scorers
-from tableside.serving.engine import Batch, Engine, Served
+from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError, bad_request, not_found, short
-from tableside.serving.metrics import ERRORS, SCORE_SECONDS, SWAPS
+from tableside.serving.executors import CpuExecutor, Executor
+from tableside.serving.metrics import ERRORS, SWAPS
 from tableside.serving.placement import Placer
 from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion
 
 logger = logging.getLogger("tableside")
 
@@ -35,13 +33,17 @@ def _log_end(watcher: asyncio.Task[None]) -> None:
 
 
 class Service:
-    """Engines by model name; what the worker takes on (`slots`, `in_flight`)."""
+    """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`, `in_flight`).
+
+    Belongs to one event loop. executor: there from `start` on.
+    """
+
+    executor: Executor
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.backend = choose(settings.backend)
         self.placer = Placer(settings, self.backend)
-        self._batcher: Batcher | None = None
         self.engines = {
             name: Engine(
                 Model(settings.root, name, settings.owner),
@@ -63,18 +65,13 @@ class Service:
         self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
-        self._scorers = Scorers()
         self._watcher: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
 
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
         self.placer.open()
-        if self.placer.gpu is not None:
-            s = self.settings
-            self._batcher = Batcher(
-                self.placer.gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s
-            )
+        self.executor = self._new_executor()
         for engine in self.engines.values():
             engine.swap(engine.attach(engine.model.good()))
             served = engine.served()
@@ -90,6 +87,12 @@ class Service:
         self._watcher.add_done_callback(_log_end)
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
+
+    def _new_executor(self) -> Executor:
+        s = self.settings
+        if self.placer.gpu is None:
+            return CpuExecutor(self._beside, s.inline_rows)
+        return Batcher(self.placer.gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
 
     @property
     def ready(self) -> bool:
@@ -108,8 +111,7 @@ class Service:
             await asyncio.gather(self._watcher, self._scrubbing, return_exceptions=True)
             self._scrubber.stop()
         self._beside.shutdown()
-        if self._batcher is not None:
-            self._batcher.close()
+        self.executor.close()
 
     async def _watch(self) -> None:
         """Takes new versions while requests run. Whatever a published file holds, the watch goes on."""
@@ -124,7 +126,7 @@ class Service:
                         await self._take(engine, version)
                 except Exception as error:  # noqa: BLE001  # said by `_refuse`; whatever a file holds, the watch goes on
                     self._refuse(engine, version, error)
-                    if self._batcher is not None and self._batcher.end_if_lost():
+                    if self.executor.end_if_lost():
                         return
 
     async def _take(self, engine: Engine, version: int) -> None:
@@ -150,11 +152,11 @@ class Service:
             raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines)}")
         return engine
 
-    def live(self, model: Any) -> Served:
+    def live(self, model: Any) -> ServedVersion:
         """The live version of a model. ApiError 404: it is not served here."""
         return self.engine(model).served()
 
-    async def version(self, model: Any, version: Any) -> Served:
+    async def version(self, model: Any, version: Any) -> ServedVersion:
         """A version by number (a string of digits or an int), attached if it is not. ApiError 404: not published."""
         engine = self.engine(model)
         number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
@@ -173,21 +175,3 @@ class Service:
     async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls a function on the one thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)
-
-    async def run(self, batch: Batch, inputs: Any) -> np.ndarray[Any, Any]:
-        """Runs a batch: on the GPU together with others, or on the CPU, beside the event loop where it is large.
-
-        Returns its output buffer, uint8 [out_bytes]: vectors, then scores where they were asked for.
-        """
-        is_large = batch.ids > self.settings.inline_rows
-        if self._batcher is None:
-            buffer = await self.beside(batch.run, inputs) if is_large else batch.run(inputs)
-        else:
-            batch.check(inputs)
-            return await self._batcher.run(batch, inputs)
-        if batch.scoring is None:
-            return buffer
-        started = time.perf_counter()
-        await self._scorers.run(batch.scoring, inputs, buffer)
-        SCORE_SECONDS.labels(batch.model).observe(time.perf_counter() - started)
-        return buffer

@@ -16,11 +16,14 @@ from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
 from tableside.loader.versions import Model
 from tableside.quant import choose
-from tableside.serving.engine import Batch, DenseInput, Engine, FeatureInput, Served
+from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from tableside.serving.placement import Placer
+from tableside.serving.request import DenseInput, FeatureInput
+from tableside.serving.request import Request as Batch
 from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion as Served
 
 _Item = TypeVar("_Item")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tableside.serving.engine import FeatureInput
 from tableside.serving.errors import bad_request, short
+from tableside.serving.request import FeatureInput
 
 PARTS = ("values", "lengths", "weights")
 DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 
 from tableside.serving import metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.engine import Batch, DenseInput, Output, Served
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request, short
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
@@ -28,7 +28,9 @@ from tableside.serving.http.asgi import (
 )
 from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs, from_list
 from tableside.serving.metrics import ModelMetrics, Stages
+from tableside.serving.request import DenseInput, Output, Request
 from tableside.serving.service import Service
+from tableside.serving.version import ServedVersion
 
 
 class Jagged(BaseModel):
@@ -88,47 +90,47 @@ def make_app(service: Service) -> FastAPI:
     counts = {name: ModelMetrics(name, "v1") for name in service.engines}
     _answer_errors(app)
 
-    async def answer(request: Request, score: bool) -> Response:
-        with holding(request.scope, service.in_flight) as hold:
+    async def answer(http: HttpRequest, score: bool) -> Response:
+        with holding(http.scope, service.in_flight) as hold:
             limit = service.settings.max_json_bytes
-            body = await read_body(request.scope, request.receive, service.settings.max_body_bytes, hold)
+            body = await read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
             check_json_size(len(body), limit)
             await service.slices.take()
-            return await work_on(request, body, score, hold)
+            return await work_on(http, body, score, hold)
 
-    async def work_on(request: Request, body: bytes, score: bool, hold: Hold) -> Response:
+    async def work_on(http: HttpRequest, body: bytes, score: bool, hold: Hold) -> Response:
         started = time.perf_counter()
         is_large = len(body) > JSON_BESIDE_BYTES
         more = ("dense",) if score else ()
         raw = await service.beside(_parse, body, more) if is_large else _parse(body, more)
         served = service.live(raw["model"])
-        request.state.model = served.header.model
+        http.state.model = served.header.model
         if raw.get("version") is not None:
             served = await service.version(raw["model"], raw["version"])
         arguments = (served, raw["features"], raw.get("dense", {}), score)
-        batch, inputs = await service.beside(_batch, *arguments) if is_large else _batch(*arguments)
-        check_json_answer(batch.out_bytes, service.settings.max_json_bytes)
-        hold.grow((1 + JSON_GROWTH) * batch.out_bytes)
+        request, inputs = await service.beside(_lay_out, *arguments) if is_large else _lay_out(*arguments)
+        check_json_answer(request.out_bytes, service.settings.max_json_bytes)
+        hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
-        buffer = await service.run(batch, inputs)
+        buffer = await service.executor.run(request, inputs)
         looked_up = time.perf_counter()
         found: dict[str, Any] = {"model": served.header.model, "version": served.version}
-        if batch.scoring is not None:
-            found["scores"] = batch.scoring.output.view(buffer)
+        if request.scoring is not None:
+            found["scores"] = request.scoring.output.view(buffer)
         else:
-            found["vectors"] = {o.feature: _vectors(o, buffer) for o in batch.outputs}
+            found["vectors"] = {o.feature: _vectors(o, buffer) for o in request.outputs}
         response = Response(orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
         times = Stages(started, parsed, looked_up, time.perf_counter())
-        counts[served.header.model].answered(batch, len(body), times)
+        counts[served.header.model].answered(request, len(body), times)
         return response
 
     @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=_takes(LookupRequest), summary="Look ids up")
-    async def lookup(request: Request) -> Response:
-        return await answer(request, score=False)
+    async def lookup(http: HttpRequest) -> Response:
+        return await answer(http, score=False)
 
     @app.post("/v1/score", response_model=ScoreResponse, openapi_extra=_takes(ScoreRequest), summary="Score rows")
-    async def score(request: Request) -> Response:
-        return await answer(request, score=True)
+    async def score(http: HttpRequest) -> Response:
+        return await answer(http, score=True)
 
     @app.get("/v1/models", summary="What is served")
     async def models() -> Response:
@@ -176,27 +178,27 @@ def _answer_errors(app: FastAPI) -> None:
     """Every error as {"error": message}, counted."""
 
     @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", error.kind)
+    async def api_error(http: HttpRequest, error: ApiError) -> Response:
+        metrics.refused(getattr(http.state, "model", metrics.UNKNOWN), "v1", error.kind)
         headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
         return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def http_error(http: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
         return _json(
-            {"error": f"{request.method} {short(request.url.path)}: {error.detail}; this server has: {known}"},
+            {"error": f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"},
             error.status_code,
         )
 
     @app.exception_handler(Exception)  # Starlette answers with it, and raises on, so that the log has the details
-    async def internal(request: Request, error: Exception) -> Response:
-        metrics.refused(getattr(request.state, "model", metrics.UNKNOWN), "v1", Kind.INTERNAL)
+    async def internal(http: HttpRequest, error: Exception) -> Response:
+        metrics.refused(getattr(http.state, "model", metrics.UNKNOWN), "v1", Kind.INTERNAL)
         return _json({"error": INTERNAL_ERROR}, 500)
 
     @app.exception_handler(Disconnected)
-    async def disconnected(request: Request, error: Disconnected) -> Response:
+    async def disconnected(http: HttpRequest, error: Disconnected) -> Response:
         return Response(status_code=400)  # no one reads it
 
 
@@ -221,7 +223,7 @@ def _parse(body: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     return raw
 
 
-def _batch(served: Served, features: Any, dense: Any, score: bool) -> tuple[Batch, bytes]:
+def _lay_out(served: ServedVersion, features: Any, dense: Any, score: bool) -> tuple[Request, bytes]:
     if not isinstance(features, dict) or not features:
         raise bad_request("features: expected an object of feature to ids, with at least one feature")
     tensors, parts, at = [], [], 0
@@ -237,10 +239,10 @@ def _batch(served: Served, features: Any, dense: Any, score: bool) -> tuple[Batc
         given.append(DenseInput(name, at, *array.shape))
         parts.append(array.tobytes())
         at += array.nbytes
-    return served.batch(feature_inputs(tensors), given, score), b"".join(parts)
+    return served.lay_out(feature_inputs(tensors), given, score), b"".join(parts)
 
 
-def _dense(served: Served, raw: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _dense(served: ServedVersion, raw: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     widths = {} if served.scorer is None else served.scorer.dense
     if not isinstance(raw, dict):
         raise bad_request("dense: expected an object of dense tensor to rows")

@@ -12,7 +12,6 @@ from typing import Any
 
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.engine import Served
 from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
 from tableside.serving.http import v2_request
 from tableside.serving.http.asgi import (
@@ -30,8 +29,11 @@ from tableside.serving.http.asgi import (
     respond,
     respond_json,
 )
+from tableside.serving.http.v2_memory import HeaderMemory
+from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import ModelMetrics, Stages, statistics
 from tableside.serving.service import Service
+from tableside.serving.version import ServedVersion
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _LENGTH = b"inference-header-content-length"
@@ -43,6 +45,7 @@ class V2:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._metrics = {name: ModelMetrics(name, "v2") for name in service.engines}
+        self._known = HeaderMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/").split("/")[2:]
@@ -84,7 +87,7 @@ class V2:
             case _:
                 raise not_found(f"{short('/v2/' + '/'.join(path))} is not a path of this server; GET /v2 describes it")
 
-    async def _served(self, named: list[str]) -> Served:
+    async def _served(self, named: list[str]) -> ServedVersion:
         match named:
             case [model]:
                 return self.service.live(model)
@@ -102,38 +105,37 @@ class V2:
     async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        layout, inputs = await self._understand(served, header(scope, _LENGTH), body)
-        json_bytes = sum(o.bytes for o, binary in layout.outputs if not binary)
+        infer, inputs = await self._understand(served, header(scope, _LENGTH), body)
+        json_bytes = sum(o.bytes for o, binary in infer.outputs if not binary)
         check_json_answer(json_bytes, self.service.settings.max_json_bytes)
-        hold.grow(layout.batch.out_bytes + JSON_GROWTH * json_bytes)
+        hold.grow(infer.request.out_bytes + JSON_GROWTH * json_bytes)
         parsed = time.perf_counter()
-        buffer = await self.service.run(layout.batch, inputs)
+        buffer = await self.service.executor.run(infer.request, inputs)
         looked_up = time.perf_counter()
-        head, parts = v2_request.encode(layout, buffer)
-        if any(binary for _, binary in layout.outputs):
+        head, parts = v2_request.encode(infer, buffer)
+        if any(binary for _, binary in infer.outputs):
             await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
         else:
             await respond(send, 200, (JSON_TYPE,), head)
         times = Stages(started, parsed, looked_up, time.perf_counter())
-        self._metrics[served.header.model].answered(layout.batch, len(body), times)
+        self._metrics[served.header.model].answered(infer.request, len(body), times)
 
-    async def _understand(self, served: Served, header_length: bytes | None, body: bytes) -> tuple[v2_request.Layout, Any]:
-        """The request's layout, remembered where its header came before, and its input buffer."""
+    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> tuple[InferRequest, Any]:
+        """The infer request, remembered where its header came before, and its input buffer."""
         length = len(body) if header_length is None else _parse_length(header_length, len(body))
         head = body[:length]
         binary = memoryview(body)[length:]
-        known: v2_request.Layout | None = served.recall(head) if binary else None
+        known = self._known.recall(served, head) if binary else None
         if known is not None and known.input_bytes == len(binary):
             return known, binary
         check_json_size(len(head), self.service.settings.max_json_bytes)
         arguments = (served, head, len(binary))
         is_large = len(head) > JSON_BESIDE_BYTES
-        layout, inline = await self.service.beside(_lay_out, *arguments) if is_large else _lay_out(*arguments)
+        infer, inline = await self.service.beside(_parse, *arguments) if is_large else _parse(*arguments)
         if inline is not None:
-            return layout, inline
-        if len(head) <= v2_request.REMEMBERED_HEADER_BYTES:
-            served.remember(head, layout)
-        return layout, binary
+            return infer, inline
+        self._known.remember(served, head, infer)
+        return infer, binary
 
     def _index(self) -> list[dict[str, str]]:
         found = []
@@ -142,7 +144,7 @@ class V2:
             found.append({"name": name, "version": str(engine.attached().version), "state": state})
         return found
 
-    def _metadata(self, served: Served) -> dict[str, Any]:
+    def _metadata(self, served: ServedVersion) -> dict[str, Any]:
         return {
             "name": served.header.model,
             "versions": [str(v) for v in self.service.published(served.header.model)],
@@ -157,7 +159,7 @@ class V2:
             },
         }
 
-    def _stats(self, served: Served) -> list[dict[str, Any]]:
+    def _stats(self, served: ServedVersion) -> list[dict[str, Any]]:
         """In the statistics extension's shape; counts and nanoseconds over all workers, and all versions since the start."""
         found = statistics(served.header.model)
         count = found["lookup"][0]
@@ -185,8 +187,8 @@ class V2:
         ]
 
 
-def _lay_out(served: Served, head: bytes, binary_bytes: int) -> tuple[v2_request.Layout, bytes | None]:
-    return v2_request.layout_of(served, json_object(head), binary_bytes)
+def _parse(served: ServedVersion, head: bytes, binary_bytes: int) -> tuple[InferRequest, bytes | None]:
+    return v2_request.understand(served, json_object(head), binary_bytes)
 
 
 def _check_method(scope: Scope, expected: str) -> None:
@@ -208,7 +210,7 @@ def _server_metadata() -> dict[str, Any]:
     return {"name": "tableside", "version": VERSION, "extensions": extensions}
 
 
-def _config(served: Served) -> dict[str, Any]:
+def _config(served: ServedVersion) -> dict[str, Any]:
     kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "FP16": "TYPE_FP16"}
     inputs = [
         {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}

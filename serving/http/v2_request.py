@@ -1,8 +1,8 @@
 """The Open Inference Protocol's infer request: parsing and layout, for JSON and binary tensors.
 
 With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
-A header says everything but the values, and clients repeat it byte by byte; so a version remembers what it made of one, and
-an equal header costs a dictionary look-up (`Layout`).
+A header says everything but the values, and clients repeat it byte by byte. So what was understood of one (`InferRequest`) is
+remembered for its version (`serving.http.v2_memory`), and an equal header costs a dictionary look-up.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -14,30 +14,31 @@ import numpy as np
 import orjson
 
 from tableside.loader.model import SCORE
-from tableside.serving.engine import Batch, DenseInput, Output, Served
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list
-
-REMEMBERED_HEADER_BYTES = 32 << 10
+from tableside.serving.request import Buffer, DenseInput, Output, Request
+from tableside.serving.version import ServedVersion
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A header that was understood. input_bytes: what must follow it. binary: outputs sent as bytes, by feature.
+class InferRequest:
+    """What a header says: a request that was laid out, and how its outputs are sent.
 
-    head: the response's JSON, complete where every output is binary.
+    input_bytes: the bytes that must follow the header. outputs: those that are sent, each with whether it is sent as bytes.
+    head: the response's JSON, which is complete where every output is sent as bytes; else empty. in_order: the output buffer is
+    the response's binary part as it stands.
     """
 
-    batch: Batch
+    request: Request
     input_bytes: int
     outputs: tuple[tuple[Output, bool], ...]
     request_id: str
     head: bytes
-    in_order: bool  # the output buffer is the binary part as it stands
+    in_order: bool
 
 
-def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tuple[Layout, bytes | None]:
-    """Understands a header followed by `binary_bytes`; the second value is the input buffer where it came as JSON.
+def understand(served: ServedVersion, header: dict[str, Any], binary_bytes: int) -> tuple[InferRequest, bytes | None]:
+    """Understands a header that `binary_bytes` follow. The second value is the input buffer where it came as JSON, else None.
 
     ApiError names the input or output, what it said and what was expected.
     """
@@ -45,24 +46,24 @@ def layout_of(served: Served, header: dict[str, Any], binary_bytes: int) -> tupl
     tensors, inline, input_bytes = _inputs(header, binary_bytes, dense)
     inputs = feature_inputs([t for t in tensors if t.name not in dense])
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
-    batch = served.batch(inputs, given, _wants_score(header, served, {i.feature for i in inputs} | {d.name for d in given}))
-    outputs = _outputs(header, batch, served.features)
+    request = served.lay_out(inputs, given, _wants_score(header, served, {i.feature for i in inputs} | {d.name for d in given}))
+    outputs = _outputs(header, request, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
     all_binary = all(binary for _, binary in outputs)
-    layout = Layout(
-        batch,
+    infer = InferRequest(
+        request,
         input_bytes,
         outputs,
         request_id,
-        orjson.dumps(_response(batch, request_id, outputs, None)) if all_binary else b"",
-        all_binary and tuple(o for o, _ in outputs) == batch.outputs,
+        orjson.dumps(_response(request, request_id, outputs, None)) if all_binary else b"",
+        all_binary and tuple(o for o, _ in outputs) == request.outputs,
     )
-    return layout, inline
+    return infer, inline
 
 
-def _wants_score(header: dict[str, Any], served: Served, given: Container[str]) -> bool:
+def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container[str]) -> bool:
     """Whether the scores are asked for: by name, or, where no output is named, by sending all that they need."""
     asked = header.get("outputs", [])
     if not asked:
@@ -135,14 +136,14 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
         )
 
 
-def _outputs(header: dict[str, Any], batch: Batch, features: Container[str]) -> tuple[tuple[Output, bool], ...]:
+def _outputs(header: dict[str, Any], request: Request, features: Container[str]) -> tuple[tuple[Output, bool], ...]:
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
-    by_name = {o.feature: o for o in batch.outputs}
+    by_name = {o.feature: o for o in request.outputs}
     asked = header.get("outputs", [])
     if not isinstance(asked, list) or not all(isinstance(o, dict) for o in asked):
         raise bad_request("outputs: expected a list of objects")
     if not asked:
-        return tuple((o, binary_default) for o in batch.outputs)
+        return tuple((o, binary_default) for o in request.outputs)
     chosen: dict[str, tuple[Output, bool]] = {}
     for entry in asked:
         name = entry.get("name")
@@ -169,10 +170,10 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _response(
-    batch: Batch,
+    request: Request,
     request_id: str,
     outputs: Sequence[tuple[Output, bool]],
-    buffer: np.ndarray[Any, Any] | None,
+    buffer: Buffer | None,
 ) -> dict[str, Any]:
     described = []
     for output, binary in outputs:
@@ -187,21 +188,21 @@ def _response(
             assert buffer is not None
             entry["data"] = output.view(buffer).astype(np.float32, copy=False).reshape(-1)
         described.append(entry)
-    response = {"model_name": batch.model, "model_version": str(batch.version), "outputs": described}
+    response = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
     return {"id": request_id, **response} if request_id else response
 
 
-def encode(layout: Layout, buffer: np.ndarray[Any, Any]) -> tuple[bytes, list[Any]]:
-    """(JSON, binary parts) of the response over a batch's output buffer."""
-    head = layout.head or orjson.dumps(
-        _response(layout.batch, layout.request_id, layout.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
+def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
+    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the buffer."""
+    head = infer.head or orjson.dumps(
+        _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )
-    if layout.in_order:
+    if infer.in_order:
         return head, [buffer.data] if buffer.size else []
-    return head, [buffer[o.at : o.at + o.bytes].data for o, binary in layout.outputs if binary and o.bytes]
+    return head, [buffer[o.at : o.at + o.bytes].data for o, binary in infer.outputs if binary and o.bytes]
 
 
-def input_names(served: Served) -> list[dict[str, Any]]:
+def input_names(served: ServedVersion) -> list[dict[str, Any]]:
     """The inputs that a model takes, for its metadata: both ways of sending each feature."""
     dense = {} if served.scorer is None else served.scorer.dense
     described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
@@ -214,7 +215,7 @@ def input_names(served: Served) -> list[dict[str, Any]]:
     return described
 
 
-def output_names(served: Served) -> list[dict[str, Any]]:
+def output_names(served: ServedVersion) -> list[dict[str, Any]]:
     """The outputs that a model gives, for its metadata."""
     described = [
         {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()

@@ -18,9 +18,10 @@ from tableside.quant.cache.statistics import Statistics, TableStatistics
 from tableside.quant.errors import Problem
 from tableside.serving import metrics
 from tableside.serving.batching import Batcher
-from tableside.serving.engine import DenseInput, Engine, Output, Scoring
+from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.placement import Placement, Placer
+from tableside.serving.request import DenseInput, Output, Scoring
 from tableside.serving.scorer import Scorer
 from tableside.serving.settings import ServerSettings
 
@@ -28,7 +29,7 @@ Publish = Callable[..., Any]
 
 
 class Device:
-    """Stands for a Fused: answers each batch with what it is told."""
+    """Stands for a GPU's backend: answers each batch with what it is told."""
 
     device = "cuda:9"
     description = "fused (nothing)"
@@ -47,7 +48,7 @@ class Device:
 
 
 class Request:
-    """Stands for a Batch."""
+    """Stands for a request that was laid out."""
 
     plan = None
     model = "played"
@@ -55,8 +56,8 @@ class Request:
     def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
         self.staged_bytes, self.scoring = staged_bytes, scoring
 
-    def with_scores(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return buffer
+    def check(self, inputs: bytes) -> None:
+        """Nothing of it can be wrong."""
 
     def refusal(self, error: BadIds) -> ApiError:
         return ApiError(400, "bad_id", str(error.value))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.client import AsyncClient, Client, ClientError
-from tableside.serving.scorer import open_scorer
+from tableside.serving.scorers import open_scorer
 
 TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
 FEATURES = {

@@ -19,9 +19,10 @@ from support import until
 from tableside.loader.program import Program, read_program
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
-from tableside.serving.engine import DenseInput, Output, Scoring, score_together
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.scorer import ScorerLimits, open_scorer
+from tableside.serving.request import DenseInput, Output, Scoring, ToScore, score_together
+from tableside.serving.scorer import ScorerLimits
+from tableside.serving.scorers import open_scorer
 from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Server]
@@ -113,8 +114,9 @@ def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, t
 
 STUCK = """
 import time
-from serving.deadline import Deadline
-from serving.scorer import ScorerLimits, Similarity
+from tableside.serving.deadline import Deadline
+from tableside.serving.scorer import ScorerLimits
+from tableside.serving.scorers import Similarity
 
 class Scorer(Similarity):
     def __init__(self):
@@ -182,7 +184,7 @@ def test_requests_that_are_scored_together_count_together(root: Path, tmp_path: 
     scoring, inputs = Scoring(scorer, dense, Output("score", 0, 2048, (512,), False)), bytes(512 * 40)
     scoring.run(inputs, np.zeros(2048, np.uint8))
     with pytest.raises(ApiError, match=r"1,024 rows are too many for the scorer.*the limit is 4,194,304"):
-        score_together([(scoring, inputs, np.zeros(2048, np.uint8))] * 2)
+        score_together([ToScore(scoring, inputs, np.zeros(2048, np.uint8))] * 2)
 
 
 def test_a_scorer_may_take_as_much_as_it_wants_where_nothing_is_said(root: Path, tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""How a worker runs requests that were laid out: look up, then score. Each worker has one executor.
+
+`CpuExecutor` runs each request alone: on the event loop where the work is small, else on a thread beside it. A worker on a GPU
+has a `serving.batching.Batcher`, which runs requests together. Both score by a `serving.scoring.ScoreStage`.
+"""
+
+import asyncio
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tableside.serving.deadline import timed_out
+from tableside.serving.request import Buffer, Request, ToScore
+from tableside.serving.scorer import Scorer
+from tableside.serving.scoring import ScoreStage
+
+INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
+
+_Refusals = list[Exception | None]
+
+
+class Executor(ABC):
+    """Runs a worker's requests. Belongs to one event loop."""
+
+    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Buffer]:
+        """Checks a request's inputs, and returns what gives its output buffer: uint8 [out_bytes], vectors, then any scores.
+
+        ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker is being replaced.
+        """
+        request.check(inputs)
+        return self._run(request, inputs)
+
+    @abstractmethod
+    async def _run(self, request: Request, inputs: Any) -> Buffer:
+        """Runs a request whose inputs were checked."""
+
+    @abstractmethod
+    def end_if_lost(self) -> bool:
+        """Ends the process, to be replaced, where its device is of no more use to it; returns whether it is ending."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes no more requests, and waits for lookups that run."""
+
+
+class CpuExecutor(Executor):
+    """Runs each request alone. Large lookups run on the thread `beside`, large calls of scorers on a thread of their own."""
+
+    def __init__(self, beside: ThreadPoolExecutor, inline_rows: int) -> None:
+        """beside: one thread, which its owner shuts down. inline_rows: ids up to which a lookup runs on the event loop."""
+        self._beside, self._inline_rows = beside, inline_rows
+        self._scores_on_loop, self._scores_on_thread = ScoreStage(), ScoreStage()
+        self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
+        self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
+        self._late: Scorer | None = None
+
+    async def _run(self, request: Request, inputs: Any) -> Buffer:
+        if request.ids > self._inline_rows:
+            buffer = await asyncio.get_running_loop().run_in_executor(self._beside, request.run, inputs)
+        else:
+            buffer = request.run(inputs)
+        if request.scoring is not None:
+            await self._score(ToScore(request.scoring, inputs, buffer))
+        return buffer
+
+    def end_if_lost(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._score_thread.shutdown(wait=False)  # a call that hangs is not waited for: the deadline ends the process
+
+    async def _score(self, one: ToScore) -> None:
+        since = time.perf_counter()  # a wait for the scores' thread counts as well
+        if self._late is not None:
+            raise timed_out(self._late)
+        scorer, rows = one.scoring.scorer, one.scoring.output.shape[0]
+        if scorer.admit(rows) <= INLINE_WORK:
+            (refused,) = self._scores_on_loop.run([one], None, since)
+        else:
+            (refused,) = await self._score_beside(one, since)
+        if refused is not None:
+            raise refused
+
+    async def _score_beside(self, one: ToScore, since: float) -> _Refusals:
+        """Scores on the thread for that. Where the scorer takes too long the request is refused while the thread still runs."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Refusals] = loop.create_future()
+
+        def tell(scorer: Scorer) -> None:
+            loop.call_soon_threadsafe(self._give_up, scorer)
+
+        running = loop.run_in_executor(self._score_thread, self._scores_on_thread.run, [one], tell, since)
+        running.add_done_callback(functools.partial(_pass_on, answer))
+        self._waiting.add(answer)
+        try:
+            return await answer
+        finally:
+            self._waiting.discard(answer)
+
+    def _give_up(self, scorer: Scorer) -> None:
+        """Refuses all that wait for scores, and from now on every request that asks for some."""
+        self._late = scorer
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(timed_out(scorer))
+
+
+def _pass_on(answer: "asyncio.Future[_Refusals]", running: "asyncio.Future[_Refusals]") -> None:
+    """Gives what a thread found to who waits, unless it was answered before."""
+    if answer.done() or running.cancelled():
+        return
+    if (error := running.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(running.result())
