@@ -43,3 +43,95 @@ def test_fbgemm_is_imported_in_two_files() -> None:
 def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
     for file in (TOP / room).rglob("*.py"):
         assert not imports(file) & {"fastapi", "uvicorn", "httpx", "prometheus_client", "pydantic", "argparse"}, file
+
+
+# ---- inside serving ----
+
+# Each file or folder may import what stands before it, and a file of a folder the others of that folder.
+SERVING = (
+    *("__init__", "errors", "settings", "wire", "client"),
+    *("scorer", "program", "scorers", "placement"),
+    *("request", "version", "engine"),
+    *("metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
+    *("scrub", "service", "evaluation"),
+    *("http", "worker", "supervisor", "server", "preload", "cli"),
+)
+
+
+def run_time_imports(file: Path) -> Iterator[str]:
+    """As `imported`, without what type checkers alone import."""
+    return (name.removeprefix("tableside.") for name in imported_by(ast.parse(file.read_text())))
+
+
+def imported_by(node: ast.AST) -> Iterator[str]:
+    """The modules and names that a syntax tree imports, in functions as well, except below `if TYPE_CHECKING`."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
+        yield from imported_by(child)
+
+
+def import_graph(room: str) -> dict[str, set[str]]:
+    """Module -> the modules of the same room that it imports."""
+    files = {
+        str(f.relative_to(TOP).with_suffix("")).replace("/", ".").removesuffix(".__init__"): f for f in (TOP / room).rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names = set(run_time_imports(file))
+        graph[module] = {n if n in files else n.rpartition(".")[0] for n in names} & set(files) - {module}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next one and the last one the first; empty where there are none."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        found = next((c for n in sorted(graph[module]) if (c := walk(n, [*path, module]))), [])
+        done.add(module)
+        return found
+
+    return next((c for module in sorted(graph) if (c := walk(module, []))), [])
+
+
+def place_in_serving(module: str) -> int:
+    return SERVING.index(f"{module}.__init__".split(".")[1])
+
+
+def test_a_cycle_is_found_where_there_is_one() -> None:
+    """An import in a function counts, one for type checkers does not."""
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    code = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from c import d\n"
+    assert list(imported_by(ast.parse(code))) == ["b", "c.d"]
+
+
+def test_serving_has_no_import_cycles() -> None:
+    """Neither at the top of files nor in their functions."""
+    assert find_cycle(import_graph("serving")) == []
+
+
+def test_imports_inside_serving_go_one_way() -> None:
+    """From requests over versions, engines, executors and the service to HTTP, workers and the command line."""
+    for module, used in import_graph("serving").items():
+        for other in used:
+            assert place_in_serving(other) <= place_in_serving(module), f"{module} imports {other}"
+
+
+def test_the_client_knows_no_server_and_evaluations_no_http() -> None:
+    """The client imports how requests are written and nothing else of the room; evaluations are the command line's alone."""
+    graph = import_graph("serving")
+    assert graph["serving.client"] == {"serving.wire"} and graph["serving.wire"] == set()
+    for module, used in graph.items():
+        if module.startswith("serving.evaluation"):
+            assert not any(other.startswith("serving.http") for other in used), module
+        elif not module.startswith("serving.cli"):
+            assert not any(other.startswith("serving.evaluation") for other in used), module
