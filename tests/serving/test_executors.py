@@ -1,0 +1,209 @@
+"""Executors: lengths are checked once and scores are written in place, on the CPU and on a GPU alike."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+from support import rows_of
+
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving import executors
+from tableside.serving.batching import Batcher
+from tableside.serving.engine import Engine
+from tableside.serving.errors import ApiError
+from tableside.serving.executors import CpuExecutor, Executor
+from tableside.serving.placement import Placer
+from tableside.serving.request import DenseInput, FeatureInput, Output, Request, Scoring
+from tableside.serving.scorer import Floats, Scorer, ScorerLimits
+from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion
+
+VALUES = {"user": rows_of(100, 8), "item": rows_of(100, 8, 1)}
+
+
+@pytest.fixture(autouse=True)
+def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+
+
+def attach(root: Path, folder: Path, device: str | None) -> tuple[ServedVersion, Placer]:
+    """A model with two features whose dot product is the score, on a device or on the CPU; and an unpooled feature."""
+    np.savez(folder / "c.npz", **VALUES)
+    raw = {
+        "name": "demo",
+        "checkpoint": "c.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in VALUES},
+        "features": {**{t: {"table": t} for t in VALUES}, "words": {"table": "item", "pooling": "none"}},
+        "scorer": {"kind": "dot", "features": ["user", "item"]},
+    }
+    load(parse_model(raw, folder), root)
+    placer = Placer(ServerSettings(devices=(device,) if device else ()), choose())
+    placer.open()
+    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    return engine.attach(), placer
+
+
+def scored(version: ServedVersion, bags: int) -> tuple[Request, bytes, np.ndarray]:
+    """A request for scores of one id a bag, its inputs, and its expected scores."""
+    ids = np.arange(bags, dtype=np.int64)
+    inputs = [FeatureInput("user", 0, bags, bags, 1), FeatureInput("item", 8 * bags, bags, bags, 1)]
+    expected = (VALUES["user"][ids] * VALUES["item"][ids]).sum(1)
+    return version.lay_out(inputs, score=True), ids.tobytes() * 2, expected
+
+
+def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of a batch are parts of one host buffer that have room for scores: no request's vectors are copied for them."""
+    version, placer = attach(root, tmp_path, tables.serve_device())
+    assert placer.fused is not None
+    given: list[list[np.ndarray]] = []
+    run_timed = placer.fused.run_timed
+
+    def watched(requests: Any, timed: bool = True) -> Any:
+        found, times = run_timed(requests, timed)
+        given.append(found)  # type: ignore[arg-type]
+        return found, times
+
+    monkeypatch.setattr(placer.fused, "run_timed", watched)
+    requests = [scored(version, bags) for bags in (3, 5, 4)]
+
+    async def run() -> list[np.ndarray]:
+        batcher = Batcher(placer.fused, 3, 1.0)  # type: ignore[arg-type]
+        found = await asyncio.gather(*(batcher.run(request, inputs) for request, inputs, _ in requests))
+        batcher.close()
+        return found
+
+    answers = asyncio.run(run())
+    (buffers,) = given
+    start = min(b.ctypes.data for b in buffers)
+    whole = max(b.ctypes.data + b.size for b in buffers) - start
+    assert whole <= sum(b.size + 64 for b in buffers), "the buffers are not parts of one"
+    for answer, buffer, (request, _, expected) in zip(answers, buffers, requests, strict=True):
+        assert answer is buffer
+        assert answer.size == request.out_bytes
+        np.testing.assert_allclose(request.outputs[-1].view(answer), expected, rtol=1e-4)
+        np.testing.assert_allclose(request.outputs[0].view(answer), VALUES["user"][: len(expected)], rtol=1e-6)
+
+
+def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
+    """A request's buffer is the same from a GPU and from the CPU, inline and beside the event loop."""
+    on_gpu, placer = attach(root, tmp_path, tables.serve_device())
+    on_cpu, _ = attach(root, tmp_path, None)
+
+    async def run(make: Callable[[], Executor], version: ServedVersion) -> np.ndarray:
+        executor = make()
+        request, inputs, _ = scored(version, 6)
+        try:
+            return await executor.run(request, inputs)
+        finally:
+            executor.close()
+
+    with ThreadPoolExecutor(1) as beside:
+        found = [
+            asyncio.run(run(lambda: Batcher(placer.fused, 1, 0.0), on_gpu)),  # type: ignore[arg-type]
+            asyncio.run(run(lambda: CpuExecutor(beside, 1000), on_cpu)),
+            asyncio.run(run(lambda: CpuExecutor(beside, 0), on_cpu)),
+        ]
+    for other in found[1:]:
+        np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
+
+
+class NoDevice:
+    """Stands for a GPU's backend that must not be asked."""
+
+    device, description, cache = "cuda:9", "fused (nothing)", None
+
+    def run_timed(self, requests: Any, timed: bool) -> Any:
+        raise AssertionError("a request whose lengths are wrong was looked up")
+
+    def is_lost(self) -> bool:
+        return False
+
+
+def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Path, tmp_path: Path) -> None:
+    """No kernel reads them, so both executors refuse those that are negative or do not add up, before anything runs."""
+    version, _ = attach(root, tmp_path, None)
+    request = version.lay_out([FeatureInput("words", 0, 2, bags=2, lengths_at=16)])
+
+    def inputs(*lengths: int) -> bytes:
+        return np.array([1, 2], np.int64).tobytes() + np.array(lengths, np.int32).tobytes()
+
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as beside:
+            on_cpu = CpuExecutor(beside, 1000)
+            for executor in (on_cpu, Batcher(NoDevice(), 1, 0.0)):
+                with pytest.raises(ApiError, match="the 2 lengths add up to 4, but there are 2 ids"):
+                    await executor.run(request, inputs(1, 3))
+                with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
+                    await executor.run(request, inputs(3, -1))
+            assert (await on_cpu.run(request, inputs(1, 1))).size == 2 * 32
+            on_cpu.close()
+
+    asyncio.run(run())
+
+
+class Stuck(Scorer):
+    """A scorer whose calls last until they are let go."""
+
+    kind = "program"
+    model, version = "played", 3
+    limits = ScorerLimits(timeout_s=60.0)
+
+    def __init__(self) -> None:
+        self.inputs = ()
+        self.began, self.let_go = threading.Event(), threading.Event()
+
+    def admit(self, rows: int) -> int:
+        return executors.INLINE_WORK + 1
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        self.began.set()
+        self.let_go.wait(20)
+        return arrays[0][:, 0]
+
+
+def played(scoring: Scoring | None) -> Request:
+    """A request of no lookups: its output is its scores, if it asks for some."""
+    plan = SimpleNamespace(staged_bytes=0, run=lambda inputs, outputs: None)
+    outputs = () if scoring is None else (scoring.output,)
+    return Request("played", 3, (), outputs, plan, row_bytes=0, scoring=scoring)  # type: ignore[arg-type]
+
+
+def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for scores is told while the scorer still runs, and so is who asks later; what asks for no scores is answered."""
+    scorer = Stuck()
+    scoring = Scoring(scorer, (DenseInput("x", 0, 2, 1),), Output("score", 0, 8, (2,), False))
+    tells: list[Callable[[Scorer], object]] = []
+
+    def watch(self: Any, scorer: Scorer, tell: Any) -> Any:
+        tells.append(tell)
+        return threading.Lock()  # a block that does nothing
+
+    monkeypatch.setattr("tableside.serving.deadline.Deadline.watch", watch)
+
+    async def run() -> None:
+        with ThreadPoolExecutor(1) as beside:
+            executor = CpuExecutor(beside, 1000)
+            waiting = asyncio.ensure_future(executor.run(played(scoring), bytes(8)))
+            while not scorer.began.is_set():
+                await asyncio.sleep(0.001)
+            tells[0](scorer)  # as the deadline's thread does
+            with pytest.raises(ApiError, match="the scorer of played version 3 took longer than 60 s") as error:
+                await waiting
+            assert error.value.status == 503 and not scorer.let_go.is_set()
+            with pytest.raises(ApiError, match="this worker is being replaced"):
+                await executor.run(played(scoring), bytes(8))
+            assert (await executor.run(played(None), b"")).size == 0
+            scorer.let_go.set()
+            executor.close()
+
+    asyncio.run(run())
