@@ -106,14 +106,13 @@ class V2:
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer, inputs = await self._understand(served, header(scope, _LENGTH), body)
-        json_bytes = sum(o.bytes for o, binary in infer.outputs if not binary)
-        check_json_answer(json_bytes, self.service.settings.max_json_bytes)
-        hold.grow(infer.request.out_bytes + JSON_GROWTH * json_bytes)
+        check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
+        hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         parsed = time.perf_counter()
         buffer = await self.service.executor.run(infer.request, inputs)
         looked_up = time.perf_counter()
         head, parts = v2_request.encode(infer, buffer)
-        if any(binary for _, binary in infer.outputs):
+        if infer.has_binary:
             await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
         else:
             await respond(send, 200, (JSON_TYPE,), head)

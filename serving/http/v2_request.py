@@ -25,13 +25,16 @@ class InferRequest:
     """What a header says: a request that was laid out, and how its outputs are sent.
 
     input_bytes: the bytes that must follow the header. outputs: those that are sent, each with whether it is sent as bytes.
-    head: the response's JSON, which is complete where every output is sent as bytes; else empty. in_order: the output buffer is
-    the response's binary part as it stands.
+    json_bytes: of the vectors that are sent as JSON. has_binary: some output is sent as bytes. head: the response's JSON, which is
+    complete where every output is sent as bytes; else empty. in_order: the output buffer is the response's binary part as it
+    stands.
     """
 
     request: Request
     input_bytes: int
     outputs: tuple[tuple[Output, bool], ...]
+    json_bytes: int
+    has_binary: bool
     request_id: str
     head: bytes
     in_order: bool
@@ -56,6 +59,8 @@ def understand(served: ServedVersion, header: dict[str, Any], binary_bytes: int)
         request,
         input_bytes,
         outputs,
+        sum(o.bytes for o, binary in outputs if not binary),
+        any(binary for _, binary in outputs),
         request_id,
         orjson.dumps(_response(request, request_id, outputs, None)) if all_binary else b"",
         all_binary and tuple(o for o, _ in outputs) == request.outputs,
