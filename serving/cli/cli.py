@@ -12,11 +12,13 @@ from pydantic import ValidationError
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import commands
+from tableside.serving.cli import evaluation, publishing, servers
 from tableside.serving.cli.top import top as show_top
 from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, add_options
+
+_AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,18 +34,24 @@ def parser() -> argparse.ArgumentParser:
             add_options(p, RootSettings)
         return p
 
-    p = command("init", commands.init, "write a first model.toml from what a checkpoint holds")
+    for add in (_add_publishing, _add_serving, _add_evaluation, _add_measuring):
+        add(command)
+    return top
+
+
+def _add_publishing(command: _AddCommand) -> None:
+    p = command("init", publishing.init, "write a first model.toml from what a checkpoint holds")
     p.add_argument("checkpoint", type=Path)
     p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write (default: %(default)s)")
     p.add_argument("--name", help="the model's name (default: the checkpoint's)")
     p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
 
-    p = command("manifest", commands.manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p = command("manifest", publishing.manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
     p.add_argument("checkpoint", type=Path)
     p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
 
-    p = command("load", commands.load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p = command("load", publishing.load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")
     p.add_argument("--threads", type=_count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
     p.add_argument(
@@ -66,34 +74,36 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 
-    command("list", commands.list_models, "list models and versions in shared memory")
+    command("list", publishing.list_models, "list models and versions in shared memory")
 
-    p = command("inspect", commands.inspect, "show what a version holds")
+    p = command("inspect", publishing.inspect, "show what a version holds")
     p.add_argument("model")
     p.add_argument("version", type=int, nargs="?")
 
-    p = command("verify", commands.verify, "read every byte of the versions and compare checksums")
+    p = command("verify", publishing.verify, "read every byte of the versions and compare checksums")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("version", type=int, nargs="?", help="(default: all versions)")
 
-    p = command("activate", commands.activate, "make a published version the live one: rollback, or a staged release")
+    p = command("activate", publishing.activate, "make a published version the live one: rollback, or a staged release")
     p.add_argument("model")
     p.add_argument("version", type=int)
 
-    p = command("remove", commands.remove, "remove a version that is not live, or a whole model")
+    p = command("remove", publishing.remove, "remove a version that is not live, or a whole model")
     p.add_argument("model")
     p.add_argument("version", type=int, nargs="?")
     p.add_argument("--all", action="store_true", help="the whole model, the live version too")
 
-    p = command("gc", commands.gc, "remove what killed loads left, and old versions")
+    p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("--keep", type=_count(0), default=1, help="versions beside the live one that stay (default: %(default)s)")
 
-    p = command("serve", commands.serve, "serve published models over HTTP")
+
+def _add_serving(command: _AddCommand) -> None:
+    p = command("serve", servers.serve, "serve published models over HTTP")
     p.add_argument("models", nargs="*", metavar="MODEL", default=None)
     add_options(p, ServerSettings, skip=("models", "sharing"))
 
-    p = command("lookup", commands.lookup, "look ids up on a running server and print the vectors")
+    p = command("lookup", servers.lookup, "look ids up on a running server and print the vectors")
     _add_server(p)
     p.add_argument(
         "features",
@@ -103,12 +113,14 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", action="store_true", help="whole vectors as JSON")
 
-    p = command("score", commands.score, "score rows on a running server, with the model's scorer")
+    p = command("score", servers.score, "score rows on a running server, with the model's scorer")
     _add_server(p)
     p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
     p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
 
-    p = command("eval", commands.evaluate, "score a data set with a pool of processes, and say what the scores are worth")
+
+def _add_evaluation(command: _AddCommand) -> None:
+    p = command("eval", evaluation.evaluate, "score a data set with a pool of processes, and say what the scores are worth")
     p.add_argument("model", metavar="MODEL", help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first")
     p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
     p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
@@ -127,7 +139,9 @@ def parser() -> argparse.ArgumentParser:
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
 
-    p = command("bench", commands.bench, "load a running server and report throughput and latencies")
+
+def _add_measuring(command: _AddCommand) -> None:
+    p = command("bench", servers.bench, "load a running server and report throughput and latencies")
     _add_server(p)
     p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
     p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag (default: %(default)s)")
@@ -139,7 +153,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     p.add_argument("--seconds", type=_seconds, default=2.0, help="between two looks (default: %(default)s)")
     p.add_argument("--once", action="store_true", help="one table, and end")
-    return top
 
 
 def _count(least: int) -> Callable[[str], int]:

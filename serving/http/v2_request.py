@@ -25,8 +25,8 @@ class InferRequest:
     """What a header says: a request that was laid out, and how its outputs are sent.
 
     input_bytes: the bytes that must follow the header. outputs: those that are sent, each with whether it is sent as bytes.
-    json_bytes: of the vectors that are sent as JSON. has_binary: some output is sent as bytes. head: the response's JSON, which is
-    complete where every output is sent as bytes; else empty. in_order: the output buffer is the response's binary part as it
+    json_bytes: of the vectors that are sent as JSON. has_binary: some output is sent as bytes. head: the response's JSON, which
+    is complete where every output is sent as bytes; else empty. in_order: the output buffer is the response's binary part as it
     stands.
     """
 

@@ -1,0 +1,96 @@
+"""The command `eval`: scores a data set with one version or two, and prints what the scores are worth."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from tableside.loader.load import LoadSettings
+from tableside.loader.load import load as load_model
+from tableside.loader.model import check_name, read_model
+from tableside.loader.versions import Model
+from tableside.serving.cli.output import console, progress_bar
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import RootSettings, ServerSettings, given
+
+if TYPE_CHECKING:  # the evaluation needs pyarrow, which the other commands do without
+    from tableside.serving.evaluation.run import Report
+    from tableside.serving.evaluation.work import Candidate
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Scores a data set; prints the figures. Exit code 3: the gate did not pass."""
+    from tableside.serving.evaluation.run import EvalSettings, check_out
+    from tableside.serving.evaluation.run import evaluate as run
+
+    shared = RootSettings(**given(options, RootSettings))
+    root, owner = shared.root, shared.owner
+    names = [options.model, *([options.against] if options.against else [])]
+    if any(name.endswith(".toml") for name in names):
+        check_out(options.out)  # before what is loaded is noted there
+    candidates = [_candidate(name, root, owner, options.out) for name in names]
+    for source in options.source or []:
+        spec = read_model(source)
+        candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
+    if options.max_ne_increase is not None and not options.against:
+        raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
+    server = ServerSettings(**{**given(options, ServerSettings), "root": root, "owner": owner})
+    settings = EvalSettings(
+        options.data,
+        options.out,
+        server.workers,
+        options.label,
+        options.slice,
+        options.shard_rows,
+        options.batch,
+        options.max_ne_increase,
+        options.engine,
+        options.ray_address,
+        options.stash,
+    )
+    with progress_bar("evaluating") as progress:
+        report = run(candidates, settings, server, progress)
+    _print_report(report)
+    return 3 if report.passed is False else 0
+
+
+def _candidate(text: str, root: Path, owner: str | None, out: Path) -> "Candidate":
+    """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated: once for each OUT."""
+    from tableside.serving.evaluation.sources import remember, remembered
+    from tableside.serving.evaluation.work import Candidate
+
+    if text.endswith(".toml"):
+        spec = read_model(Path(text))
+        if (known := remembered(out, Path(text), spec, root)) is not None:
+            console.print(f"{text} was loaded as {spec.name} version {known} when this evaluation began")
+            return Candidate(spec.name, known, source=Path(text).resolve())
+        with progress_bar(f"loading {spec.name}") as progress:
+            loaded = load_model(spec, root, LoadSettings(activate=False), progress)
+        remember(out, Path(text), spec, loaded.version)
+        console.print(f"loaded {loaded.model} version {loaded.version}, not activated")
+        return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
+    name, at, version = text.partition("@")
+    if at and not version.isdecimal():
+        raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")
+    return Candidate(check_name(name), int(version) if at else Model(root, name, owner).current())
+
+
+def _print_report(report: "Report") -> None:
+    speed = f", {report.rows_per_s:,.0f} rows/s" if report.rows > report.resumed_rows else ""
+    resumed = f", {report.resumed_rows:,} of them by an earlier run" if report.resumed_rows else ""
+    console.print(f"{report.rows:,} rows in {report.seconds:.1f} s{speed}{resumed}")
+    table = Table("", "rows", "positives", "log loss", "NE", "AUC", "calibration", box=None)
+    for title, found in (("all", report.overall), *report.slices.items()):
+        for name, q in zip(report.candidates, found, strict=True):
+            figures = ("-" if x is None else f"{x:.6f}" for x in (q.log_loss, q.ne, q.auc, q.calibration))
+            table.add_row(f"{title}  {name}", f"{q.rows:,}", f"{q.positives:,}", *figures)
+    console.print(table)
+    if report.ne_increase is not None:
+        console.print(f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}")
+    if report.passed is not None:
+        reason = "NE is not defined here: labels of one kind alone"
+        if report.ne_increase is not None:
+            reason = "the increase of NE is larger than --max-ne-increase allows"
+        console.print("passed" if report.passed else f"FAILED: {reason}")

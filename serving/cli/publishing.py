@@ -1,0 +1,189 @@
+"""Commands about what is published: a checkpoint becomes versions, which are listed, checked, made live and removed."""
+
+import argparse
+import re
+from pathlib import Path
+
+from rich.table import Table
+
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.first_model import first_model
+from tableside.loader.load import Loaded, LoadSettings
+from tableside.loader.load import load as load_model
+from tableside.loader.manifest import write_manifest
+from tableside.loader.memory import available_bytes
+from tableside.loader.model import read_model, write_model
+from tableside.loader.verification import summary
+from tableside.loader.versions import Model, damaged, models
+from tableside.quant import RowFormat
+from tableside.serving.cli.output import console, mb, progress_bar
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import RootSettings, given
+
+
+def _settings(options: argparse.Namespace) -> RootSettings:
+    return RootSettings(**given(options, RootSettings))
+
+
+def _model(options: argparse.Namespace) -> Model:
+    settings = _settings(options)
+    return Model(settings.root, options.model, settings.owner)
+
+
+def _chosen(options: argparse.Namespace) -> list[Model]:
+    """The model that is named, or all of them."""
+    settings = _settings(options)
+    return [_model(options)] if options.model else models(settings.root, settings.owner)
+
+
+def init(options: argparse.Namespace) -> int:
+    """Writes model.toml."""
+    out: Path = options.out
+    if out.exists() and not options.force:
+        raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
+    spec, skipped = first_model(options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
+    out.write_text(write_model(spec, skipped), encoding="utf-8")
+    names = ", ".join(t.name for t in spec.tables)
+    console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
+    return 0
+
+
+def manifest(options: argparse.Namespace) -> int:
+    """Writes a checkpoint's manifest."""
+    with progress_bar("reading") as progress:
+        path = write_manifest(options.checkpoint, options.out, progress)
+    console.print(f"wrote {path}; tableside load checks the checkpoint's rows against it")
+    return 0
+
+
+def load(options: argparse.Namespace) -> int:
+    """Loads and publishes; removes versions beyond --keep."""
+    spec = read_model(options.model)
+    root = _settings(options).root
+    settings = LoadSettings(
+        options.threads, parse_bytes(options.max_memory), options.backend, not options.no_activate, options.group
+    )
+    with progress_bar(spec.name) as progress:
+        loaded = load_model(spec, root, settings, progress)
+    console.print(describe_load(loaded))
+    console.print(summary(loaded.header.source))
+    if not options.no_activate:
+        for path in Model(root, spec.name).collect(options.keep):
+            console.print(f"removed {path}")
+    return 0
+
+
+def parse_bytes(text: str) -> int:
+    """ "256M" -> 268435456. ServingError: not a number with K, M or G."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ServingError(f"{text!r} is not a number of bytes; expected such as 256M or 2G")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
+
+
+def describe_load(loaded: Loaded) -> str:
+    """One line about a load that is done."""
+    ratio = loaded.header.fp32_bytes / loaded.segment_bytes
+    return (
+        f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
+        f"({ratio:.1f} x less than fp32) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
+        f"{loaded.huge_fraction:.0%} on 2 MiB pages; {loaded.path}"
+    )
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """A line a version."""
+    settings = _settings(options)
+    root = settings.root
+    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", box=None)
+    for model in models(root, settings.owner):
+        live = model.record().current
+        for version in model.versions():
+            try:
+                segment = model.attach(version, "header")
+            except SegmentError as error:
+                table.add_row(model.name, str(version), "damaged", str(error))
+                continue
+            h = segment.header
+            cells = (
+                "live" if version == live else "",
+                h.created,
+                str(len(h.tables)),
+                mb(segment.size),
+                mb(h.fp32_bytes),
+            )
+            table.add_row(model.name, str(version), *cells)
+        for version in model.loading_versions():
+            table.add_row(model.name, str(version), "loading")
+    console.print(table if table.row_count else f"nothing is published under {root}")
+    free = available_bytes(root if root.exists() else Path("/dev/shm"))
+    console.print(f"{mb(free)} of shared memory free")
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Tables and features of a version."""
+    segment = _model(options).attach(options.version, "header")
+    h = segment.header
+    console.print(
+        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
+    )
+    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
+    table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
+    for t in h.tables:
+        table.add_row(t.name, f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes), mb(t.bytes), t.key)
+    console.print(table)
+    table = Table("feature", "table", "pooling", "output", box=None)
+    for f in h.features:
+        table.add_row(f.name, f.table, f.pooling, f.output)
+    console.print(table)
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Reads every byte; exit code 1 where one is wrong."""
+    chosen = _chosen(options)
+    if options.model and options.version is not None:
+        chosen[0].attach(options.version)
+        console.print(f"{options.model} version {options.version}: whole")
+        return 0
+    if options.model and not chosen[0].versions():
+        chosen[0].current()
+    bad = 0
+    for model in chosen:
+        errors = damaged(model)
+        for version in model.versions():
+            console.print(f"{model.name} version {version}: {errors.get(version, 'whole')}")
+        bad += len(errors)
+    return 1 if bad else 0
+
+
+def activate(options: argparse.Namespace) -> int:
+    """Flips the live version."""
+    _model(options).activate(options.version)
+    console.print(f"{options.model} version {options.version} is live; servers take it within a second")
+    return 0
+
+
+def remove(options: argparse.Namespace) -> int:
+    """Removes a version or a model."""
+    model = _model(options)
+    if options.all and options.version is not None:
+        raise VersionError("--all removes every version; leave the version or --all out")
+    if options.all:
+        console.print(f"removed {options.model} with {model.remove_all()} versions")
+    elif options.version is None:
+        raise VersionError(f"say which version of {options.model!r}, or --all for the whole model")
+    else:
+        model.remove(options.version)
+        console.print(f"removed {options.model} version {options.version}")
+    return 0
+
+
+def gc(options: argparse.Namespace) -> int:
+    """Removes leftovers and old versions."""
+    removed = [p for m in _chosen(options) for p in m.collect(options.keep)]
+    for path in removed:
+        console.print(f"removed {path}")
+    console.print(f"{len(removed)} files removed")
+    return 0
