@@ -1,20 +1,21 @@
 """What a worker takes on: how many requests it works on at once, and how many bytes they may hold.
 
-A worker that is asked for more than it can do should go on doing as much as it can, soon, and refuse the rest at little cost.
+A worker that is asked for more than it can do should answer as many requests as it can, each soon, and refuse the rest at little
+cost.
 
-*Turns.* A worker works on at most `slots` requests at once, from the first byte of a body to the response handed over. Beyond
-that a request waits after its headers, its body left unread in the kernel, where it costs nothing. Those who wait are taken in
-order while the oldest has waited for less than `NEWEST_FIRST_AFTER_S`; from then on the newest is taken first, since those that
-have waited longest are the likeliest to be given up by their clients: what is answered is answered soon. Who has waited
-`max_wait_s` is refused, and so is the oldest where more than `max_waiting` wait: 503 with Retry-After. A client that waits for
-its refusal sends nothing new meanwhile, so refusing late is cheaper than refusing at once. A body that comes too slowly gives
-its slot back (`PROMPT_S`), so that slow clients keep nobody waiting.
+*Slots.* A worker works on at most `slots` requests at once, from the first byte of a body to the response handed over. A request
+beyond that waits after its headers. Its body stays unread in the kernel, where it costs nothing. Waiting requests get slots in
+order while the oldest has waited for less than `NEWEST_FIRST_AFTER_S`. From then on the newest comes first: the clients of those
+that have waited longest are the likeliest to have given up. A request that has waited `max_wait_s` is refused with a 503 and
+Retry-After, and so is the oldest one where more than `max_waiting` wait. A client that waits for its refusal sends nothing new
+meanwhile, so a late refusal is cheaper than one at once. A request whose body comes too slowly gives its slot back (`PROMPT_S`),
+so that slow clients make no other request wait.
 
-*Slices.* The event loop works on requests for `SLICE_S` at a time, and reads its sockets in between: so a health check, or a new
-connection, waits for that long, not for all requests that hold a slot.
+*Slices.* The event loop works on requests for `SLICE_S` at a time and reads its sockets in between. So a health check or a new
+connection waits for one slice, not for all requests that hold a slot.
 
-*Bytes.* A request holds its body from the first byte received and its response until the last byte is sent (`Hold`). Where all
-requests of a worker together would hold more than `max_in_flight_bytes`, the one that asks is refused.
+*Bytes.* A request holds its body from the first byte received, and its response until the last byte is sent (`Hold`). A request
+is refused where all requests of the worker together would hold more than `max_in_flight_bytes` with it.
 """
 
 import asyncio
@@ -25,16 +26,16 @@ from contextlib import contextmanager
 
 from tableside.serving.errors import ApiError, Kind
 
-CPU_SLOTS = 64  # requests whose bodies are read and that are looked up, in the same tens of milliseconds
+CPU_SLOTS = 64  # requests that are read and looked up within the same tens of milliseconds
 NEWEST_FIRST_AFTER_S = 0.1
 PROMPT_S = 0.05
 SLICE_S = 5e-3
 RETRY_AFTER_S = 1
-JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 that it says
+JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 values
 
 
 def overloaded(why: str) -> ApiError:
-    """503: this worker does not take the request on now."""
+    """503: this worker does not take the request on now. The error tells the client to try again."""
     return ApiError(503, Kind.OVERLOADED, f"{why}; try again later, or start more workers")
 
 
@@ -48,12 +49,12 @@ class Turn:
         self._slots = slots
 
     def end(self) -> None:
-        """Gives the slot back, or the place among those who wait. Safe to call twice."""
+        """Gives the slot back, or stops waiting for one. Safe to call twice."""
         self._slots.give_back(self)
 
 
 class Slots:
-    """The slots of a worker, and who waits for one. Belongs to one event loop."""
+    """The slots of a worker, and the requests that wait for one. Belongs to one event loop."""
 
     def __init__(self, slots: int, max_waiting: int, max_wait_s: float) -> None:
         self.slots, self._max_waiting, self._max_wait_s = slots, max_waiting, max_wait_s
@@ -87,7 +88,7 @@ class Slots:
         return turn
 
     def give_back(self, turn: Turn) -> None:
-        """Ends a turn, and begins the next ones."""
+        """Ends a turn; begins those of waiting requests that find a slot now."""
         if turn in self._held:
             del self._held[turn]
             self._begin_next()
@@ -106,13 +107,13 @@ class Slots:
             turn.start()
 
     def _take_from_slow(self) -> None:
-        """Takes the slots of requests whose bodies should have come by now; they go on without."""
+        """Takes the slots of requests whose bodies should be here by now. Those requests go on without a slot."""
         now = time.perf_counter()
         for turn in [t for t in self._held if not t.is_whole() and now - t.since > PROMPT_S]:
             del self._held[turn]
 
     def _refuse_late(self) -> None:
-        """Refuses who has waited for too long, gives slots of slow ones to others, and looks again."""
+        """Refuses requests that waited for too long, gives slots of slow ones to others, and looks again later."""
         self._timer = None
         self._take_from_slow()
         self._begin_next()
@@ -125,7 +126,7 @@ class Slots:
 
 
 class Slices:
-    """Slices of the event loop's time. Belongs to one event loop."""
+    """Shares the event loop's time between requests and sockets, slice by slice. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._began: float | None = None  # the slice that runs
@@ -133,7 +134,7 @@ class Slices:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Returns in a slice that is not used up: at once, or after the sockets were read."""
+        """Returns while the current slice lasts, or in a later one, after the sockets were read."""
         now = time.perf_counter()
         if self._began is None:
             self._begin(now)
@@ -148,7 +149,7 @@ class Slices:
         asyncio.get_running_loop().call_soon(self._end)  # in the next round of the loop
 
     def _end(self) -> None:
-        """Gives the next slice to as many as were taken in this one."""
+        """Gives the next slice to as many waiting requests as ran in this one."""
         count, self._taken, self._began = max(1, self._taken), 0, None
         while self._waiting and count:
             if not (first := self._waiting.popleft()).done():
@@ -168,7 +169,7 @@ class Bytes:
 
     @contextmanager
     def holding(self) -> Iterator["Hold"]:
-        """A hold for the length of a block, where no connection keeps one."""
+        """A `Hold` for the length of a block, for a request whose connection has none."""
         hold = Hold(self)
         try:
             yield hold
@@ -177,15 +178,15 @@ class Bytes:
 
 
 class Hold:
-    """What one request holds: grows with its body and by its response, and goes when the response is sent."""
+    """The bytes of one request: they grow with its body and by its response, and are released when the response is sent."""
 
     def __init__(self, total: Bytes) -> None:
         self._total, self._bytes, self._is_released = total, 0, False
 
     def grow(self, count: int) -> None:
-        """Takes `count` more bytes, unless the connection is gone, so that nothing is kept for it.
+        """Takes `count` more bytes; takes nothing once it was released, as the connection is gone then.
 
-        ApiError 503: all requests together would hold too many; nothing is taken.
+        ApiError 503: all requests together would hold too many. Nothing is taken.
         """
         if self._is_released:
             return
@@ -198,7 +199,7 @@ class Hold:
         self._bytes += count
 
     def release(self) -> None:
-        """Gives everything back, for good. Safe to call twice."""
+        """Gives all bytes back, for good. Safe to call twice."""
         self._is_released = True
         self._total.held -= self._bytes
         self._bytes = 0

@@ -5,7 +5,7 @@
     with Client("http://127.0.0.1:8000") as client:
         vectors = client.lookup("demo", {"clicked": [[1, 2, 3], [7]], "user": Jagged(ids, lengths)})
 
-A lookup changes nothing, so it is tried again where a connection broke (a worker was replaced): `retries` times.
+A lookup changes nothing. So it is tried again, up to `retries` times, where a connection broke because a worker was replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged"]
 
 
 class ClientError(Exception):
-    """The server refused a request; status 0: it could not be reached."""
+    """The server refused a request. status: of the HTTP response; 0: the server could not be reached."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message if status == 0 else f"{status}: {message}")
@@ -59,7 +59,7 @@ def _unreachable(error: httpx.TransportError, base_url: str) -> ClientError:
 
 
 class Client:
-    """A connection pool to one server. Thread-safe; close it, or use it as a context manager."""
+    """A client of one server, with a connection pool. Any thread may call. Close it, or use it as a context manager."""
 
     def __init__(self, base_url: str = "http://127.0.0.1:8000", timeout_s: float = 10.0, retries: int = 2) -> None:
         self._base_url, self._retries = base_url, max(0, retries)
@@ -75,9 +75,9 @@ class Client:
     ) -> dict[str, Any]:
         """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
 
-        features: for each, an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values, lengths, weights).
-        Torch tensors in: torch tensors out. FeatureError: ids are no integers, or of another shape. ClientError: the server
-        refused, with its message.
+        features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values, lengths, weights). The
+        vectors are torch tensors where any ids are. FeatureError: ids are no integers, or have another shape. ClientError: the
+        server refused, with its message.
         """
         headers, body = wire.encode(features, outputs)
         response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
@@ -93,14 +93,15 @@ class Client:
     ) -> Any:
         """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
 
-        features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
+        features: as for `lookup`, with one bag for each row. dense: name -> [batch, n]. The scores are a torch tensor where any
+        input is.
         """
         headers, body = wire.encode(features, [SCORE], dense)
         response = self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)
         return _vectors(response, {**features, **(dense or {})})[SCORE]
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server serves: names, versions, tables, features, bytes."""
+        """The models that the server serves, each with its versions, tables, features and bytes."""
         return list(_checked(self._send("GET", "/v1/models")).json()["models"])
 
     def metadata(self, model: str) -> dict[str, Any]:
@@ -167,7 +168,8 @@ class AsyncClient:
     ) -> Any:
         """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
 
-        features: as for `lookup`, one bag a row; dense: name -> [batch, n]. Torch tensors in: a torch tensor out.
+        features: as for `lookup`, with one bag for each row. dense: name -> [batch, n]. The scores are a torch tensor where any
+        input is.
         """
         headers, body = wire.encode(features, [SCORE], dense)
         response = await self._send("POST", f"{_path(model, version)}/infer", headers=headers, content=body)

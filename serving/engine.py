@@ -43,15 +43,11 @@ class Engine:
     ) -> None:
         self.model, self._scorer_limits = model, scorer_limits
         self._placer = placer
-        self._backend, self._threads, self._verify, self._max_response_bytes = (
-            backend,
-            threads,
-            verify,
-            max_response_bytes,
-        )
+        self._backend, self._threads, self._verify = backend, threads, verify
+        self._max_response_bytes = max_response_bytes
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
-        self._refused: set[int] = set()  # versions that could not be taken, since another one was made live
+        self._refused: set[int] = set()  # versions that could not be attached since `_live` was made live
         self._live = 0
         self._unusable: ApiError | None = None
         self._last_warning = ""
@@ -75,15 +71,14 @@ class Engine:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it answers."""
+        """Whether requests are answered; False where the served rows were found damaged and there is no other version."""
         return self._unusable is None
 
     def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps, verifies and warms up a version (None: the live one); does not make it the one that is served.
+        """Maps, verifies, places and warms up a version (None: the live one). It does not change which version is served.
 
-        as_successor: it may take the room of the one that is served, which goes when its last request is done.
-
-        LoaderError, QuantError, ServingError, OSError: it cannot be served here.
+        as_successor: the version may take the room of the one that is served, which goes when its last request is done.
+        LoaderError, QuantError, ServingError, OSError: the version cannot be served here.
         """
         segment = self.model.attach(version, self._verify)
         replaced = self._served.placed if as_successor and self._served is not None else None
@@ -106,12 +101,14 @@ class Engine:
         return served
 
     def swap(self, served: ServedVersion) -> None:
-        """From the next request on, `served` is answered from."""
+        """Answers from `served`, from the next request on."""
         self._served, self._unusable = served, None
 
     def changed(self) -> int | None:
-        """The version that should be served instead, or None: the live one, unless it is served or was refused before; where
-        the rows of what is served were found damaged, the last good one.
+        """The version that should be served instead of the present one, or None.
+
+        That is the live version, unless it is served already or was refused before. Where rows of the served version were found
+        damaged it is the last good version.
         """
         try:
             current, damaged = self.model.record().current, self.model.damaged_versions()
@@ -130,7 +127,7 @@ class Engine:
         return wanted[0] if wanted and wanted[0] != served else None
 
     def refuse(self, version: int) -> None:
-        """Remembers that `version` cannot be served, so that it is not tried again until another one is live."""
+        """Remembers that `version` cannot be served. It is not tried again until another version is made live."""
         self._refused.add(version)
 
     def _give_up(self, version: int) -> None:
@@ -140,7 +137,7 @@ class Engine:
         )
 
     def _warn(self, line: str) -> None:
-        """Says something once, not at each look."""
+        """Logs a line once, not at each look."""
         if line != self._last_warning:
             logger.warning("%s", line)
         self._last_warning = line
@@ -152,7 +149,7 @@ class Engine:
         return self._explicit.get(version)
 
     def forget_removed(self) -> None:
-        """Lets go of versions that requests named and that were removed, or found damaged, since."""
+        """Lets go of versions that requests named and that were removed or found damaged since."""
         if not self._explicit:
             return
         good = set(self.model.versions()) - set(self.model.damaged_versions())
@@ -161,9 +158,9 @@ class Engine:
                 self._explicit.pop(version, None)
 
     def attach_explicit(self, version: int) -> ServedVersion:
-        """Attaches a version that a request named; one call at a time. ApiError 404: it is not published, or cannot be served.
+        """Attaches a version that a request named. One call at a time.
 
-        Why it cannot is for the log: a client learns no paths.
+        ApiError 404: the version is not published, or cannot be served. The log has the reason; a client learns no paths.
         """
         published = self.model.versions()
         if version not in published:

@@ -1,11 +1,11 @@
-"""What a request can do wrong. Every error becomes {"error": "..."} with a status and a kind for the metrics."""
+"""The errors of this room. One that a request causes becomes {"error": "..."} with a status, and a kind for the metrics."""
 
 from enum import StrEnum
 from typing import Any
 
 
 class Kind(StrEnum):
-    """Kinds of errors: the label of `tableside_errors_total`. A fixed set, so that no request can grow the metrics."""
+    """The values of the label `kind` of `tableside_errors_total`. They are fixed, so that no request can grow the metrics."""
 
     BAD_REQUEST = "bad_request"
     BAD_ID = "bad_id"
@@ -23,17 +23,17 @@ INTERNAL_ERROR = "internal error; the server's log has the details"
 
 
 def short(value: Any) -> str:
-    """A value that a client sent, for an error: its repr, cut to 60 characters."""
+    """The repr of a value that a client sent, cut to 60 characters, to be named in an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class ServingError(Exception):
-    """Base of what this room raises for a user's or an operator's fault."""
+    """Base of the errors that a user or an operator can cause."""
 
 
 class ApiError(ServingError):
-    """A request that cannot be answered."""
+    """A request that is refused. status: of the HTTP response; message: for the client."""
 
     def __init__(self, status: int, kind: Kind, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class ApiError(ServingError):
 
 
 def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:
-    """400: the request says something wrong; `message` names field, value and bound."""
+    """400: the request is wrong. `message` names the field, the value and what was expected."""
     return ApiError(400, kind, message)
 
 

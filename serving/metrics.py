@@ -1,8 +1,9 @@
 """Prometheus metrics, summed over all workers, right after any of them was killed.
 
-Workers write counters and histograms to memory-mapped files (prometheus_client's multi-process mode, in the folder that
-PROMETHEUS_MULTIPROC_DIR names before this module is imported; serving/metrics_files.py), where those of a killed worker still
-count. Gauges would linger, so there are none: what is true now (versions, sizes) is collected by the worker that is asked.
+Workers write counters and histograms to memory-mapped files, where those of a killed worker still count. That is
+prometheus_client's multi-process mode, in the folder that PROMETHEUS_MULTIPROC_DIR names before this module is imported
+(`serving.metrics_files`). A gauge of a killed worker would stay, so no gauge is written: what is true now, as versions and sizes,
+is collected by the worker that is asked.
 """
 
 import os
@@ -80,7 +81,7 @@ SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worke
 
 @dataclass(frozen=True)
 class Stages:
-    """When a request's stages began and ended: seconds of time.perf_counter."""
+    """When a request's stages began and ended, in seconds of time.perf_counter."""
 
     started: float
     parsed: float
@@ -89,7 +90,7 @@ class Stages:
 
 
 class ModelMetrics:
-    """The counters of one model and protocol, with their labels resolved once."""
+    """The counters of one model and protocol. Their labels are resolved once."""
 
     def __init__(self, model: str, protocol: str) -> None:
         self._ok = REQUESTS.labels(model, protocol, "ok")
@@ -109,18 +110,18 @@ class ModelMetrics:
 
 
 class GpuMetrics:
-    """The histograms of one device, with their labels resolved once."""
+    """The histograms of one device. Their labels are resolved once."""
 
     def __init__(self, device: str) -> None:
         self._requests = GPU_BATCH.labels(device)
         self._stages = {stage: GPU_SECONDS.labels(device, stage) for stage in GPU_STAGES}
 
     def waited(self, seconds: float) -> None:
-        """Counts what a request waited for its batch to begin."""
+        """Counts how long a request waited until its batch began."""
         self._stages["queue"].observe(seconds)
 
     def answered(self, requests: int, times: "Times | None") -> None:
-        """Counts a batch that the GPU answered; times where they were taken."""
+        """Counts a batch that the GPU answered. times: of its stages, where they were taken."""
         self._requests.observe(requests)
         if times is not None:
             for stage, seconds in asdict(times).items():
@@ -128,14 +129,14 @@ class GpuMetrics:
 
 
 class CacheMetrics:
-    """The counters of one device's cache, kept up with its statistics."""
+    """The counters of one device's cache, which follow its statistics."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._seen: Statistics | None = None
 
     def update(self, now: "Statistics") -> None:
-        """Counts what came since the last call."""
+        """Counts what was added since the last call."""
         if now is self._seen:
             return
         before, self._seen = self._seen, now
@@ -150,13 +151,13 @@ class CacheMetrics:
 
 
 def refused(model: str, protocol: str, kind: Kind) -> None:
-    """Counts a request that was refused; `model` is one that is served, or UNKNOWN."""
+    """Counts a request that was refused. model: one that is served, or UNKNOWN."""
     REQUESTS.labels(model, protocol, "refused").inc()
     ERRORS.labels(model, kind.value).inc()
 
 
 class _Now:
-    """Gauges of what is true at the moment of the scrape."""
+    """Gauges whose values are taken at the moment of the scrape."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._engines = list(engines)
@@ -202,7 +203,7 @@ def _folder() -> Path:
 
 
 def counters() -> Iterable[Metric]:
-    """Counters and histograms summed over every worker that ever ran; a file that is damaged is left out and logged."""
+    """Counters and histograms, summed over every worker that ever ran. A damaged file is left out and logged."""
     return metrics_files.collect(_folder())
 
 
@@ -212,7 +213,7 @@ class _Merged:
 
 
 def exposition(engines: Iterable[Engine]) -> bytes:
-    """What /metrics answers."""
+    """The text that /metrics answers."""
     registry = CollectorRegistry()
     registry.register(_Merged())
     registry.register(_Now(engines))
@@ -220,7 +221,7 @@ def exposition(engines: Iterable[Engine]) -> bytes:
 
 
 def statistics(model: str) -> dict[str, tuple[int, float]]:
-    """(count, seconds) of a model's answered stages, and of "refused", over all workers and protocols."""
+    """Stage -> (count, seconds) of a model's answered requests, and "refused" -> (count, 0), over all workers and protocols."""
     found = dict.fromkeys((*STAGES, "refused"), (0, 0.0))
     for metric in counters():
         for sample in metric.samples:

@@ -1,11 +1,11 @@
-"""The scrubber: reads every row of what is served against its checksums, from time to time, as memory and people do damage.
+"""The scrubber holds every row of the served versions against its checksum from time to time, as memory and people do damage.
 
     python -m tableside.serving.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
 
-One worker at a time does it for a model, in a process of its own, which runs only where a core is idle (SCHED_IDLE) and rests
-nine tenths of its time. Which version was read last, and when, is in `scrub.lock`, which that worker holds: for all servers of
-this user on the host. A version with damaged rows is marked (`Model.mark_damaged`): no process attaches it any more, and each
-that serves it takes the last good one.
+One worker at a time scrubs a model. It starts a process for that, which runs only where a core is idle (SCHED_IDLE) and rests
+nine tenths of its time. `scrub.lock`, which that worker holds, says which version was read last and when, for all servers of this
+user on the host. A version with damaged rows is marked (`Model.mark_damaged`). No process attaches it any more, and each process
+that serves it takes the last good version instead.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ logger = logging.getLogger("tableside")
 LOCK = "scrub.lock"
 _REST = 9  # seconds of rest for each second of reading
 _READ_S = 0.02  # between two rests
-_LOOKS = 20  # of whether it is time, in the time between two scrubs
+_LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two scrubs
 _LONGEST_LOOK_S = 60.0
 
 
 class Scrubber:
-    """Scrubs the versions that engines serve, each every `every_s` seconds; 0: never."""
+    """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to one event loop."""
 
     def __init__(self, engines: Iterable[Engine], every_s: float) -> None:
         self._engines, self._every_s = list(engines), every_s
@@ -88,7 +88,7 @@ class Scrubber:
         engine.model.mark_damaged(version)
 
     async def _read(self, model: Model, version: int) -> str | None:
-        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended without a word."""
+        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended without an answer."""
         command = [sys.executable, "-m", "tableside.serving.scrub", str(model.root), model.name, str(version), model.owner or ""]
         self._reader = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
@@ -102,7 +102,7 @@ class Scrubber:
 
 
 def _done_at(fd: int, version: int) -> float:
-    """When a version was read last, of time.time(); 0: never."""
+    """When a version was read last, of time.time(), by the lock's file; 0: never."""
     try:
         number, at = os.pread(fd, 64, 0).split()
         return float(at) if int(number) == version else 0.0

@@ -1,4 +1,4 @@
-"""What one worker process answers from: its engines, its executor, its readiness, and the watch over which versions are live."""
+"""What one worker answers from: its engines, its executor, whether it is ready, and the watch over which versions are live."""
 
 import asyncio
 import functools
@@ -69,7 +69,7 @@ class Service:
         self._attaching = asyncio.Lock()
 
     async def start(self) -> None:
-        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served."""
+        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
         self.placer.open()
         self.executor = self._new_executor()
         for engine in self.engines.values():
@@ -96,14 +96,15 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether requests should come here: from `start` to `drain`, while every model answers."""
+        """Whether clients should send requests here: from `start` to `drain`, while every model answers."""
         return self._is_open and all(engine.is_usable for engine in self.engines.values())
 
     def drain(self) -> None:
-        """Turns readiness off; requests are answered on."""
+        """Turns readiness off. Requests are still answered."""
         self._is_open = False
 
     async def stop(self) -> None:
+        """Ends the watch and the scrubber, and waits for lookups that run."""
         self._is_open = False
         if self._watcher is not None:
             self._watcher.cancel()
@@ -114,7 +115,7 @@ class Service:
         self.executor.close()
 
     async def _watch(self) -> None:
-        """Takes new versions while requests run. Whatever a published file holds, the watch goes on."""
+        """Takes new versions into service while requests run. It goes on whatever a published file holds."""
         while True:
             await asyncio.sleep(self.settings.poll_s)
             for engine in self.engines.values():
@@ -124,7 +125,7 @@ class Service:
                     version = engine.changed()
                     if version is not None:
                         await self._take(engine, version)
-                except Exception as error:  # noqa: BLE001  # said by `_refuse`; whatever a file holds, the watch goes on
+                except Exception as error:  # noqa: BLE001  # `_refuse` logs it; whatever a file holds, the watch goes on
                     self._refuse(engine, version, error)
                     if self.executor.end_if_lost():
                         return
@@ -136,7 +137,7 @@ class Service:
         logger.info("serving %s version %d from now on", engine.model.name, version)
 
     def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
-        """Says once that a version is not taken, and goes on with the one that is served."""
+        """Logs and counts that a version is not taken. The present one is served on."""
         if version is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
@@ -148,6 +149,7 @@ class Service:
     # ---- requests ----
 
     def engine(self, model: Any) -> Engine:
+        """The engine of a model by its name, as a client sent it. ApiError 404: it is not served here."""
         if not isinstance(model, str) or (engine := self.engines.get(model)) is None:
             raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines)}")
         return engine
@@ -157,7 +159,10 @@ class Service:
         return self.engine(model).served()
 
     async def version(self, model: Any, version: Any) -> ServedVersion:
-        """A version by number (a string of digits or an int), attached if it is not. ApiError 404: not published."""
+        """A version by its number, a string of digits or an int. It is attached where it is not yet.
+
+        ApiError: 400 where that is no number, 404 where the version is not published or cannot be served.
+        """
         engine = self.engine(model)
         number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
         if type(number) is not int or number < 1:
@@ -170,8 +175,9 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, number)
 
     def published(self, model: str) -> list[int]:
+        """The numbers of a model's published versions."""
         return self.engine(model).model.versions()
 
     async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function on the one thread beside the event loop."""
+        """Calls a function on the one thread beside the event loop, for work that would keep the loop for too long."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)

@@ -1,5 +1,4 @@
-"""The server's settings: one frozen object. TABLESIDE_NAME in the environment is read here
-alone, and each default is here.
+"""The server's settings: one frozen object. Each default is written here, and TABLESIDE_NAME in the environment is read here alone.
 
 The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
 """
@@ -140,7 +139,7 @@ class ServerSettings(RootSettings):
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:
-    """One option a field, its default shown but not set, so that the environment counts where no option is given."""
+    """Adds an option for each field. Its default is shown but not set, so that the environment counts where it is not given."""
     for name, field in settings.model_fields.items():
         if name in skip:
             continue

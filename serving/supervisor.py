@@ -5,8 +5,8 @@
     SIGHUP              every worker is replaced, one after another, each when its successor is ready
     SIGTTIN, SIGTTOU    one worker more, one less
 
-One loop, in which nothing waits for a worker: it looks at all of them at least four times a second, and at once when one ends. So
-a worker that ended has a successor started at once, whatever another one does, and whatever is under way.
+One loop looks at all workers at least four times a second, and at once when one ends. Nothing in it waits for a worker. So a
+worker that ended gets a successor at once, whatever the others do and whatever else is under way.
 """
 
 import logging
@@ -32,7 +32,7 @@ _KILLED_BY_QUIT = 128 + signal.SIGQUIT
 
 
 class Supervisor:
-    """Workers of one configuration, over `sockets`. announce: called once, when all are ready."""
+    """The workers of one configuration, over `sockets`. announce: called once, when all workers are ready."""
 
     def __init__(self, config: WorkerConfig, sockets: list[socket.socket], announce: Callable[[], None]) -> None:
         self.config, self._sockets, self._announce = config, sockets, announce
@@ -65,7 +65,7 @@ class Supervisor:
             self._asked.append(sig)
 
     def _wait(self) -> None:
-        """Until a worker ends, or it is time to look again."""
+        """Waits until a worker ends or it is time to look again."""
         is_eager = not self._announced or self._successor is not None
         sentinels = [w.process.sentinel for w in self._everyone() if w.process.is_alive()]
         multiprocessing.connection.wait(sentinels, _EAGER_S if is_eager else _LOOK_S)
@@ -93,16 +93,17 @@ class Supervisor:
     # ---- workers that ended ----
 
     def _replace_ended(self, place: int, worker: WorkerProcess) -> None:
-        """Starts another worker for one that ended, or no longer answers.
+        """Starts another worker for one that ended or no longer answers.
 
-        One that cannot start ends the server only where none has ever served, or none is left.
+        A worker that cannot start ends the server only where none has ever served, or none is left.
         """
         if time.monotonic() < self._retry_at.get(place, 0.0):
             return
         is_due = self._retry_at.pop(place, None) is not None
         worker.kill()
         metrics_files.worker_ended(worker.process.pid)
-        if not is_due and not worker.is_ready and self._is_put_off(place, worker):
+        if not is_due and not worker.is_ready:
+            self._put_off(place, worker)
             return
         if self._successor is not None and self._successor[0] is worker:
             self.workers[place] = self._successor[1]
@@ -111,22 +112,20 @@ class Supervisor:
         logger.info("worker %s ended; it is replaced", worker.process.pid)
         self.workers[place] = self._started(worker.device)
 
-    def _is_put_off(self, place: int, worker: WorkerProcess) -> bool:
-        """What becomes of a worker that ended before it served: it is tried again later, or the server ends."""
+    def _put_off(self, place: int, worker: WorkerProcess) -> None:
+        """A worker ended before it served: its successor is started later, or the server ends where no worker can start."""
         if worker.process.exitcode != STARTUP_FAILURE:
             self._retry_at[place] = time.monotonic() + _AGAIN_S
-            return True
-        if not (self._announced and any(w.process.is_alive() for w in self.workers)):
+        elif self._announced and any(w.process.is_alive() for w in self.workers):
+            logger.error("a worker could not start (see above); the others serve on, it is tried again in %d s", RETRY_S)
+            self._retry_at[place] = time.monotonic() + RETRY_S
+        else:
             self.failed = self._is_ending = True
-            return True
-        logger.error("a worker could not start (see above); the others serve on, it is tried again in %d s", RETRY_S)
-        self._retry_at[place] = time.monotonic() + RETRY_S
-        return True
 
     # ---- workers that are replaced while they serve ----
 
     def _go_on_replacing(self) -> None:
-        """One step of what SIGHUP asked for: a successor is started, waited for, or takes its place."""
+        """One step of what SIGHUP asked for: a successor is started, is waited for, or takes its place."""
         if self._successor is None:
             if not self._retiring:
                 self._begin_replacing()
@@ -185,7 +184,10 @@ class Supervisor:
         return [*self.workers, *self._retiring, *([self._successor[1]] if self._successor else [])]
 
     def _end(self) -> int:
-        """Ends all workers: those that serve answer what they have begun, unless SIGQUIT comes or one takes too long for that."""
+        """Ends all workers; returns the exit code.
+
+        Workers answer what they have begun, unless SIGQUIT comes. One that takes too long for that is killed.
+        """
         if self._successor is not None:
             self._successor[1].kill()  # it has answered nothing yet
         everyone = self._everyone()

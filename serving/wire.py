@@ -1,4 +1,4 @@
-"""The client's side of the binary protocol: features -> request bytes, response bytes -> vectors."""
+"""The client's side of the binary protocol: from features to a request's bytes, from a response's bytes to vectors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ _DTYPES = {"FP32": np.float32, "FP16": np.float16}
 
 @dataclass(frozen=True)
 class Jagged:
-    """A feature's ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids]. Arrays, tensors or lists."""
+    """A feature's ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids].
+
+    Each is an array, a tensor or a list.
+    """
 
     values: Any
     lengths: Any = None
@@ -31,7 +34,7 @@ def is_torch(value: Any) -> bool:
 
 
 class FeatureError(ValueError):
-    """What was given as a feature's ids, lengths or weights cannot be sent."""
+    """A feature's ids, lengths or weights, or a dense tensor, cannot be sent as they were given."""
 
 
 def _array(value: Any, dtype: type, name: str) -> NDArray[Any]:
@@ -68,7 +71,10 @@ def _tensors(name: str, value: Ids) -> list[tuple[str, str, NDArray[Any]]]:
 def encode(
     features: Mapping[str, Ids], outputs: Sequence[str] | None = None, dense: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, str], bytes]:
-    """(headers, body) of an infer request. FeatureError: a feature or a dense tensor is not what can be sent."""
+    """The headers and the body of an infer request. outputs: those that are asked for; None: all.
+
+    FeatureError: a feature or a dense tensor cannot be sent.
+    """
     tensors = [t for name, value in features.items() for t in _tensors(name, value)]
     tensors += [(name, "FP32", _array(value, np.float32, name)) for name, value in (dense or {}).items()]
     inputs = [
@@ -84,7 +90,7 @@ def encode(
 
 
 def decode(header_length: str | None, content: bytes) -> tuple[int, dict[str, NDArray[Any]]]:
-    """(version, feature -> vectors) of an infer response; the arrays are views of `content`, read-only."""
+    """The version and the vectors by feature of an infer response. The arrays are read-only views of `content`."""
     length = len(content) if header_length is None else int(header_length)
     head = orjson.loads(content[:length])
     vectors, at = {}, length

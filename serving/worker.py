@@ -24,7 +24,7 @@ PING_S = 1.0  # between two questions whether a worker that serves still answers
 
 
 class Worker(uvicorn.Server):
-    """A worker's server: readiness goes false, then for `drain_s` requests are still answered, then it closes."""
+    """A worker's server. Asked to end, it turns readiness off, answers requests for `drain_s` seconds more, and then closes."""
 
     def __init__(self, config: "WorkerConfig") -> None:
         super().__init__(config)
@@ -52,7 +52,7 @@ def make_application(settings: ServerSettings) -> Any:
 
 
 class WorkerConfig(uvicorn.Config):
-    """uvicorn's configuration of a worker. It travels to the worker, and makes application and protocol class there."""
+    """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and protocol class there."""
 
     def __init__(self, settings: ServerSettings, make: MakeApplication) -> None:
         self.settings, self._make = settings, make
@@ -101,9 +101,10 @@ def _log_config() -> dict[str, Any]:
 
 
 class WorkerProcess:
-    """A worker's process, forked from the preloaded one. It answers questions over a pipe and ends when its supervisor is gone.
+    """A worker's process, forked from the preloaded one, as its supervisor sees it.
 
-    `look` never waits. is_ready: it said that it takes requests.
+    The worker answers questions over a pipe, and ends when its supervisor is gone. `look` never waits. is_ready: the worker said
+    that it takes requests.
     """
 
     def __init__(self, config: WorkerConfig, sockets: list[socket.socket], device: str = "") -> None:
@@ -115,13 +116,13 @@ class WorkerProcess:
         self._answered_at = 0.0
 
     def start(self) -> None:
-        """Starts it. Only the worker has its end of the pipe then, so that its death closes it."""
+        """Starts the process. Only the worker has its end of the pipe then, so that its death closes the pipe."""
         self.process.start()
         self._theirs.close()
         self._answered_at = time.monotonic()
 
     def look(self) -> bool:
-        """Whether it is alive, and has answered within uvicorn's time for that; asks again from time to time."""
+        """Whether the worker lives and has answered within uvicorn's time for that. Asks again from time to time."""
         if not self.process.is_alive():
             return False
         now = time.monotonic()
@@ -132,24 +133,24 @@ class WorkerProcess:
             if self._asked_at is None and (not self.is_ready or now - self._answered_at >= PING_S):
                 self._pipe.send(b"ping")
                 self._asked_at = now
-        except (OSError, EOFError, pickle.UnpicklingError):  # it is about to end, or has lost its mind: the deadline is for that
+        except (OSError, EOFError, pickle.UnpicklingError):  # it is about to end, or sends nonsense: the deadline is for that
             pass
         return self._asked_at is None or now - self._asked_at < self.config.timeout_worker_healthcheck
 
     def terminate(self) -> None:
-        """Asks it to end: it answers what it has begun to. The pipe stays open: closed, it would ask for the same once more."""
+        """Asks the worker to end; it answers what it has begun. The pipe stays open, as closing it would ask a second time."""
         if self.process.is_alive():
             self.process.terminate()
 
     def kill(self) -> None:
-        """Ends it at once, and waits for that."""
+        """Ends the process at once, and waits until it has ended."""
         self.process.kill()
         self.process.join()
         self._pipe.close()
 
 
 def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -> None:
-    """The worker's process."""
+    """What the worker's process runs."""
     config.configure_logging()
     server = Worker(config)
     threading.Thread(target=_answer, args=(server, pipe), daemon=True).start()
@@ -162,7 +163,7 @@ def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -
 
 
 def _answer(server: Worker, pipe: Connection) -> None:
-    """Tells the supervisor, whenever it asks, whether this worker takes requests; ends the worker when it is gone."""
+    """Tells the supervisor, whenever it asks, whether this worker takes requests. Ends the worker when the supervisor is gone."""
     try:
         while True:
             pipe.recv()

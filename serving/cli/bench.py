@@ -1,7 +1,7 @@
 """A load generator: prepared requests over a number of connections, each of which waits for its answer before the next.
 
-Requests are built before the clock starts and responses are only measured (status and length, plus `check` on the first of
-each connection), so that one core can load a server on another. Bounded in time; for hosts of your own.
+Requests are built before the clock starts. Of a response only the status and the time are taken; `check` sees the first response
+of each connection. So one core can load a server that runs on another. A run is bounded in time. Load hosts of your own only.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tableside.serving.errors import ServingError
 
 @dataclass(frozen=True)
 class Load:
-    """What was measured. latencies_s: of every answered request, sorted; failed: connections that broke or answers not 200."""
+    """What was measured. latencies_s: of every answered request, sorted. failed: connections that broke, and answers not 200."""
 
     seconds: float
     requests: int
@@ -111,9 +111,10 @@ def make_requests(
 
 
 def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
-    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law over the rows, the hot ids scattered over the table.
+    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law, its hot ids scattered over the table.
 
-    zipf: its exponent, not 1; ranks are drawn by the inverse of the continuous law's distribution.
+    shape: [bags, ids a bag]. zipf: the law's exponent, not 1; None: uniform. Ranks are drawn by the inverse of the continuous
+    law's distribution.
     """
     if zipf is None:
         return rng.integers(0, rows, shape)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the evaluation needs pyarrow, which the other commands do w
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Scores a data set; prints the figures. Exit code 3: the gate did not pass."""
+    """Scores a data set and prints the figures. Exit code 3: the increase of NE is not within --max-ne-increase."""
     from tableside.serving.evaluation.run import EvalSettings, check_out
     from tableside.serving.evaluation.run import evaluate as run
 
@@ -57,7 +57,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _candidate(text: str, root: Path, owner: str | None, out: Path) -> "Candidate":
-    """MODEL, MODEL@VERSION, or a model.toml that is loaded first, without being activated: once for each OUT."""
+    """The version that MODEL, MODEL@VERSION or a model.toml names. A model.toml is loaded, not activated, once for each `out`."""
     from tableside.serving.evaluation.sources import remember, remembered
     from tableside.serving.evaluation.work import Candidate
 

@@ -1,4 +1,4 @@
-"""A server for the length of a `with`: for examples, notebooks and tests of one's own.
+"""A server that runs for the length of a `with` block, for examples, notebooks and tests of your own.
 
 with local_server(["demo"], workers=2) as server, Client(server.url) as client: ...
 """

@@ -31,13 +31,13 @@ def _model(options: argparse.Namespace) -> Model:
 
 
 def _chosen(options: argparse.Namespace) -> list[Model]:
-    """The model that is named, or all of them."""
+    """The model that is named, or all models."""
     settings = _settings(options)
     return [_model(options)] if options.model else models(settings.root, settings.owner)
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes model.toml."""
+    """Writes a first model.toml for a checkpoint."""
     out: Path = options.out
     if out.exists() and not options.force:
         raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
@@ -57,7 +57,7 @@ def manifest(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    """Loads and publishes; removes versions beyond --keep."""
+    """Loads a checkpoint and publishes a version; removes older versions beyond --keep."""
     spec = read_model(options.model)
     root = _settings(options).root
     settings = LoadSettings(
@@ -82,7 +82,7 @@ def parse_bytes(text: str) -> int:
 
 
 def describe_load(loaded: Loaded) -> str:
-    """One line about a load that is done."""
+    """A line about a load that is done: tables, bytes, time, pages."""
     ratio = loaded.header.fp32_bytes / loaded.segment_bytes
     return (
         f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
@@ -92,7 +92,7 @@ def describe_load(loaded: Loaded) -> str:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """A line a version."""
+    """Prints a line for each version, and how much shared memory is free."""
     settings = _settings(options)
     root = settings.root
     table = Table("model", "version", "", "created", "tables", "bytes", "fp32", box=None)
@@ -122,7 +122,7 @@ def list_models(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Tables and features of a version."""
+    """Prints the tables and features of a version."""
     segment = _model(options).attach(options.version, "header")
     h = segment.header
     console.print(
@@ -141,7 +141,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Reads every byte; exit code 1 where one is wrong."""
+    """Reads every byte of the versions. Exit code 1: one of them is damaged."""
     chosen = _chosen(options)
     if options.model and options.version is not None:
         chosen[0].attach(options.version)
@@ -159,7 +159,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def activate(options: argparse.Namespace) -> int:
-    """Flips the live version."""
+    """Makes a version the live one."""
     _model(options).activate(options.version)
     console.print(f"{options.model} version {options.version} is live; servers take it within a second")
     return 0
@@ -181,7 +181,7 @@ def remove(options: argparse.Namespace) -> int:
 
 
 def gc(options: argparse.Namespace) -> int:
-    """Removes leftovers and old versions."""
+    """Removes what killed loads left, and old versions."""
     removed = [p for m in _chosen(options) for p in m.collect(options.keep)]
     for path in removed:
         console.print(f"removed {path}")

@@ -15,7 +15,7 @@ from tableside.serving.settings import ServerSettings, given
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serves until a signal."""
+    """Serves until a signal ends the server."""
     from tableside.serving.server import serve as run
 
     if options.models == []:
@@ -24,7 +24,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def lookup(options: argparse.Namespace) -> int:
-    """Prints vectors."""
+    """Looks ids up on a running server and prints the vectors."""
     features: dict[str, wire.Jagged] = {}
     for name, ids in map(_parse_feature, options.features):
         if name in features:
@@ -44,7 +44,7 @@ def lookup(options: argparse.Namespace) -> int:
 
 
 def score(options: argparse.Namespace) -> int:
-    """Prints scores."""
+    """Scores rows on a running server and prints a line for each."""
     features = dict(map(_parse_feature, options.features))
     dense = dict(map(_parse_dense, options.dense or []))
     with Client(options.url) as client:
@@ -55,7 +55,7 @@ def score(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Loads a server; prints throughput and latencies."""
+    """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
     with Client(options.url) as client:
         described = next((m for m in client.models() if m["name"] == options.model), None)
         if described is None:

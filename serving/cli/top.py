@@ -43,7 +43,7 @@ def _looks(client: Client, seconds: float) -> Iterator[Group]:
 
 
 def samples(text: str) -> Samples:
-    """The samples of an exposition, summed over all labels but one of model, table, device."""
+    """The samples of an exposition. Each is the sum over all labels but model, table or device, whichever it has."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for s in family.samples:
@@ -54,7 +54,7 @@ def samples(text: str) -> Samples:
 
 
 def tables(before: Samples, now: Samples, seconds: float) -> Group:
-    """What happened between two looks, a second; and what is held now."""
+    """Tables of what happened in a second between two looks, and of what is held now."""
 
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds

@@ -1,1 +1,1 @@
-"""The ways in over HTTP: the connection's limits, /v1 (JSON) and /v2 (the Open Inference Protocol)."""
+"""The doors over HTTP: the connection's limits, /v1 (JSON) and /v2 (the Open Inference Protocol)."""

@@ -1,4 +1,4 @@
-"""The worker's ASGI application: /v2 has its own short path, the rest is FastAPI's, and every error is {"error": ...}."""
+"""The worker's ASGI application: /v2 has a short path of its own, the rest is FastAPI's. Every error is {"error": ...}."""
 
 import logging
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("tableside")
 
 
 class Application:
-    """ASGI: lifespan attaches the models, http answers requests."""
+    """ASGI: `lifespan` attaches the models, `http` answers requests."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.service = Service(settings)

@@ -1,4 +1,4 @@
-"""The few lines of ASGI that the raw routes need: read a body, send a response, send an error."""
+"""What /v1 and /v2 share of HTTP: reading a body, checking its JSON, sending a response or an error. Plain ASGI."""
 
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
@@ -14,19 +14,20 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-HOLD = "tableside.hold"  # where a request's scope has what it holds
-JSON_BESIDE_BYTES = 1 << 16  # JSON from this size on is parsed on the thread beside the event loop
+HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
+JSON_BESIDE_BYTES = 1 << 16  # a longer JSON text is parsed on the thread beside the event loop
 JSON_TYPE = (b"content-type", b"application/json")
 
 
 class Disconnected(Exception):
-    """The client went away before its request was complete; there is no one to answer."""
+    """The client went away before its request was complete. Nobody waits for an answer."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
-    """The whole body, decompressed where it says so. ApiError 413: more than `limit` bytes; 503: more than may be held now.
+    """The whole body, decompressed where its headers say that it is compressed.
 
-    hold: what the request holds; the connection counts the bytes that come in, this what they unpack to.
+    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are counted here.
+    ApiError: 413 where there are more than `limit` bytes, 503 where there are more than may be held now.
     """
     message = await receive()
     parts, size = [], 0
@@ -52,7 +53,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> b
 
 @contextmanager
 def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
-    """What a request holds: its connection's `Hold`, which goes when the response is sent, or one for the block."""
+    """The `Hold` of a request: its connection's, which is released when the response is sent, or one for the block."""
     if (hold := scope.get(HOLD)) is not None:
         yield hold
         return
@@ -80,7 +81,7 @@ def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """The JSON object that a request is. ApiError: it is not JSON, or something else."""
+    """The JSON object that a request consists of. ApiError: it is not JSON, or JSON of another kind."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -91,11 +92,12 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 
 def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
+    """413: the body has more bytes than the limit of that name."""
     return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
 
 
 def check_json_size(size: int, limit: int) -> None:
-    """ApiError 413: a JSON text of `size` bytes is too large; numbers as binary tensors take a tenth of its time."""
+    """ApiError 413: a JSON text of `size` bytes is too large. Binary tensors take a tenth of the time to parse."""
     if size > limit:
         raise ApiError(
             413,
@@ -133,6 +135,7 @@ async def respond(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]
 
 
 async def respond_json(send: Send, value: Any, status: int = 200) -> None:
+    """Sends a value as JSON."""
     await respond(send, status, (JSON_TYPE,), orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

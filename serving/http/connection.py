@@ -11,13 +11,13 @@
     connections of this worker              max_connections        the one that is idle for longest is closed; none is: 503, close
     a response that is not read             write_timeout_s        reset
 
-A refused connection is read on for a moment before it is closed, so that a client that is still sending gets the answer and
-not a reset.
+After a refusal the connection is read for a moment more before it is closed. So a client that is still sending gets the answer
+and not a reset.
 
-Where a request ends must be beyond doubt, or bytes of one become another request. Two lengths, or a length and chunks, are
-refused by the parser (llhttp, strict); a transfer encoding other than chunked, and one of HTTP/1.0, are refused here. An offer to
-upgrade, which a server may ignore (Java's client offers h2c by default), makes the parser take what follows for another
-protocol; so the request is given to a new parser, its framing headers first, without the offer.
+Where a request ends must be beyond doubt, or bytes of one request become another. The parser (llhttp, strict) refuses two
+lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0, is refused here. A client may offer to
+upgrade the connection (Java's offers h2c by default), and a server may ignore that. But the offer makes the parser take what
+follows for another protocol. So such a request is given to a new parser, its framing headers first, without the offer.
 """
 
 import asyncio
@@ -42,8 +42,6 @@ from tableside.serving.settings import ServerSettings
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
-
-
 _BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
 
 
@@ -56,9 +54,9 @@ def limited_protocol(settings: ServerSettings, in_flight: Bytes, slots: Slots) -
 
 
 class _Reader(asyncio.BufferedProtocol):
-    """Reads a connection for its `_LimitedProtocol` through one buffer of the worker's, which saves a copy of each body.
+    """Reads a connection for its `_LimitedProtocol` through one buffer that the worker has, which saves a copy of each body.
 
-    Where requests have to wait for their turn, what is read of a new one is its head: its body stays in the kernel.
+    Where requests must wait for slots only the head of a new one is read. Its body stays in the kernel.
     """
 
     protocol: "type[_LimitedProtocol]"
@@ -91,7 +89,10 @@ class _Reader(asyncio.BufferedProtocol):
 
 @dataclass
 class _Request:
-    """A request whose response is not complete. is_whole: its body is here; shed: why it is refused when its body was read."""
+    """A request whose response is not complete.
+
+    turn: None where it needs no slot. is_whole: its body is here. shed: the refusal that it gets once its body was read.
+    """
 
     hold: Hold
     turn: Turn | None = None
@@ -101,6 +102,8 @@ class _Request:
 
 
 class _LimitedProtocol(HttpToolsProtocol):
+    """One connection. The attributes below are the worker's, set by `limited_protocol`."""
+
     limits: ServerSettings
     in_flight: Bytes
     slots: Slots
@@ -134,7 +137,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._arm(self.limits.header_timeout_s, transport.close)
 
     def _close_an_idle_one(self) -> bool:
-        """Closes the connection that has been without a request for longest; False: none has been, for longer than a moment."""
+        """Closes the connection that has had no request for longest. False: none has been idle for more than a moment."""
         longest = next(iter(self.idle), None)
         if longest is None or self.loop.time() - self.idle[longest] < IDLE_S:
             return False
@@ -158,7 +161,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     @property
     def takes_all(self) -> bool:
-        """Whether to read as much as there is: a body that is wanted, or whatever comes where nobody has to wait."""
+        """Whether to read as much as there is: the rest of a body that is wanted, or anything where no request has to wait."""
         return not self.slots.is_full or (bool(self._open) and self._open[-1].is_started and not self._open[-1].is_whole)
 
     def data_received(self, data: "bytes | memoryview") -> None:
@@ -195,7 +198,7 @@ class _LimitedProtocol(HttpToolsProtocol):
                 return
 
     def _head_without_offer(self) -> bytes:
-        """What a new parser, made here, needs to know of the request: method, version and framing."""
+        """Makes a new parser; returns what it must know of the request: method, version and framing headers."""
         version, method = self.parser.get_http_version().encode(), self.parser.get_method()
         lines = [name + b": " + value for name, value in self.headers if name in _FRAMING]
         tokens = [t.strip().lower() for name, value in self.headers if name == b"connection" for t in value.split(b",")]
@@ -206,7 +209,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         return b"\r\n".join([method + b" / HTTP/" + version, *lines, b"", b""])
 
     def _rest(self) -> None:
-        """The connection has no request: it may stay for a while, or go for another one."""
+        """The connection has no request. It may stay for a while, and is closed where another connection needs its place."""
         self.idle[self] = self.loop.time()
         self._arm(self.limits.idle_timeout_s, self.transport.close)
 
@@ -282,7 +285,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Begins the oldest request when it is its turn. What has no body is answered whatever the load."""
+        """Begins the oldest request when it gets a slot. One without a body needs none: it is answered whatever the load."""
         request = self._open[0]
         if cycle.scope["method"] != "POST":
             self._begin(request, cycle, app)
@@ -300,7 +303,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
 
     def _shed(self, request: _Request, cycle: RequestResponseCycle, error: ApiError) -> None:
-        """Refuses a request that waited. What comes of its body is dropped, then it is answered, and the connection goes on."""
+        """Refuses a request that waited. The rest of its body is dropped, then it is answered. The connection stays open."""
         metrics.refused(metrics.UNKNOWN, "http", error.kind)
         self.flow.resume_reading()
         if cycle.waiting_for_100_continue:  # its body does not come
@@ -321,7 +324,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.on_response_complete()
 
     def _check_encoding(self) -> bool:
-        """Whether the parser has taken the body apart as its headers say; else the request is refused."""
+        """Whether the parser reads the body as its headers say; refuses the request otherwise."""
         codings = [v.strip().lower() for n, v in self.headers if n == b"transfer-encoding"]
         if codings and codings != [b"chunked"]:
             self._refuse(501, "the transfer encoding is not chunked alone, which is the only one that this server reads")
@@ -378,7 +381,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     # ---- refusing ----
 
     def _watch_writing(self, unsent: int) -> None:
-        """Looks again after write_timeout_s: a slow reader has taken some of the response by then, one that is gone nothing."""
+        """Looks again after write_timeout_s. A slow client has read some of the response by then, one that is gone nothing."""
         self._write_deadline = self.loop.call_later(self.limits.write_timeout_s, self._check_writing, unsent)
 
     def _check_writing(self, unsent: int) -> None:
@@ -389,7 +392,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._reset()
 
     def _reset(self) -> None:
-        """Closes with a reset, so that the kernel too drops what the client does not read."""
+        """Closes with a reset, so that the kernel as well drops what the client does not read."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
@@ -415,7 +418,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers in place of the application and closes. Once the application has begun to answer, only closes."""
+        """Answers in place of the application and closes. Once the application has begun to answer, it only closes."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -438,13 +441,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._end_with(_plain_answer(status, message, keep_alive=False))
 
     def _end_with(self, answer: bytes) -> None:
-        """The last answer of this connection; what still comes is read for a moment, and then it closes."""
+        """Sends the last answer of this connection, reads what still comes for a moment, and closes."""
         self.transport.write(answer)
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
 
     def _give_up_last(self) -> None:
-        """Forgets the request that is being read, which has not begun: others before it are under way."""
+        """Forgets the request that is being read. It has not begun, as others before it are under way."""
         self.pipeline.popleft()
         self._open.pop().hold.release()
 
@@ -459,7 +462,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
 
 def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
-    """A response that comes from here, not from the application."""
+    """The bytes of an error response that comes from the connection and not from the application."""
     body = orjson.dumps({"error": message})
     headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *retry_after(status)]
     if not keep_alive:

@@ -1,7 +1,7 @@
-"""Named tensors of a request -> inputs of features. Shared by the binary and the JSON protocol.
+"""From the named tensors of a request to the inputs of its features, for the binary and the JSON protocol alike.
 
-`<feature>` INT64 [bags, ids a bag], or `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32 [bags]; optionally
-`<feature>.weights` FP32, one an id.
+A feature is sent as `<feature>` INT64 [bags, ids a bag], or as `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32
+[bags]. `<feature>.weights` FP32 may come with either, one weight for each id.
 """
 
 from collections.abc import Container, Sequence
@@ -21,7 +21,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"INT64": np.dtype("<i8"), "INT32": np.dtype(
 
 @dataclass(frozen=True)
 class Tensor:
-    """One named tensor, its values at byte `at` of the input buffer."""
+    """One named tensor. at: the byte of the input buffer where its values begin."""
 
     name: str
     datatype: str
@@ -44,14 +44,14 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A list of one or two non-negative integers, strictly: no input has more dimensions."""
+    """A shape: a list of one or two non-negative integers, as no input has more dimensions. ApiError: it is something else."""
     if not isinstance(shape, list) or not 1 <= len(shape) <= 2 or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
         raise bad_request(f"input {short(name)}: shape is {short(shape)}; expected a list of one or two non-negative integers")
     return tuple(shape)
 
 
 def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
-    """The one datatype that a part of a feature has, or that is `expected`."""
+    """The datatype of an input: `expected` or, where that is None, the one of its part of a feature. ApiError: it is another."""
     expected = expected or DATATYPES[split_name(name)[1]]
     if datatype != expected:
         raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}")
@@ -59,7 +59,7 @@ def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str
 
 
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
-    """A scorer's dense tensor is [batch, width], and comes once."""
+    """ApiError: a scorer's dense tensor is not [batch, width], or is among `before`, the names of inputs before it."""
     if len(tensor.shape) != 2 or tensor.shape[1] != width:
         raise bad_request(f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected [batch, {width}]")
     if tensor.name in before:
@@ -67,7 +67,7 @@ def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
 
 
 def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
-    """Groups tensors by feature, in order of first appearance. ApiError: parts are missing, doubled or of odd shapes."""
+    """The inputs of features, in the order of their first tensors. ApiError: a part is missing, doubled or of a wrong shape."""
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         feature, part = split_name(tensor.name)
@@ -106,7 +106,7 @@ def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
 
 
 def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
-    """JSON numbers -> array, strictly: ids and lengths must be integers (not true, "1" or 1.0), weights numbers."""
+    """An array of JSON numbers. Ids and lengths must be integers, not true, "1" or 1.0; weights and dense values any numbers."""
     flat = flatten(data)
     kinds = set(map(type, flat))
     allowed = {int, float} if datatype == "FP32" else {int}
@@ -131,7 +131,7 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
 
 
 def flatten(data: Any) -> list[Any]:
-    """Nested lists in row-major order, as the protocol allows; a depth of two is enough for every input."""
+    """The numbers of a list, or of a list of lists in row-major order. The protocol allows both; no input is nested deeper."""
     if not isinstance(data, list):
         raise bad_request(f"data is {short(data)}; expected a list of numbers")
     if data and isinstance(data[0], list):

@@ -85,7 +85,7 @@ class Health(BaseModel):
 
 
 def make_app(service: Service) -> FastAPI:
-    """The FastAPI application over a worker's service."""
+    """The FastAPI application of a worker."""
     app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
     counts = {name: ModelMetrics(name, "v1") for name in service.engines}
     _answer_errors(app)
@@ -155,13 +155,13 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def _takes(schema: type[BaseModel]) -> dict[str, Any]:
-    """What an operation takes: a reference to a schema that `_describe_bodies` adds."""
+    """The OpenAPI description of a body: a reference to a schema that `_describe_bodies` adds."""
     content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _describe_bodies(app: FastAPI, *taken: type[BaseModel]) -> None:
-    """Adds the schemas of bodies, which are parsed here and not by FastAPI, to /openapi.json."""
+    """Adds the schemas of bodies to /openapi.json. FastAPI does not know them, as bodies are parsed here."""
     described = app.openapi
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in taken]
     _, definitions = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
@@ -175,7 +175,7 @@ def _describe_bodies(app: FastAPI, *taken: type[BaseModel]) -> None:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Every error as {"error": message}, counted."""
+    """Has every error answered as {"error": message}, and counted."""
 
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
@@ -192,7 +192,7 @@ def _answer_errors(app: FastAPI) -> None:
             error.status_code,
         )
 
-    @app.exception_handler(Exception)  # Starlette answers with it, and raises on, so that the log has the details
+    @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: HttpRequest, error: Exception) -> Response:
         metrics.refused(getattr(http.state, "model", metrics.UNKNOWN), "v1", Kind.INTERNAL)
         return _json({"error": INTERNAL_ERROR}, 500)
@@ -255,7 +255,7 @@ def _dense(served: ServedVersion, raw: Any) -> Iterator[tuple[str, np.ndarray[An
 
 
 def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """A feature's JSON -> its values, lengths and weights."""
+    """The values, lengths and weights of a feature, from its JSON. ApiError: it is something else."""
     if isinstance(value, list):
         if not all(isinstance(bag, list) for bag in value):
             raise bad_request(f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths")

@@ -1,5 +1,5 @@
 """The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
-model configuration extensions, as an ASGI application of its own: the path that a lookup takes must be short.
+model configuration extensions. It is an ASGI application of its own, as the path that a lookup takes must be short.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
@@ -40,7 +40,7 @@ _LENGTH = b"inference-header-content-length"
 
 
 class V2:
-    """Answers everything under /v2. ApiErrors are the caller's to encode."""
+    """Answers everything under /v2. The caller answers with the ApiErrors that are raised."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -159,7 +159,7 @@ class V2:
         }
 
     def _stats(self, served: ServedVersion) -> list[dict[str, Any]]:
-        """In the statistics extension's shape; counts and nanoseconds over all workers, and all versions since the start."""
+        """In the statistics extension's shape: counts and nanoseconds over all workers and all versions since the start."""
         found = statistics(served.header.model)
         count = found["lookup"][0]
         ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}

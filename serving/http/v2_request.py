@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's infer request: parsing and layout, for JSON and binary tensors.
+"""The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what its response is.
 
 With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
 A header says everything but the values, and clients repeat it byte by byte. So what was understood of one (`InferRequest`) is
@@ -69,7 +69,7 @@ def understand(served: ServedVersion, header: dict[str, Any], binary_bytes: int)
 
 
 def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container[str]) -> bool:
-    """Whether the scores are asked for: by name, or, where no output is named, by sending all that they need."""
+    """Whether the scores are asked for. Where no output is named they are, if the request has all that they need."""
     asked = header.get("outputs", [])
     if not asked:
         return served.can_score(given)
@@ -208,7 +208,7 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
 
 
 def input_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The inputs that a model takes, for its metadata: both ways of sending each feature."""
+    """The inputs that a model takes, for its metadata, with both ways of sending each feature."""
     dense = {} if served.scorer is None else served.scorer.dense
     described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
     for name, bound in served.features.items():
