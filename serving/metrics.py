@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from tableside.serving import metrics_files
+from tableside.serving import metrics_files, shared_counts
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
 from tableside.serving.request import Request
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
     from tableside.quant.gpu.clock import Times
 
-metrics_files.count_in_reserved_files()
+shared_counts.count_in_reserved_files()
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 STAGES = ("parse", "lookup", "encode")
@@ -196,9 +196,9 @@ class _Now:
 
 
 def _folder() -> Path:
-    folder = os.environ.get(metrics_files.VARIABLE)
+    folder = os.environ.get(shared_counts.VARIABLE)
     if not folder:
-        raise ServingError(f"{metrics_files.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
+        raise ServingError(f"{shared_counts.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
     return Path(folder)
 
 

@@ -1,15 +1,14 @@
-"""The files that workers count in: a folder a server, a file a worker and type, and one a type for all workers that ended.
+"""The files that workers count in. Each server has a folder. In it lie a file for each worker and type, and for each type one
+file with the counts of all workers that ended.
 
-prometheus_client maps `counter_PID.db` and `histogram_PID.db` into each worker. Beyond that, here:
+prometheus_client maps `counter_PID.db` and `histogram_PID.db` into each worker (`serving.shared_counts`). Here they are summed:
 
-* Their bytes are reserved before any is written, as shared memory that is full kills who writes to it (SIGBUS). What finds no
-  room is counted in its worker's own memory: it is missing from /metrics, and requests are answered.
 * `fold` adds what a worker that ended had counted to `counter_folded.db` and `histogram_folded.db`, and removes its files.
-  1. The sums, and the entry "folded PID" = 1, are written under another name, which is then renamed.  2. The worker's file is
-  removed.  3. The entry becomes 0, in place: another process may get that PID.
-* `totals` lists the folder first, then reads the folded file, then those of workers that it does not list. Where one of these
-  is gone by then, it was folded meanwhile, and reading begins again. So a scrape has every count once, whenever a fold or its
-  end by a kill comes in between.
+  1. The sums, and the entry "folded PID" = 1, are written to a file of another name, which is then renamed.  2. The worker's file
+  is removed.  3. The entry becomes 0, in place, as another process may get that PID.
+* `totals` lists the folder first, then reads the folded file, then the workers' files whose PIDs that one does not list. A file
+  that is gone by then was folded meanwhile, and reading begins again. So a scrape has every count once, whenever a fold, or a
+  kill that ends a fold, comes in between.
 """
 
 import contextlib
@@ -26,21 +25,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Metric, values
+from prometheus_client import Metric
 from prometheus_client.mmap_dict import MmapedDict
 
 from tableside.serving.errors import ServingError
+from tableside.serving.shared_counts import NOWHERE, REMEDY, VARIABLE, entry_bytes, reserve
 
 logger = logging.getLogger("tableside")
 
-VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 TYPES = ("counter", "histogram")
-_FIRST_BYTES = 1 << 16
-_NOWHERE = "nowhere"  # the entry that all values without room are written to
 _FOLDED = "folded "  # and a PID: the entry of a file that is in the sums
 _TORN = (ValueError, RuntimeError, KeyError, IndexError, TypeError, struct.error)  # what a torn file makes of its parser
 _TRIES = 100  # of a reader; each further one takes a fold that ends meanwhile
-_REMEDY = "free shared memory (tableside gc), then have the workers replaced (SIGHUP to the server)"
 _reported: set[str] = set()  # torn files, which are logged once
 
 
@@ -49,10 +45,10 @@ _reported: set[str] = set()  # torn files, which are logged once
 
 @contextlib.contextmanager
 def metrics_folder(root: Path) -> Iterator[None]:
-    """A folder beside the models for the workers' counts: in memory, and out of reach of who cleans temporary folders.
+    """A folder among the models for the workers' counts: in memory, and out of reach of what cleans temporary folders.
 
-    Beside `root`, where the models are another user's. Folders of servers that were killed are removed: their lock is free. Where
-    none can be made the server goes without.
+    It lies beside `root` where the models are another user's. Folders of servers that were killed are removed: nobody holds their
+    locks. Where no folder can be made the server runs without counts.
     """
     if not os.access(root, os.W_OK):
         root = root.parent
@@ -105,75 +101,6 @@ def _remove_if_free(folder: Path) -> None:
         os.close(lock)
 
 
-# ---- writing: in a worker ----
-
-
-class SharedCounts(MmapedDict):
-    """prometheus_client's file of counts, with every byte reserved before it is written. Not thread-safe, as that is."""
-
-    def __init__(self, filename: str) -> None:
-        self._has_refused = False
-        try:
-            _reserve(filename, _FIRST_BYTES)
-            super().__init__(filename)  # type: ignore[no-untyped-call]
-        except OSError as error:
-            logger.error("no room for metrics in %s (%s): what it would hold is left out; %s", filename, error.strerror, _REMEDY)
-            own = os.memfd_create("tableside-metrics", os.MFD_CLOEXEC)
-            super().__init__(f"/proc/self/fd/{own}")  # type: ignore[no-untyped-call]
-            os.close(own)
-        if _NOWHERE not in self._positions:
-            super()._init_value(_NOWHERE)  # type: ignore[no-untyped-call]
-
-    def read_value(self, key: str) -> tuple[float, float]:
-        found: tuple[float, float] = super().read_value(key)  # type: ignore[no-untyped-call]
-        return (0.0, 0.0) if self._positions[key] == self._positions[_NOWHERE] else found
-
-    def _init_value(self, key: str) -> None:
-        """Adds a value; one that has no room is written to where nobody reads. Caller holds prometheus_client's lock."""
-        if self._used + _entry_bytes(key) > self._capacity:
-            try:
-                os.posix_fallocate(self._f.fileno(), 0, 2 * self._capacity)
-            except OSError as error:
-                if not self._has_refused:
-                    logger.error(
-                        "no room for more metrics in %s (%s): new ones are left out; %s", self._fname, error.strerror, _REMEDY
-                    )
-                self._has_refused = True
-                self._positions[key] = self._positions[_NOWHERE]
-                return
-        super()._init_value(key)  # type: ignore[no-untyped-call]
-
-
-def count_in_reserved_files() -> None:
-    """Has prometheus_client count in `SharedCounts`; called before the first metric has labels.
-
-    It asks for the process's number at every count, a system call each, to see whether it was forked; here a fork says so itself.
-    """
-    values.MmapedDict = SharedCounts  # type: ignore[attr-defined, assignment]
-    if VARIABLE not in os.environ:
-        return
-    process = {"id": os.getpid()}
-    os.register_at_fork(after_in_child=lambda: process.update(id=os.getpid()))
-    values.ValueClass = values.MultiProcessValue(lambda: process["id"])  # type: ignore[no-untyped-call]
-
-
-def _reserve(filename: str | Path, size: int) -> None:
-    """Makes the file, or finds it, with at least `size` bytes, all reserved. OSError: there is no room; no file is made."""
-    with open(filename, "ab") as file:
-        existing = os.fstat(file.fileno()).st_size
-        try:
-            os.posix_fallocate(file.fileno(), 0, max(size, existing))
-        except OSError:
-            if not existing:
-                os.unlink(filename)
-            raise
-
-
-def _entry_bytes(key: str) -> int:
-    """At least what an entry takes: length, key, padding, two doubles."""
-    return 4 + len(key.encode()) + 8 + 16
-
-
 # ---- folding: in the supervisor ----
 
 
@@ -193,7 +120,7 @@ def fold(folder: Path, pid: int) -> None:
             _end_fold(folder, kind)
             _fold(folder, kind, pid)
         except OSError as error:
-            logger.warning("%s_%d.db in %s is kept: folding it failed (%s); %s", kind, pid, folder, error.strerror, _REMEDY)
+            logger.warning("%s_%d.db in %s is kept: folding it failed (%s); %s", kind, pid, folder, error.strerror, REMEDY)
 
 
 def _fold(folder: Path, kind: str, pid: int) -> None:
@@ -205,7 +132,7 @@ def _fold(folder: Path, kind: str, pid: int) -> None:
         sums[key] = sums.get(key, 0.0) + value
     is_folded, partial = f"{_FOLDED}{pid}", folded.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    _reserve(partial, mmap.PAGESIZE + sum(map(_entry_bytes, (*sums, is_folded))))
+    reserve(partial, mmap.PAGESIZE + sum(map(entry_bytes, (*sums, is_folded))))
     file: Any = MmapedDict(str(partial))  # type: ignore[no-untyped-call]
     try:
         for key, value in (*sums.items(), (is_folded, 1.0)):
@@ -262,7 +189,7 @@ def _total(folder: Path, kind: str) -> dict[str, float]:
 
 
 def _counts(found: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    return ((key, value) for key, value in found.items() if key != _NOWHERE and not key.startswith(_FOLDED))
+    return ((key, value) for key, value in found.items() if key != NOWHERE and not key.startswith(_FOLDED))
 
 
 def _listed(found: Mapping[str, float]) -> list[str]:

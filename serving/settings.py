@@ -1,4 +1,4 @@
-"""The server's settings: one frozen object. Each default is written here, and TABLESIDE_NAME in the environment is read here alone.
+"""The server's settings: one frozen object. Defaults, and TABLESIDE_NAME in the environment, are read here and nowhere else.
 
 The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
 """

@@ -52,7 +52,7 @@ SERVING = (
     *("__init__", "errors", "settings", "wire", "client"),
     *("scorer", "program", "scorers", "placement"),
     *("request", "version", "engine"),
-    *("metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
+    *("shared_counts", "metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
     *("scrub", "service", "evaluation"),
     *("http", "worker", "supervisor", "server", "preload", "cli"),
 )

@@ -15,9 +15,9 @@ After a refusal the connection is read for a moment more before it is closed. So
 and not a reset.
 
 Where a request ends must be beyond doubt, or bytes of one request become another. The parser (llhttp, strict) refuses two
-lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0, is refused here. A client may offer to
-upgrade the connection (Java's offers h2c by default), and a server may ignore that. But the offer makes the parser take what
-follows for another protocol. So such a request is given to a new parser, its framing headers first, without the offer.
+lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0, is refused here. A client may
+offer to upgrade the connection (Java's offers h2c by default), and a server may ignore that. But the offer makes the parser take
+what follows for another protocol. So such a request is given to a new parser, its framing headers first, without the offer.
 """
 
 import asyncio

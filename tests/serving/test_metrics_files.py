@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +20,8 @@ from support import end, until
 
 from tableside.loader.memory import processes_below
 from tableside.serving import metrics_files
-from tableside.serving.metrics_files import VARIABLE, SharedCounts, collect, fold, metrics_folder, totals
+from tableside.serving.metrics_files import collect, fold, metrics_folder, totals
+from tableside.serving.shared_counts import VARIABLE
 
 REQUEST = {"features": {"user": [[1]]}}
 
@@ -69,7 +69,7 @@ def test_a_number_that_comes_again_counts_again(tmp_path: Path) -> None:
 KILLED_FOLD = """
 import os, signal, sys
 from pathlib import Path
-from serving import metrics_files
+from tableside.serving import metrics_files
 left = int(sys.argv[2])
 def dying(function):
     def call(*arguments, **options):
@@ -158,46 +158,10 @@ def test_buckets_count_those_below(tmp_path: Path) -> None:
     }
 
 
-COUNTING = """
-import resource, sys
-from pathlib import Path
-from serving import metrics, metrics_files
-metrics.IDS.labels("first").inc()
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-for model in range(2000):
-    metrics.IDS.labels(f"model{model}").inc()
-    metrics.IDS.labels("first").inc()
-found = metrics_files.totals(Path(sys.argv[2]))["counter"]
-print(len(found), next(value for key, value in found.items() if '"first"' in key))
-"""
-
-
-@pytest.mark.parametrize(("limit", "is_refused"), [(resource.RLIM_INFINITY, False), (1 << 16, True)], ids=["room", "no room"])
-def test_values_without_room_are_left_out(tmp_path: Path, limit: int, is_refused: bool) -> None:
-    """The kernel refuses that a file grows: what has its place counts on, what has none is logged once and left out."""
-    process = python(COUNTING, limit, tmp_path, env={**os.environ, VARIABLE: str(tmp_path)})
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
-    values, first = out.split()
-    assert float(first) == 2001
-    assert (int(values) < 1000) == is_refused and (int(values) == 2001) != is_refused
-    assert error.count("new ones are left out; free shared memory (tableside gc)") == is_refused
-
-
-def test_bytes_are_reserved_before_they_are_written(tmp_path: Path) -> None:
-    """A file has as many blocks as bytes, when it is new and when it has grown: none is left to take at a write."""
-    file = SharedCounts(str(tmp_path / "counter_1.db"))
-    for number in range(1000):
-        status = (tmp_path / "counter_1.db").stat()
-        assert status.st_blocks * 512 >= status.st_size >= 1 << 16
-        file.write_value(key("requests", number=str(number)), 1.0, 0.0)
-    assert status.st_size > 1 << 16
-    file.close()  # type: ignore[no-untyped-call]
-
-
 def test_a_folder_that_is_just_made_is_not_taken_for_a_stale_one(tmp_path: Path) -> None:
     """Many servers that start at once: each keeps its own folder until it ends, and then none is left."""
-    code = "import os, sys; from pathlib import Path; from tableside.serving.metrics_files import VARIABLE, metrics_folder\n"
+    code = "import os, sys; from pathlib import Path; from tableside.serving.metrics_files import metrics_folder\n"
+    code += "from tableside.serving.shared_counts import VARIABLE\n"
     code += "for _ in range(100):\n    with metrics_folder(Path(sys.argv[1])): assert Path(os.environ[VARIABLE]).is_dir()"
     processes = [python(code, tmp_path) for _ in range(3)]
     for process in processes:
