@@ -1,9 +1,11 @@
 """Executors: lengths are checked once and scores are written in place, on the CPU and on a GPU alike."""
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,16 +119,20 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
 
-class NoDevice:
-    """Stands for a GPU's backend that must not be asked."""
+class PlayedDevice:
+    """Stands for a GPU's backend: gives each request eight bytes, and says of itself what it is told."""
 
     device, description, cache = "cuda:9", "fused (nothing)", None
 
+    def __init__(self, lost: bool = False) -> None:
+        self.batches, self.lost = 0, lost
+
     def run_timed(self, requests: Any, timed: bool) -> Any:
-        raise AssertionError("a request whose lengths are wrong was looked up")
+        self.batches += 1
+        return [np.zeros(8, np.uint8) for _ in requests], None
 
     def is_lost(self) -> bool:
-        return False
+        return self.lost
 
 
 def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Path, tmp_path: Path) -> None:
@@ -139,13 +145,14 @@ def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Pat
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
-            on_cpu = CpuExecutor(beside, 1000)
-            for executor in (on_cpu, Batcher(NoDevice(), 1, 0.0)):
+            on_cpu, device = CpuExecutor(beside, 1000), PlayedDevice()
+            for executor in (on_cpu, Batcher(device, 1, 0.0)):
                 with pytest.raises(ApiError, match="the 2 lengths add up to 4, but there are 2 ids"):
                     await executor.run(request, inputs(1, 3))
                 with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
                     await executor.run(request, inputs(3, -1))
             assert (await on_cpu.run(request, inputs(1, 1))).size == 2 * 32
+            assert not device.batches
             on_cpu.close()
 
     asyncio.run(run())
@@ -178,32 +185,92 @@ def played(scoring: Scoring | None) -> Request:
     return Request("played", 3, (), outputs, plan, row_bytes=0, scoring=scoring)  # type: ignore[arg-type]
 
 
-def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for scores is told while the scorer still runs, and so is who asks later; what asks for no scores is answered."""
-    scorer = Stuck()
-    scoring = Scoring(scorer, (DenseInput("x", 0, 2, 1),), Output("score", 0, 8, (2,), False))
-    tells: list[Callable[[Scorer], object]] = []
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Scorer], object]]:
+    """What watched calls of scorers are given to say that they are late; no call is watched in truth."""
+    found: list[Callable[[Scorer], object]] = []
 
     def watch(self: Any, scorer: Scorer, tell: Any) -> Any:
-        tells.append(tell)
-        return threading.Lock()  # a block that does nothing
+        found.append(tell)
+        return nullcontext()
 
     monkeypatch.setattr("tableside.serving.deadline.Deadline.watch", watch)
+    return found
+
+
+def scoring_of(scorer: Scorer) -> Scoring:
+    return Scoring(scorer, (DenseInput("x", 0, 2, 1),), Output("score", 0, 8, (2,), False))
+
+
+async def until_began(scorer: Stuck) -> None:
+    while not scorer.began.is_set():
+        await asyncio.sleep(0.001)
+
+
+def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Callable[[Scorer], object]]) -> None:
+    """On the CPU: who waits for scores is told while the scorer still runs, and so is who asks later; lookups are answered."""
+    scorer = Stuck()
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
             executor = CpuExecutor(beside, 1000)
-            waiting = asyncio.ensure_future(executor.run(played(scoring), bytes(8)))
-            while not scorer.began.is_set():
-                await asyncio.sleep(0.001)
+            waiting = asyncio.ensure_future(executor.run(played(scoring_of(scorer)), bytes(8)))
+            await until_began(scorer)
             tells[0](scorer)  # as the deadline's thread does
             with pytest.raises(ApiError, match="the scorer of played version 3 took longer than 60 s") as error:
                 await waiting
             assert error.value.status == 503 and not scorer.let_go.is_set()
             with pytest.raises(ApiError, match="this worker is being replaced"):
-                await executor.run(played(scoring), bytes(8))
+                await executor.run(played(scoring_of(scorer)), bytes(8))
             assert (await executor.run(played(None), b"")).size == 0
             scorer.let_go.set()
             executor.close()
 
     asyncio.run(run())
+
+
+def test_a_late_scorer_stops_all_that_a_gpu_does(tells: list[Callable[[Scorer], object]]) -> None:
+    """The thread that drives the GPU is stuck: requests of its batch, those that wait and those that come later are refused."""
+    scorer = Stuck()
+
+    async def run() -> None:
+        batcher = Batcher(PlayedDevice(), 1, 0.0)
+        running = [asyncio.ensure_future(batcher.run(played(s), bytes(8))) for s in (scoring_of(scorer), None)]
+        await until_began(scorer)
+        tells[0](scorer)
+        for error in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20):
+            assert isinstance(error, ApiError) and "played version 3 took longer than 60 s" in error.message
+        with pytest.raises(ApiError, match="this worker is being replaced"):
+            await batcher.run(played(None), b"")
+        scorer.let_go.set()
+        batcher.close()
+
+    asyncio.run(run())
+
+
+class Failing(Stuck):
+    """A scorer whose calls raise what a lost device makes of them."""
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        raise TypeError("an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the scorer raised; where the device is well the request alone is refused, with what the scorer raised."""
+    signals: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
+
+    async def run() -> list[Any]:
+        batcher = Batcher(PlayedDevice(is_lost), 2, 1.0)
+        requests = (played(scoring_of(Failing())), played(None))
+        found = await asyncio.gather(*(batcher.run(r, bytes(8)) for r in requests), return_exceptions=True)
+        batcher.close()
+        return found
+
+    scored, looked_up = asyncio.run(run())
+    if is_lost:
+        assert isinstance(scored, RuntimeError) and scored is looked_up and signals == [signal.SIGTERM]
+        assert "lost to the scorer of played version 3" in str(scored)
+    else:
+        assert isinstance(scored, TypeError) and looked_up.size == 8 and not signals

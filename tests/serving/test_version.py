@@ -1,0 +1,74 @@
+"""A version that is served: how it lays requests out, and how it is warmed up."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import rows_of
+
+from tableside.loader.versions import Model
+from tableside.quant import Lookup, Pooling, choose
+from tableside.serving.engine import Engine
+from tableside.serving.errors import ApiError
+from tableside.serving.placement import Placer
+from tableside.serving.request import FeatureInput
+from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion
+
+Publish = Callable[..., Any]
+FEATURES = {"pooled": {"table": "t"}, "half": {"table": "t", "output": "fp16"}, "words": {"table": "t", "pooling": "none"}}
+
+
+@pytest.fixture
+def version(publish: Publish, root: Path) -> ServedVersion:
+    publish({"t": rows_of(10, 8)}, features=FEATURES)
+    placer = Placer(ServerSettings(), choose())
+    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=200).attach()
+
+
+def test_outputs_lie_one_after_another_in_the_order_of_the_inputs(version: ServedVersion) -> None:
+    """Vectors of 8 values in 4 or 2 bytes; the request counts ids, vectors and bytes of rows."""
+    inputs = [FeatureInput("half", 0, 3, bags=3, bag_length=1), FeatureInput("words", 24, 2), FeatureInput("pooled", 40, 2, 1, 2)]
+    request = version.lay_out(inputs)
+    assert [(o.feature, o.at, o.bytes, o.shape) for o in request.outputs] == [
+        ("half", 0, 48, (3, 8)),
+        ("words", 48, 64, (2, 8)),
+        ("pooled", 112, 32, (1, 8)),
+    ]
+    assert (request.ids, request.vectors, request.out_bytes) == (7, 6, 144)
+    assert request.row_bytes == 7 * version.features["half"].table.row_bytes
+    ids = np.array([1, 2, 3, 4, 5, 6, 7], np.int64)
+    found = request.run(ids.tobytes())
+    rows = version.segment.tables["t"]
+    expected = choose().lookup(rows, ids[3:5], pooling=Pooling.NONE)
+    np.testing.assert_array_equal(request.outputs[1].view(found), expected)
+    expected = choose().lookup(rows, ids[5:], np.array([2], np.int32))
+    np.testing.assert_array_equal(request.outputs[2].view(found), expected)
+    assert request.outputs[0].view(found).dtype == np.float16
+
+
+def test_an_output_beyond_the_limit_is_refused(version: ServedVersion) -> None:
+    """Before anything is planned, with both numbers."""
+    with pytest.raises(ApiError, match=r"asks for 224 bytes of vectors; the limit is 200 \(max_response_bytes\)"):
+        version.lay_out([FeatureInput("words", 0, 7)])
+
+
+def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
+    version: ServedVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each feature, first and last row; pooled ones with lengths and weights and without."""
+    monkeypatch.setattr(version.backend, "warm_up_bags", (3, 5), raising=False)
+    seen: list[Lookup] = []
+    plan = version.backend.plan
+
+    def watched(lookups: Any, threads: int = 1, out_bytes: int = 0) -> Any:
+        seen.extend(lookups)
+        return plan(lookups, threads, out_bytes)
+
+    monkeypatch.setattr(version.backend, "plan", watched)
+    version.warm_up()
+    pooled = [(lk.ids, lk.lengths_at is not None, lk.weights_at is not None) for lk in seen if lk.bags]
+    assert {ids for ids, _, _ in pooled} == {3, 5}
+    assert pooled.count((5, True, True)) == 2 and pooled.count((5, False, False)) == 3
