@@ -1,6 +1,6 @@
-"""Time: engine, batching, HTTP, workers, metrics, client and command line.
+"""Time: requests, versions, executors, HTTP, workers, metrics, evaluations, the client and the command line.
 
-Knows versions and requests; never how a row is packed.
+This room knows versions and requests. It never knows how a row is packed.
 """
 
 from tableside.quant.installed import version_of

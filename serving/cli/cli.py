@@ -1,4 +1,7 @@
-"""The command `tableside`. Errors are one line on stderr and exit code 1; a wrong command line exits with 2."""
+"""The command `tableside`: its commands, their options, and how it ends.
+
+An error is one line on stderr and exit code 1. A wrong command line ends with 2.
+"""
 
 import argparse
 import math
