@@ -66,20 +66,20 @@ def scored(version: ServedVersion, bags: int) -> tuple[Request, bytes, np.ndarra
 def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers of a batch are parts of one host buffer that have room for scores: no request's vectors are copied for them."""
     version, placer = attach(root, tmp_path, tables.serve_device())
-    assert placer.fused is not None
+    assert placer.gpu is not None
     given: list[list[np.ndarray]] = []
-    run_timed = placer.fused.run_timed
+    run_timed = placer.gpu.run_timed
 
     def watched(requests: Any, timed: bool = True) -> Any:
         found, times = run_timed(requests, timed)
         given.append(found)  # type: ignore[arg-type]
         return found, times
 
-    monkeypatch.setattr(placer.fused, "run_timed", watched)
+    monkeypatch.setattr(placer.gpu, "run_timed", watched)
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
     async def run() -> list[np.ndarray]:
-        batcher = Batcher(placer.fused, 3, 1.0)  # type: ignore[arg-type]
+        batcher = Batcher(placer.gpu, 3, 1.0)  # type: ignore[arg-type]
         found = await asyncio.gather(*(batcher.run(request, inputs) for request, inputs, _ in requests))
         batcher.close()
         return found
@@ -111,7 +111,7 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as beside:
         found = [
-            asyncio.run(run(lambda: Batcher(placer.fused, 1, 0.0), on_gpu)),  # type: ignore[arg-type]
+            asyncio.run(run(lambda: Batcher(placer.gpu, 1, 0.0), on_gpu)),  # type: ignore[arg-type]
             asyncio.run(run(lambda: CpuExecutor(beside, 1000), on_cpu)),
             asyncio.run(run(lambda: CpuExecutor(beside, 0), on_cpu)),
         ]
