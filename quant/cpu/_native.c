@@ -19,6 +19,7 @@
 #include <Python.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
+#include "_processor.h"
 #endif
 #include "_pool.h"
 #include "_rows.h"
@@ -48,12 +49,9 @@ typedef struct { int64_t job; enum problem problem; int64_t position, value; } v
 
 static void find_kernels(void) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-        && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c"))
-        available[n_available++] = &kernel_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        available[n_available++] = &kernel_avx2;
+    processor found = find_processor();
+    if (found.avx512) available[n_available++] = &kernel_avx512;
+    if (found.avx2) available[n_available++] = &kernel_avx2;
 #endif
     available[n_available++] = &kernel_portable;
     active = available[0];
