@@ -9,6 +9,13 @@
  */
 typedef struct { float low, high, poison; } extent;
 
+#undef ONE_BY_ONE
+#if defined(__clang__) /* its vectors take 1.3 times as long for these few steps */
+#define ONE_BY_ONE _Pragma("clang loop vectorize(disable) unroll(full)")
+#else
+#define ONE_BY_ONE
+#endif
+
 /* Least and greatest of x[0..n); poison is 0, or not a number where a value is not finite. */
 INLINE extent extent_of(const float *x, int64_t n) {
     extent e = {x[0], x[0], 0.0f};
@@ -21,9 +28,10 @@ INLINE extent extent_of(const float *x, int64_t n) {
             l = v_min(l, a), h = v_max(h, a), p = v_fma(a, zero, p);
         }
         v_store(low, l), v_store(high, h), v_store(poison, p);
+        ONE_BY_ONE
         for (int k = 0; k < LANES; k++) {
-            if (low[k] < e.low) e.low = low[k];
-            if (high[k] > e.high) e.high = high[k];
+            e.low = low[k] < e.low ? low[k] : e.low; /* not `if`: clang makes a branch of it, which is mispredicted */
+            e.high = high[k] > e.high ? high[k] : e.high;
             e.poison += poison[k];
         }
     }
