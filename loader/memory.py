@@ -50,7 +50,8 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) 
 class Mapping:
     """A whole file, mapped shared at a multiple of 2 MiB; unmapped when the last array over it is gone.
 
-    `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables.
+    `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables. A copy is the object itself: two
+    would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another process.
     """
 
     def __init__(self, fd: int, size: int, writable: bool = False) -> None:
@@ -101,6 +102,15 @@ class Mapping:
                         if field.startswith("ShmemPmdMapped:"):
                             return int(field.split()[1]) * 1024 / self.size
         return 0.0
+
+    def __copy__(self) -> "Mapping":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mapping":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
 
     def __del__(self) -> None:
         if span := getattr(self, "_span", None):

@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,8 @@ class Segment:
     """An attached version: mapped, never copied, valid as long as this object or a table of it lives.
 
     fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a whole segment of this
-    format (docs/format.md lists the ways).
+    format (docs/format.md lists the ways). copy.copy and copy.deepcopy give this object itself, as it never changes. A pickle
+    holds the path; unpickled, the version is attached again, or SegmentError where another file is there now.
     """
 
     def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
@@ -114,6 +115,15 @@ class Segment:
     @property
     def size(self) -> int:
         return self.mapping.size
+
+    def __copy__(self) -> "Segment":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[Path, int]]:
+        return _attach_again, (self.path, self.content())
 
     def _read_header(self, prelude: bytes, header_bytes: int) -> tuple[Header, NDArray[np.uint64]]:
         data = self.mapping.bytes
@@ -179,6 +189,19 @@ class Segment:
                 f"{self.path}: table {t.name!r}, rows [{start}, {stop}): the checksum is wrong, so bytes changed after they "
                 "were written; activate another version, or publish this one again"
             )
+
+
+def _attach_again(path: Path, content: int) -> Segment:
+    """A segment out of a pickle. SegmentError: it is gone, or has other rows."""
+    try:
+        segment = Segment(path, "header")
+    except FileNotFoundError as error:
+        raise SegmentError(
+            f"{path}: the pickled segment is no longer published; publish it again, or pickle a later one"
+        ) from error
+    if segment.content() != content:
+        raise SegmentError(f"{path}: another version was published there since the segment was pickled; pickle it again")
+    return segment
 
 
 def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
