@@ -55,7 +55,7 @@ def _read(scorer: ScorerSpec) -> Program:
     data = read_regular(path, LARGEST_BYTES, "[scorer]'s program", ModelError)
     if find_spec("torch") is None:
         raise ModelError(
-            f"[scorer]: {path}: an exported program is checked with torch, which is not here: install tableside[cpu]"
+            f"[scorer]: {path}: an exported program is checked with torch, which is not installed; install tableside[torch]"
         )
     from tableside.loader.program.measure import check_shapes
 

@@ -1,6 +1,7 @@
-"""Which torch and fbgemm are installed, and whether they belong together. Imports neither."""
+"""What is installed beside the base, whether it belongs together, and which extra brings what is not. Imports none of it."""
 
 from importlib import metadata
+from importlib.util import find_spec
 
 from tableside.quant.errors import MissingBackend, QuantError
 
@@ -21,6 +22,12 @@ def fbgemm_version() -> str | None:
     return version_of("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
+def require(what: str, *packages: str, extra: str) -> None:
+    """MissingBackend, in one line that says which extra of tableside to install, where `what` lacks one of its packages."""
+    if absent := [name for name in packages if find_spec(name) is None]:
+        raise MissingBackend(f"{what} needs {absent[0]}, which is not installed; install tableside[{extra}]")
+
+
 def check_pair(required: bool = True) -> None:
     """QuantError where torch and fbgemm do not belong together; MissingBackend where one is `required` and not installed."""
     torch, fbgemm = version_of("torch"), fbgemm_version()
@@ -28,7 +35,7 @@ def check_pair(required: bool = True) -> None:
         if not required:
             return
         missing = "torch" if torch is None else "fbgemm-gpu-cpu or fbgemm-gpu"
-        raise MissingBackend(f"{missing} is not installed; install tableside[cpu] or tableside[cuda]")
+        raise MissingBackend(f"{missing} is not installed; install tableside[fbgemm]")
     if not pair_fits(fbgemm, torch):
         known = ", ".join(f"{f} with torch {t}" for f, t in PAIRS.items())
         raise QuantError(f"fbgemm {fbgemm} and torch {torch} do not belong together; install a pair that does: {known}")

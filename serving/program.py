@@ -3,15 +3,22 @@
 from contextlib import suppress
 
 import numpy as np
-import torch
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.header import StoredScorer
 from tableside.loader.program import read_program
-from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
-from tableside.loader.program.run import Runner, weight_tensors
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
 from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
+
+try:
+    import torch
+
+    from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
+    from tableside.loader.program.run import Runner, weight_tensors
+except ImportError as error:
+    raise ServingError(
+        f"a scorer that is an exported program needs torch, which does not import ({error}); install tableside[torch]"
+    ) from error
 
 _UNLIMITED_BYTES = 1 << 62
 _REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ArithmeticError)

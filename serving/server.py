@@ -8,10 +8,10 @@ import contextlib
 import multiprocessing
 import socket
 from collections.abc import Callable
-from importlib.util import find_spec
 
 from tableside.loader.versions import Model
-from tableside.quant import MissingBackend, choose
+from tableside.quant import choose
+from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.metrics_files import metrics_folder
 from tableside.serving.settings import ServerSettings
@@ -56,8 +56,11 @@ def serve(
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     headers = [model.attach(model.good(), "header").header for model in published]
     backend = choose(settings.backend)
-    if settings.devices and find_spec("triton") is None:
-        raise MissingBackend("--devices needs triton, which is not installed; install tableside[cuda], or serve without")
+    has_program = any(h.scorer and h.scorer.kind == "program" for h in headers)
+    if has_program:
+        require("a scorer that is an exported program", "torch", extra="torch")
+    if settings.devices:
+        require("--devices", "torch", "triton", extra="gpu")
     if len(settings.devices) > settings.workers:
         raise ServingError(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
@@ -73,7 +76,7 @@ def serve(
             preload = [
                 *(["tableside.quant.gpu.backend"] if settings.devices else []),
                 *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
-                *(["tableside.serving.program"] if any(h.scorer and h.scorer.kind == "program" for h in headers) else []),
+                *(["tableside.serving.program"] if has_program else []),
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tableside.serving.errors import ServingError
-
-try:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-except ImportError as error:
-    raise ServingError(f"pyarrow does not import ({error}); install tableside[eval]") from error
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson")
 _SCAN_BYTES = 1 << 24

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.header import Header
 from tableside.loader.versions import Model
+from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation import sources
 from tableside.serving.evaluation.data import Shard, data_files, plan_shards
@@ -89,6 +90,10 @@ def evaluate(
         raise ServingError(f"{settings.out} holds the data; choose another --out")
     settings = replace(settings, data=data, out=out)
     job = _job(candidates, headers, settings, server)
+    if job.has_program:
+        require("a scorer that is an exported program", "torch", extra="torch")
+    if server.devices:
+        require("--devices", "torch", "triton", extra="gpu")
     shards = plan_shards(data_files(settings.data, settings.out), settings.shard_rows)
     if not shards:
         raise ServingError(f"{settings.data} has no rows")

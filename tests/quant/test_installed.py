@@ -49,5 +49,5 @@ def test_a_missing_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(MissingBackend, match=r"install tableside\[cpu\]"):
+    with pytest.raises(MissingBackend, match=r"install tableside\[fbgemm\]"):
         check_pair()
