@@ -1,26 +1,37 @@
-# Everything a fresh machine needs: python3 with venv and pip, and make. A C compiler is installed where that is possible;
-# without one the native kernel is left out and lookups run on FBGEMM's operator.
+# Everything a fresh machine needs: python3 with venv and pip, and make. Without a C compiler pip brings one for the build
+# (builder/native_build.py).
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-SOURCES := pyproject.toml $(wildcard quant/cpu/*.c quant/cpu/*.h)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.c quant/cpu/*.h)
 
-.PHONY: help setup demo serve minilm dlrm test quick test-gpu check bench campaign clean
+.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu check wheel bench campaign clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-setup: $(STAMP)
+setup: $(VENV)/.base
 
-$(STAMP): $(SOURCES)
-	@./docker/compiler.sh
+dev: $(VENV)/.dev
+
+# The base: what loads, serves and looks up. A Python without its headers cannot build the native kernel; FBGEMM's stands in.
+$(VENV)/.base: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (torch is large; a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,test]'
+	@echo "installing tableside into $(VENV)"
+	@$(PIP) install --editable .
+	@$(BIN)/python -c 'import tableside.quant.cpu._native' 2>/dev/null || { \
+		echo "the native kernel was not built (Python.h? Debian: apt-get install python3-dev); installing FBGEMM's, which is large"; \
+		$(PIP) install --editable '.[fbgemm]'; }
 	@touch $@
+
+# And what tests, checks and benchmarks need.
+$(VENV)/.dev: $(BUILT_FROM)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing tableside with what its tests need into $(VENV) (torch is large; a few minutes the first time)"
+	@$(PIP) install --editable '.[dev]'
+	@touch $(VENV)/.base $@
 
 demo: setup      ## make a model, load it, serve it with two workers, look up, compare, print a table
 	@$(BIN)/python examples/demo.py
@@ -28,37 +39,41 @@ demo: setup      ## make a model, load it, serve it with two workers, look up, c
 serve: setup     ## the demo's model, kept running, with the curl lines to try
 	@$(BIN)/python examples/demo.py --keep-serving
 
-minilm: setup    ## the word embeddings of a real public checkpoint, in every row format
+minilm: dev      ## the word embeddings of a real public checkpoint, in every row format
 	@$(BIN)/python examples/minilm/run.py
 
-dlrm: setup      ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
+dlrm: dev        ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
 	@$(BIN)/python examples/dlrm/run.py
 
-test: setup      ## all tests
+test: dev        ## all tests
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
 	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_admission.py tests/serving/test_watch.py
-quick: setup     ## a part of the tests, in under two minutes
+quick: dev       ## a part of the tests, in under two minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
 
-test-gpu:        ## the tests of GPU kernels, placements and registration, on this machine's first GPU, with the torch that is here
-	@$(PYTHON) -m pytest --device cuda:0 tests/quant/test_fused.py tests/quant/test_cache.py tests/quant/test_backends.py \
-		tests/loader/test_registration.py tests/serving/test_gpu.py -k 'fused or cache or gpu or registration or beyond or placement'
+GPU_TESTS := tests/quant tests/loader/test_registration.py $(addprefix tests/serving/,test_gpu.py test_batching.py test_score.py \
+	test_eval.py)
+test-gpu:        ## all tests that a GPU can run, on this machine's first GPU, with the torch that is here
+	@$(PYTHON) -m pytest --device cuda:0 $(GPU_TESTS)
 
-check: setup     ## ruff and mypy
+check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@mkdir -p build/types/tableside
 	@ln -sfn $(CURDIR)/tableside/*.py $(CURDIR)/quant $(CURDIR)/loader $(CURDIR)/serving build/types/tableside
 	@$(BIN)/mypy
 
-bench: setup     ## the benchmarks; results go to benchmarks/results
+wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
+	@PYTHON=$(PYTHON) ./builder/make_wheel.sh
+
+bench: dev       ## the benchmarks; results go to benchmarks/results
 	@for b in cpu_lookup load http_lookup workers eval_pool; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 CAMPAIGN_S ?= 600
-campaign: setup  ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count
+campaign: dev    ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
-	rm -rf $(VENV) build *.egg-info quant/cpu/*.so
+	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so

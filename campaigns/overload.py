@@ -47,9 +47,7 @@ def build(folder: Path) -> Path:
     """Compiles the generator. RuntimeError: there is no C compiler, or it does not accept the source."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise RuntimeError(
-            "the overload campaign needs a C compiler for its load generator; install gcc (docker/compiler.sh does)"
-        )
+        raise RuntimeError("the overload campaign needs a C compiler for its load generator; install gcc")
     program = folder / "overload"
     command = [compiler, "-O2", "-Wall", "-o", str(program), str(HERE / "overload.c"), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

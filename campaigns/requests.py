@@ -222,7 +222,7 @@ def run_scripts(port: int, seconds: float, seed: int) -> Scripts:
 def run_schemathesis(url: str, seconds: float, seed: int, files: Path) -> dict[str, float]:
     """Cases from /openapi.json, as many as fit into the time. RuntimeError: schemathesis is not installed, or does not run."""
     if importlib.util.find_spec("schemathesis") is None:
-        raise RuntimeError("the requests campaign needs schemathesis, which is not installed: pip install '.[test]'")
+        raise RuntimeError("the requests campaign needs schemathesis, which is not installed: pip install '.[dev]'")
     report = files / "schemathesis.json"
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--seed", str(seed), "--no-color"]
     command += ["--phases", "coverage,fuzzing", "--checks", "not_a_server_error", "--continue-on-failure", "--no-shrink"]

@@ -14,12 +14,12 @@ import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from safetensors.numpy import save_file
 
 from tableside.loader.header import StoredTable
 from tableside.loader.load import Loaded, load
@@ -51,11 +51,12 @@ BATCH = 64
 
 
 def make_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """Writes demo.safetensors and model.toml; returns the description's path and the original values."""
+    """Writes demo.npz and model.toml; returns the description's path and the original values."""
     rng = np.random.default_rng(2026)
     values = {t: rng.standard_normal((rows, dim), dtype=np.float32) * np.float32(0.1) for t, (rows, dim, _) in TABLES.items()}
-    save_file({f"embedding_bags.{t}.weight": v for t, v in values.items()}, folder / "demo.safetensors")
-    lines = ['name = "demo"', 'checkpoint = "demo.safetensors"']
+    keys: dict[str, Any] = {f"embedding_bags.{t}.weight": v for t, v in values.items()}
+    np.savez(folder / "demo.npz", **keys)
+    lines = ['name = "demo"', 'checkpoint = "demo.npz"']
     for t, (_, _, row_format) in TABLES.items():
         lines += [f"[tables.{t}]", f'key = "embedding_bags.{t}.weight"', f'row_format = "{row_format}"']
     for f, (table, pooling) in FEATURES.items():

@@ -111,7 +111,8 @@ def _shared_rows() -> Any:
         """uint8 [bytes] over a whole segment. segment: None where they are a device's view, which is not pickled."""
 
         segment: Segment | None
-        __torch_function__ = torch._C._disabled_torch_function_impl  # operators see, and return, plain tensors
+        # Operators see, and return, plain tensors.
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch.nn.Parameter does
 
         def __copy__(self) -> Any:
             return self
