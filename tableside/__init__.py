@@ -7,6 +7,12 @@
 The three rooms are `tableside.quant` (numbers), `tableside.loader` (bytes with names) and `tableside.serving` (time). What is
 listed in `__all__` is the public interface; each name is imported from its room when it is first used, so that a client
 does not import the server.
+
+    load, read_model, parse_model, LoadSettings     a model.toml into a published version
+    Model, Segment, Table, RowFormat, Pooling       what is published, and how it is read
+    Client, AsyncClient, Jagged                     a server's answers
+    stash_embedding_weights                         tables out of a GPU's memory while a training step does without them
+    LoaderError, QuantError, ClientError, FeatureError      what goes wrong, in one line each
 """
 
 from importlib import import_module
@@ -60,10 +66,19 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
+_EXTRAS = {"stash_embedding_weights": "torch"}  # names that need more than the base, and the extra that brings it
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tableside' has no attribute {name!r}")
-    value = getattr(import_module(f"tableside.{_HOMES[name]}"), name)
+    try:
+        module = import_module(f"tableside.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (extra := _EXTRAS.get(name)) is None:
+            raise
+        raise ImportError(f"tableside.{name} needs {error.name}, which is not installed; install tableside[{extra}]") from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 
