@@ -63,7 +63,7 @@ check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and exa
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@mkdir -p build/types/tableside
 	@ln -sfn $(CURDIR)/tableside/*.py $(CURDIR)/quant $(CURDIR)/loader $(CURDIR)/serving build/types/tableside
-	@$(BIN)/mypy
+	@$(BIN)/mypy && $(BIN)/mypy benchmarks/*.py && $(BIN)/mypy campaigns examples
 
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh

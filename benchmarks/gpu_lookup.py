@@ -8,6 +8,7 @@ before it is timed. The floor of a case is what it must move, in sectors of 32 b
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -177,7 +178,8 @@ def compare(root: Path, device: torch.device) -> None:
         again = graph_seconds(work.ours)
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
-        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(lambda w=work: w.backend.run([(w.plan, w.host_inputs)]))
+        host_to_host = functools.partial(work.backend.run, [(work.plan, work.host_inputs)])
+        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(host_to_host)
         rows.append(
             row(
                 case,

@@ -21,7 +21,7 @@ from make_model import publish_random
 from tableside.loader.registration import Registration
 from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
+from tableside.quant import Lookup, Plan, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
 
 DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
@@ -77,7 +77,11 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
                 np.testing.assert_allclose(result.view(np.float16).reshape(-1, DIM), expected, rtol=2e-3, atol=2e-2)
                 inputs = [b.tobytes() for b in batches]
                 # From ids in host memory to vectors in host memory; FBGEMM's stay on the device, as in `on_device`.
-                ours = seconds(lambda n, f=fused, p=plan, i=inputs: f.run([(p, i[n % len(i)])]), 10)
+
+                def run(n: int, fused: GpuBackend = fused, plan: Plan = plan, inputs: list[bytes] = inputs) -> object:
+                    return fused.run([(plan, inputs[n % len(inputs)])])
+
+                ours = seconds(run, 10)
                 times = [fused.run_timed([(plan, i)])[1] for i in inputs]
                 to_device = statistics.median(t.staging + t.copy_in + t.kernels for t in times if t)
                 found.append(

@@ -160,7 +160,8 @@ def verified(path: Path, rows: int) -> list[dict[str, Any]]:
     os.link(path, with_manifest)
     write_manifest(with_manifest)
     values = np.random.default_rng(0).standard_normal((rows, DIM), dtype=np.float32)
-    np.savez(path.with_suffix(".npz"), **{f"t{i}.weight": values for i in range(TABLES)})
+    keys: dict[str, Any] = {f"t{i}.weight": values for i in range(TABLES)}
+    np.savez(path.with_suffix(".npz"), **keys)
     tables = {f"t{i}": {"key": f"t{i}.weight", "row_format": "int8"} for i in range(TABLES)}
     files = {"nothing": path, "manifest": with_manifest, "CRC-32": path.with_suffix(".npz")}
     specs = {

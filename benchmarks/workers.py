@@ -24,8 +24,9 @@ from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client
+from tableside.serving.placement import Placement, Placements
 from tableside.serving.request import FeatureInput
-from tableside.serving.version import ServedVersion as Served
+from tableside.serving.version import ServedVersion
 
 DIM, TABLES, IDS, BATCH = 64, 8, 20, 256
 MEMORY_TARGET, SCALING_TARGET = 0.02, 1.8
@@ -71,13 +72,15 @@ def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
 
 def look_up(root: str, seconds: float, ready: Any, go: Any, counts: Any) -> None:
     """One process: plans a batch of all features and runs it again and again, one thread."""
-    served = Served(Model(Path(root), "ads").attach(verify="header"), choose())
+    segment = Model(Path(root), "ads").attach(verify="header")
+    placements = Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
+    served = ServedVersion(segment, choose(), placements)
     rng = np.random.default_rng(os.getpid())
     inputs, at = [], 0
     for name in served.features:
         inputs.append(FeatureInput(name, at, BATCH * IDS, BATCH, IDS))
         at += BATCH * IDS * 8
-    batch = served.batch(inputs)
+    request = served.lay_out(inputs)
     rows = served.header.tables[0].rows
     buffers = [rng.integers(0, rows, at // 8).tobytes() for _ in range(20)]
     for buffer in buffers:

@@ -121,10 +121,10 @@ class _Evaluation:
                         parents[int(folder.name)] = (int(parent), (folder / "cmdline").read_bytes())
             except OSError:
                 continue  # it ended meanwhile
-        for pid, (parent, command) in parents.items():
+        for pid, (parent_pid, command) in parents.items():
             kind = "main" if pid == self.process.pid else "other"
             if b"multiprocessing.forkserver" in command:
-                is_forked = parent in parents and b"multiprocessing.forkserver" in parents[parent][1]
+                is_forked = parent_pid in parents and b"multiprocessing.forkserver" in parents[parent_pid][1]
                 kind = "worker" if is_forked else "forkserver"
             found[kind].append(pid)
         return found

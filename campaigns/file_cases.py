@@ -13,6 +13,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -416,7 +417,7 @@ def _pickle_cases() -> Iterator[tuple[str, Data]]:
         "6,000,000 instructions": b"N0" * 3_000_000 + b"}",
     }
     for what, program in bombs.items():
-        yield f"bomb: {what}", lambda program=program: pt(program)
+        yield f"bomb: {what}", partial(pt, program)
     yield "bomb: a pickle of 80 MB", lambda: pt(held(tensor()) + b"N0" * 40_000_000)
     yield "bomb: 256 kB that inflate to 256 MB", lambda: archive({"data.pkl": bytes(1 << 28)}, compress=True)
 
@@ -527,7 +528,7 @@ GOOD_NPZ = archive({"a.npy": GOOD_NPY}, root="")
 
 def _npz_cases() -> Iterator[tuple[str, Data]]:
     for what, data in _npy_cases():
-        yield f"member with {what}", archive({"a.npy": data}, root="")
+        yield f"member with {what}", archive({"a.npy": data if isinstance(data, bytes) else data()}, root="")
     twice = archive({"a.npy": GOOD_NPY, "b.npy": GOOD_NPY}, root="")
     yield "a name twice", twice.replace(b"b.npy", b"a.npy")
     yield "a.npy beside a", archive({"a.npy": GOOD_NPY, "a": GOOD_NPY}, root="")
@@ -676,6 +677,16 @@ def _special(name: str, make: Callable[[Path], object]) -> Write:
     return write
 
 
+def _holding(name: str, make: Callable[[Path], object], folder: Path) -> Path:
+    """A folder that holds a special file."""
+    make(folder / name)
+    return folder
+
+
+def _path(name: str, folder: Path) -> Path:
+    return folder / name
+
+
 def _special_cases() -> Iterator[tuple[str, Write]]:
     for suffix in ("safetensors", "safetensors.index.json", "pt", "npy", "npz", "bin", "unknown"):
         yield f"a FIFO called .{suffix}", _special(f"c.{suffix}", os.mkfifo)
@@ -684,10 +695,10 @@ def _special_cases() -> Iterator[tuple[str, Write]]:
         yield f"a folder called .{suffix}", _special(f"c.{suffix}", Path.mkdir)
         yield f"a link to itself called .{suffix}", _special(f"c.{suffix}", lambda path: path.symlink_to(path))
     for name in (".metadata", "model.safetensors", "model.safetensors.index.json"):
-        yield f"a folder whose {name} is a FIFO", lambda folder, name=name: (os.mkfifo(folder / name), folder)[1]
-        yield f"a folder whose {name} is a folder", lambda folder, name=name: ((folder / name).mkdir(), folder)[1]
+        yield f"a folder whose {name} is a FIFO", partial(_holding, name, os.mkfifo)
+        yield f"a folder whose {name} is a folder", partial(_holding, name, Path.mkdir)
     for odd in ("a\0b.pt", "x" * 300 + ".pt", "\ud800.pt"):
-        yield f"a path {odd[:10]!r}", lambda folder, odd=odd: folder / odd
+        yield f"a path {odd[:10]!r}", partial(_path, odd)
 
 
 def cases() -> Iterator[Case]:

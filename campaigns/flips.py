@@ -39,7 +39,7 @@ _SHAPES = {"user": (700, 17), "item": (90, 40)}
 Rows = dict[str, bytes]
 
 
-def _values() -> dict[str, np.ndarray]:
+def _values() -> dict[str, Any]:
     rng = np.random.default_rng(5)
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in _SHAPES.items()}
 
@@ -71,21 +71,25 @@ def _pt(folder: Path) -> Path:
 def _dcp(folder: Path) -> Path:
     """Two tables, each of two shards in files of their own, by row and by column."""
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     values = {name: torch.from_numpy(rows) for name, rows in _values().items()}
     parts = {"user": values["user"].split(350, 0), "item": values["item"].split(20, 1)}
     for rank in (0, 1):
-        dcp.save({name: p[rank].contiguous() for name, p in parts.items()}, checkpoint_id=folder / str(rank), no_dist=True)
-    found = [dcp.FileSystemReader(folder / str(rank)).read_metadata() for rank in (0, 1)]
+        save({name: p[rank].contiguous() for name, p in parts.items()}, checkpoint_id=folder / str(rank), no_dist=True)
+    found = [FileSystemReader(folder / str(rank)).read_metadata() for rank in (0, 1)]
     for rank in (0, 1):
         shutil.copy(folder / str(rank) / "__0_0.distcp", folder / f"__{rank}_0.distcp")
-    tensors, places = {}, {}
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
     for name, p in parts.items():
         offsets = [torch.Size([0, 0]), torch.Size([350, 0] if name == "user" else [0, 20])]
         chunks = [ChunkStorageMetadata(o, part.size()) for o, part in zip(offsets, p, strict=True)]
-        tensors[name] = TensorStorageMetadata(found[0].state_dict_metadata[name].properties, values[name].size(), chunks)
+        of_first = found[0].state_dict_metadata[name]
+        assert isinstance(of_first, TensorStorageMetadata)
+        tensors[name] = TensorStorageMetadata(of_first.properties, values[name].size(), chunks)
         for rank, metadata in enumerate(found):
             place = next(v for k, v in metadata.storage_data.items() if k.fqn == name)
             place.relative_path = f"__{rank}_0.distcp"

@@ -86,6 +86,7 @@ class Dlrm(torch.nn.Module):
         self.tables = torch.nn.ModuleDict({t: torch.nn.EmbeddingBag(n, DIM, mode="mean") for t, n in TABLES.items()})
         self.dense = DensePart()
         for table in self.tables.values():
+            assert isinstance(table, torch.nn.EmbeddingBag)
             torch.nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, features: dict[str, torch.Tensor], context: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ def train(clicks: Clicks) -> Dlrm:
 
 def export(model: Dlrm, folder: Path) -> None:
     """The tables as a checkpoint, the dense part as a program."""
-    save_file({f"{t}.weight": table.weight.detach() for t, table in model.tables.items()}, folder / "tables.safetensors")
+    save_file(model.tables.state_dict(), folder / "tables.safetensors")
     batch = torch.export.Dim("batch")
     inputs = (*(torch.zeros(2, DIM) for _ in FEATURES), torch.zeros(2, DENSE))
     names = [*FEATURES, "context"]
