@@ -13,9 +13,11 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import (
@@ -80,7 +82,10 @@ def _environment(settings: Settings) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="tableside-zig-") as cache:
         if _compiler(settings):
             target = f"{platform.machine()}-linux-gnu.{_glibc(settings) or OLDEST_GLIBC}"
-            variables |= {"CC": f"{sys.executable} -m ziglang cc -target {target}", "ZIG_GLOBAL_CACHE_DIR": cache}
+            # Debian's Python.h includes a header of the folder above its own, which zig does not search for another target.
+            above = Path(sysconfig.get_path("include")).parent
+            command = f"{sys.executable} -m ziglang cc -target {target} -idirafter {above}"
+            variables |= {"CC": command, "ZIG_GLOBAL_CACHE_DIR": cache}
         if _glibc(settings):
             variables["TABLESIDE_NATIVE"] = "required"
         before = {name: os.environ.get(name) for name in variables}

@@ -41,6 +41,7 @@ def choose(name: str = "auto") -> CpuBackend:
     return cast(CpuBackend, getattr(module, _CLASSES[name])())
 
 
+@cache
 def _first() -> CpuBackend:
     """The fastest backend that is installed."""
     missing = []

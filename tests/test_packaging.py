@@ -279,7 +279,7 @@ def test_without_a_compiler_pip_brings_one(backend: ModuleType, monkeypatch: pyt
     before = dict(os.environ)
     assert backend._compiler(None) == [backend.ZIG]
     with backend._environment(None):
-        assert re.fullmatch(r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.17", os.environ["CC"])
+        assert re.fullmatch(r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.17 -idirafter \S+", os.environ["CC"])
         assert "TABLESIDE_NATIVE" not in os.environ
     assert dict(os.environ) == before
 
@@ -288,5 +288,5 @@ def test_a_wheel_for_a_glibc_is_not_built_without_the_kernel(backend: ModuleType
     """Whatever compiler is there, and a kernel that does not compile is an error then."""
     assert backend._compiler({"glibc": "2.28"}) == [backend.ZIG]
     with backend._environment({"glibc": "2.28"}):
-        assert os.environ["CC"].endswith("-linux-gnu.2.28")
+        assert "-linux-gnu.2.28 " in os.environ["CC"]
         assert os.environ["TABLESIDE_NATIVE"] == "required"

@@ -317,5 +317,5 @@ def test_scorers_are_regular_files(kind: str, tmp_path: Path, root: Path) -> Non
 def test_without_torch_a_program_is_not_published(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line names the remedy; the shapes could not be checked."""
     monkeypatch.setattr("tableside.loader.scorer.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"install tableside\[cpu\]"):
+    with pytest.raises(ModelError, match=r"install tableside\[torch\]"):
         publish_scored(root, tmp_path, exported(Scores(lambda x, _: x.sum(1)), user=8))
