@@ -85,7 +85,8 @@ def _environment(settings: Settings) -> Iterator[None]:
             # Debian's Python.h includes a header of the folder above its own, which zig does not search for another target.
             above = Path(sysconfig.get_path("include")).parent
             command = f"{sys.executable} -m ziglang cc -target {target} -idirafter {above}"
-            variables |= {"CC": command, "ZIG_GLOBAL_CACHE_DIR": cache}
+            linker = f"{command} -shared"  # without the options of the compiler that Python was built with, which zig refuses
+            variables |= {"CC": command, "LDSHARED": linker, "ZIG_GLOBAL_CACHE_DIR": cache}
         if _glibc(settings):
             variables["TABLESIDE_NATIVE"] = "required"
         before = {name: os.environ.get(name) for name in variables}
