@@ -84,15 +84,15 @@ def look_up(root: str, seconds: float, ready: Any, go: Any, counts: Any) -> None
     rows = served.header.tables[0].rows
     buffers = [rng.integers(0, rows, at // 8).tobytes() for _ in range(20)]
     for buffer in buffers:
-        batch.run(buffer)
+        request.run(buffer)
     int(served.segment.mapping.bytes[:: 1 << 16].sum())  # every page mapped before the clock starts
     ready.release()
     go.wait()
     done, end = 0, time.perf_counter() + seconds
     while time.perf_counter() < end:
-        batch.run(buffers[done % len(buffers)])
+        request.run(buffers[done % len(buffers)])
         done += 1
-    counts.put(done * batch.ids / seconds)
+    counts.put(done * request.ids / seconds)
 
 
 def lookups_per_s(root: Path, processes: int, seconds: float) -> float:

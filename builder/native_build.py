@@ -15,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+from setuptools.warnings import InformationOnly
 
 __all__ = [
     "build_editable",
@@ -57,7 +59,9 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 
 
 def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    with _environment(config_settings):
+    with _environment(config_settings), warnings.catch_warnings():
+        # setuptools warns of a folder that is called as the package is, which a checkout has and means to have.
+        warnings.filterwarnings("ignore", ".*Editable installation", InformationOnly)
         return build_meta.build_editable(wheel_directory, _for_setuptools(config_settings), metadata_directory)
 
 

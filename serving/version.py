@@ -134,8 +134,6 @@ class ServedVersion:
             scoring=scoring,
         )
 
-    batch = lay_out  # the name that serving.evaluation calls it by
-
     def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int) -> Scoring:
         """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
         if self.scorer is None:

@@ -135,3 +135,34 @@ def test_the_client_knows_no_server_and_evaluations_no_http() -> None:
             assert not any(other.startswith("serving.http") for other in used), module
         elif not module.startswith("serving.cli"):
             assert not any(other.startswith("serving.evaluation") for other in used), module
+
+
+# ---- inside quant ----
+
+# Each file or folder may import what stands before it, and a file of a folder the others of that folder.
+QUANT = (
+    *("errors", "row_format", "contract", "installed"),
+    *("cpu", "backends", "device", "cache", "gpu", "__init__"),
+)
+
+
+def place_in_quant(module: str) -> int:
+    return QUANT.index(f"{module}.__init__".split(".")[1])
+
+
+def test_quant_has_no_import_cycles() -> None:
+    """Neither at the top of files nor in their functions. `quant` itself names what users import, and is no part of it."""
+    graph = {module: found - {"quant"} for module, found in import_graph("quant").items() if module != "quant"}
+    assert find_cycle(graph) == []
+
+
+def test_quant_imports_go_one_way() -> None:
+    """contract <- cpu <- device <- cache <- gpu: a residence knows the cache, the cache knows no residence."""
+    for module, found in import_graph("quant").items():
+        for other in found - {"quant"}:
+            assert place_in_quant(other) <= place_in_quant(module), f"{module} imports {other}"
+
+
+def test_loader_has_no_import_cycles() -> None:
+    """Neither at the top of files nor in their functions."""
+    assert find_cycle(import_graph("loader")) == []

@@ -49,7 +49,7 @@ from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, 
 from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
-from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable
+from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable, check_share
 from tableside.quant.gpu.tables import DeviceTable, KernelKey
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
@@ -204,6 +204,7 @@ class GpuBackend(Backend):
 
         QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
         """
+        check_share(share)
         return self._placed(table, Split(table, self._readable(rows), share, self.device), key)
 
     def on_host(self, table: Table) -> DeviceTable:

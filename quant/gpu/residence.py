@@ -178,12 +178,8 @@ class Split(Residence):
     """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
-        """Copies the HBM rows, and waits for it. QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room."""
-        if not 0 < share < SPLIT_BLOCK:
-            raise QuantError(
-                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
-                "copy the whole table (to_hbm), or read it in place (map_host)"
-            )
+        """Copies the HBM rows, and waits for it. QuantError: there is no room."""
+        assert 0 < share < SPLIT_BLOCK, "see check_share"
         self._others, self._share = Mapped(table, rows), share
         self._address = self._others.rows.data_ptr()
         self._memory = _allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
@@ -204,6 +200,15 @@ class Split(Residence):
         job[JobField.TABLE] = self._address
         job[JobField.HBM_ROWS] = self._memory.data_ptr()
         job[JobField.HBM_SHARE] = self._share
+
+
+def check_share(share: int) -> None:
+    """QuantError: a table cannot be split so that `share` rows of each SPLIT_BLOCK are in HBM."""
+    if not 0 < share < SPLIT_BLOCK:
+        raise QuantError(
+            f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
+            "copy the whole table (to_hbm), or read it in place (map_host)"
+        )
 
 
 def host_bytes(table: Table) -> torch.Tensor:

@@ -20,10 +20,9 @@ from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from tableside.serving.placement import Placer
-from tableside.serving.request import DenseInput, FeatureInput
-from tableside.serving.request import Request as Batch
+from tableside.serving.request import DenseInput, FeatureInput, Request
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import ServedVersion as Served
+from tableside.serving.version import ServedVersion
 
 _Item = TypeVar("_Item")
 
@@ -111,7 +110,7 @@ class Evaluator:
         self._fused = placer.gpu if job.stash else None
         looks_ahead = placer.gpu is not None and not job.stash
         self._threads = [ThreadPoolExecutor(1, f"tableside-{what}") for what in ("read", "lookup")] if looks_ahead else []
-        self.served: list[Served] = []
+        self.served: list[ServedVersion] = []
         for candidate in job.candidates:
             model, version = attach_or_publish(job, candidate)
             engine = Engine(
@@ -178,7 +177,7 @@ class Evaluator:
             coming = self._threads[thread].submit(next, items, None)
             yield item
 
-    def _lookup(self, served: Served, rows: Rows) -> "_LookedUp":
+    def _lookup(self, served: ServedVersion, rows: Rows) -> "_LookedUp":
         scorer = served.scorer
         assert scorer is not None
         features, dense, at = [], [], 0
@@ -196,14 +195,14 @@ class Evaluator:
             parts += [ids, lengths]
             at += ids.nbytes + lengths.nbytes
         try:
-            batch = served.batch(features, dense, score=True)
+            request = served.lay_out(features, dense, score=True)
             inputs = b"".join(part.data for part in parts)
-            return _LookedUp(batch, inputs, batch.run(inputs))
+            return _LookedUp(request, inputs, request.run(inputs))
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
 
-    def _score(self, served: Served, rows: Rows, found: "_LookedUp") -> NDArray[np.float32]:
-        scoring = found.batch.scoring
+    def _score(self, served: ServedVersion, rows: Rows, found: "_LookedUp") -> NDArray[np.float32]:
+        scoring = found.request.scoring
         assert scoring is not None
         try:
             scoring.run(found.inputs, found.buffer)
@@ -220,8 +219,8 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class _LookedUp:
-    """A batch of rows with the inputs of its request, and its vectors."""
+    """Rows that are scored together, as one request: its inputs, and its vectors."""
 
-    batch: Batch
+    request: Request
     inputs: bytes
     buffer: NDArray[np.uint8]

@@ -131,9 +131,9 @@ def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Pat
     script = f"""
         import threading, time
         from pathlib import Path
-        from loader.load import load
-        from loader.memory import pss_bytes
-        from loader.model import parse_model
+        from tableside.loader.load import load
+        from tableside.loader.memory import pss_bytes
+        from tableside.loader.model import parse_model
         idle, peak, done = pss_bytes()["private"], 0, threading.Event()
         def watch():
             global peak

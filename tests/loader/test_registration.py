@@ -115,8 +115,8 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = [{top!r}, {here!r}]
 from test_registration import Cudart
-from loader.registration import Registration
-from loader.segment import Segment
+from tableside.loader.registration import Registration
+from tableside.loader.segment import Segment
 
 class Slow(Cudart):
     def cudaHostRegister(self, *arguments):

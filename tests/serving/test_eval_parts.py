@@ -129,9 +129,9 @@ def test_flips_between_two_runs(root: Path, tmp_path: Path, data: Path) -> None:
 FLIPPED_BEFORE_THE_REPORT = """
 import sys
 from pathlib import Path
-from serving.evaluation.run import EvalSettings, evaluate
-from serving.evaluation.work import Candidate
-from serving.settings import ServerSettings
+from tableside.serving.evaluation.run import EvalSettings, evaluate
+from tableside.serving.evaluation.work import Candidate
+from tableside.serving.settings import ServerSettings
 root, data, out, times = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 def flip(done, total):
     global times
