@@ -14,7 +14,7 @@ from tableside.quant import CpuBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import ServerSettings
+from tableside.serving.settings import ALIASES, ServerSettings
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,11 @@ class Placement(StrEnum):
     HYBRID = "hybrid"
     ZERO_COPY = "zero_copy"
     HOST = "host"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Placement | None":
+        name = ALIASES.get(value) if isinstance(value, str) else None
+        return None if name is None else cls(name)
 
 
 def plan_placements(
