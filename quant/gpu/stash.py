@@ -3,15 +3,16 @@
     restore = stash_embedding_weights(model.embeddings, stream)   # after their lookup: copies to page-locked memory, on `stream`
     pooled.register_hook(restore)                                 # back before their backward
 
-For weights that change, as in a training step. Those that a worker serves do not: their host copy lies in the segment, and
-`quant.gpu.backend.Fused.stash` needs none. After "Embedding Memory Stashing" (its section 7: when to free, when to come back).
+This is for weights that change, as in a training step. Tables that a worker serves need it not: their host copy lies in the
+segment, and `GpuBackend.stash` only gives memory back. After "Embedding Memory Stashing" (its section 7: when to free, when
+to come back).
 
-Nothing waits on the CPU. Where memory is freed at once, the caching allocator is told that the copy reads it, and gives it to
-others when the copy is done, as far as the host knows by then; a host that runs far ahead of its GPU takes other memory instead.
-Freed at a later point (`free_at`), it is anybody's in the order of the stream, which waits there for what is left of the copy.
+The CPU waits for nothing. Weights that are freed at once are freed while the copy may still read them; the caching allocator
+is told so, and hands the memory out when the copy is done. The host may not know that yet when it runs far ahead of its GPU,
+and then takes other memory instead. Weights that are freed at a later point (`free_at`) are free in the order of the stream,
+which waits there for the rest of the copy.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,35 +20,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from tableside.quant.errors import QuantError
+from tableside.quant.gpu.stash_registry import StashError, StashRegistry, Weights
 
+__all__ = ["Restore", "StashError", "points", "registry", "stash_embedding_weights"]
 
-class StashError(QuantError):
-    """Weights cannot be stashed, or cannot come back yet; none is lost."""
-
-
-class _Weights:
-    """The storage of some embedding weights, the host's copy of it, and the modules that use it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.device = tensor, tensor.device
-        self.storage = tensor.untyped_storage()
-        self.bytes = self.storage.nbytes()
-        self.users: list[torch.nn.Module] = []
-        self.host: torch.Tensor | None = None
-        self.is_freed = False
-
-    def seen(self) -> torch.Tensor:
-        """The storage as uint8 [bytes]: a tensor of its own, so that no version counter of autograd's moves."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.bytes,), (1,))
-
-
-_host_copies = WeakTensorKeyDictionary()
-_last: "dict[int, weakref.ref[Restore]]" = {}  # by storage: the last one that had it, while that one lives
-_watches_optimizers: list[Any] = []
+registry = StashRegistry()  # of this process; `registry.close()` brings everything back and ends its watch over optimizers
 
 
 def stash_embedding_weights(
@@ -57,16 +35,17 @@ def stash_embedding_weights(
     most_bytes: int | None = None,
     frees: bool = True,
 ) -> "Restore":
-    """Copies the embedding weights in `modules` to page-locked memory, after what is on the current stream, and frees theirs.
+    """Copies the embedding weights in `modules` to page-locked memory, after the work on the current stream, and frees their own.
 
-    modules: one or several; nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's) are found in them. stream:
-    copies; None: one of its own. most_bytes: the largest weights that are no more than this together. frees: False: the memory is
-    freed by the result's `free` or at its `free_at`. Returns what brings them back: call it, or register it as a hook.
+    modules: one or several, in which nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's) are found.
+    stream: it copies; None: a stream of its own. most_bytes: only the largest weights that together take no more than this.
+    frees: False: the memory is freed by the result's `free` or at its `free_at`. Returns an object that brings the weights
+    back: call it, or register it as a hook.
 
-    They come back by themselves when one of `modules` that uses them is called, when its state_dict is taken or loaded, and when
-    an optimizer that has them makes a step. Nothing else may touch them before: another module that shares them, copy.deepcopy,
-    or pickling a whole module would find no memory there. StashError: there are no such weights, some are stashed already,
-    cannot be freed, or the host has no memory for them; then all are as before.
+    The weights come back by themselves when one of `modules` that uses them is called, when its state_dict is taken or
+    loaded, and when an optimizer that has them makes a step. Nothing else may touch them before: another module that shares
+    them, copy.deepcopy, or pickling a whole module would find no memory there. StashError: there are no such weights, some
+    are stashed already, cannot be freed, or the host has no memory for them; then all are as before.
     """
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     names = ", ".join(type(m).__name__ for m in given) or "no module"
@@ -74,7 +53,7 @@ def stash_embedding_weights(
     if not found:
         raise StashError(f"{names}: no embedding weights; expected nn.EmbeddingBag, nn.Embedding or a module with weights_dev")
     for w in found:
-        if (before := _holder(w.storage)) is not None and before.is_out:
+        if (before := registry.holder(w.storage)) is not None and before.is_out:
             raise StashError(f"weights of {type(w.users[0]).__name__} are stashed already; restore them first")
     chosen = _largest(found, most_bytes)
     if not chosen:
@@ -89,14 +68,14 @@ def stash_embedding_weights(
     return Restore(chosen, stream, frees)
 
 
-def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[_Weights]:
-    """All embedding weights that take memory, those that share it once, each with the modules among `modules` that use it."""
-    found: dict[int, _Weights] = {}
+def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
+    """All embedding weights that take memory, each with the modules that use it. Weights that share memory are one."""
+    found: dict[int, Weights] = {}
     for module in (m for given in modules for m in given.modules()):
         is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         tensor = module.weight if is_embedding else getattr(module, "weights_dev", None)
-        if isinstance(tensor, torch.Tensor) and (tensor.untyped_storage().nbytes() or _holder(tensor.untyped_storage())):
-            found.setdefault(tensor.untyped_storage()._cdata, _Weights(tensor))
+        if isinstance(tensor, torch.Tensor) and (tensor.untyped_storage().nbytes() or registry.holder(tensor.untyped_storage())):
+            found.setdefault(tensor.untyped_storage()._cdata, Weights(tensor))
     for module in dict.fromkeys(m for given in modules for m in given.modules()):
         its = [*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)]
         storages = {t.untyped_storage()._cdata for t in its if isinstance(t, torch.Tensor)}
@@ -105,7 +84,7 @@ def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[_Weights]:
     return list(found.values())
 
 
-def _largest(found: list[_Weights], most_bytes: int | None) -> list[_Weights]:
+def _largest(found: list[Weights], most_bytes: int | None) -> list[Weights]:
     left = sum(w.bytes for w in found) if most_bytes is None else most_bytes
     chosen = []
     for w in sorted(found, key=lambda w: w.bytes, reverse=True):
@@ -115,27 +94,13 @@ def _largest(found: list[_Weights], most_bytes: int | None) -> list[_Weights]:
     return chosen
 
 
-def _holder(storage: torch.UntypedStorage) -> "Restore | None":
-    """The last one that had a storage."""
-    last = _last.get(storage._cdata)
-    return None if last is None else last()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Brings back what an optimizer is about to change."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (holder := _holder(parameter.untyped_storage())) is not None:
-                holder()
-
-
 class Restore:
-    """Stashed weights on their way out, away, or on their way back. Callable, as a hook too: `start`, then `wait`.
+    """Stashed weights on their way out, away, or on their way back. Calling it, also as a hook, is `start` and then `wait`.
 
-    bytes: of the weights that it has. is_out: they are not on their way back yet.
+    bytes: of its weights. is_out: they are not on their way back yet.
     """
 
-    def __init__(self, weights: list[_Weights], stream: "torch.cuda.Stream | None", frees: bool) -> None:
+    def __init__(self, weights: list[Weights], stream: "torch.cuda.Stream | None", frees: bool) -> None:
         self._weights = weights
         self.bytes = sum(w.bytes for w in weights)
         devices = {w.device for w in weights if w.device.type == "cuda"}
@@ -151,10 +116,10 @@ class Restore:
         self.is_out = False
         self._hooks: list[Any] = []
         for w in weights:
-            w.host = _host_copy(w)
-            if (before := _holder(w.storage)) is not None:
+            w.host = registry.host_copy(w)
+            if (before := registry.holder(w.storage)) is not None:
                 before()  # which was on its way back
-                before._remove_hooks()
+                before.remove_hooks()
         try:
             self._copy_out()
             if frees:
@@ -174,18 +139,16 @@ class Restore:
             self._copied = self._mark()
         self.is_out = True
         for w in self._weights:
-            _last[w.storage._cdata] = weakref.ref(self, partial(_forget, w.storage._cdata))
+            registry.hold(self, w)
             for user in w.users:
                 self._hooks += [
                     user.register_forward_pre_hook(lambda *_: self()),
                     user.register_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
                     user.register_load_state_dict_pre_hook(lambda *_: self()),  # type: ignore[no-untyped-call]
                 ]
-        if not _watches_optimizers:
-            _watches_optimizers.append(register_optimizer_step_pre_hook(_before_step))
 
     def _free_now(self) -> None:
-        """Frees all, and tells the allocator what still reads it."""
+        """Frees all weights, and tells the allocator that the copy still reads them."""
         for w in self._weights:
             if self._stream is not None:
                 w.seen().record_stream(self._stream)
@@ -193,7 +156,7 @@ class Restore:
             w.is_freed = True
 
     def free(self, *_: Any, share: float = 1.0) -> None:
-        """Frees what is not yet free, or `share` of all, for what comes next on the current stream, which waits for the copy."""
+        """Frees `share` of the weights, in bytes, for later work on the current stream, which waits for the copy out."""
         left = share * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
             if self.is_out and not w.is_freed and left > 0:
@@ -205,21 +168,21 @@ class Restore:
                 left -= w.bytes
 
     def free_at(self, *modules: torch.nn.Module) -> None:
-        """Frees when `modules` are called, before they run: of n, each 1/n of the bytes."""
+        """Frees when `modules` are called, before they run; each of n modules frees 1/n of the bytes."""
         for n, module in enumerate(modules):
             self._hooks.append(module.register_forward_pre_hook(partial(self.free, share=(n + 1) / len(modules))))
 
     # ---- back ----
 
     def start(self, *_: Any) -> None:
-        """Begins to bring the weights back, after what is on the current stream; that does not wait.
+        """Begins to bring the weights back, after the work on the current stream, which does not wait for them.
 
-        StashError: there is no room. All that was away still is, and the host has it: make room, and call again.
+        StashError: there is no room. All weights that were away still are, and the host has them: make room, and call again.
         """
         if not self.is_out:
             return
         away = [w for w in self._weights if w.is_freed]
-        grown: list[_Weights] = []
+        grown: list[Weights] = []
         for w in away:
             try:
                 w.storage.resize_(w.bytes)
@@ -241,30 +204,32 @@ class Restore:
         self.is_out = False
 
     def wait(self, *_: Any) -> None:
-        """What comes next on the current stream finds the weights in their place; the CPU does not wait. Each stream that uses
-        them is to wait."""
+        """Later work on the current stream finds the weights in their place. The CPU does not wait. Every stream that uses the
+        weights must call this."""
         self.start()
         self._wait_for(self._copied)  # who changes them next must not change what is being copied out
         self._wait_for(self._back)
         for w in self._weights:  # they may have been stashed again meanwhile
-            if (holder := _holder(w.storage)) is not None and holder is not self and holder.is_out:
+            if (holder := registry.holder(w.storage)) is not None and holder is not self and holder.is_out:
                 holder.wait()
 
     def __call__(self, *_: Any) -> None:
-        """Brings the weights back: as `start` and `wait`. The arguments of hooks are not looked at. Again: nothing."""
+        """Brings the weights back: `start`, then `wait`. The arguments of hooks are ignored. A second call does nothing."""
         self.wait()
 
     def start_at(self, tensor: torch.Tensor) -> None:
-        """Starts when the gradient of `tensor` is known: one of the dense part, as far behind the lookup as the copy takes."""
+        """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least one copy duration
+        before
+        the embedding's backward (`points`)."""
         tensor.register_hook(self.start)  # type: ignore[no-untyped-call]
 
     def wait_at(self, *outputs: torch.Tensor) -> None:
-        """Waits when the gradient of a lookup's output is known, which is before the weights' backward."""
+        """Waits when the gradient of a lookup's output is known, which is just before the weights' backward."""
         for tensor in outputs:
             tensor.register_hook(self.wait)  # type: ignore[no-untyped-call]
 
-    def _remove_hooks(self) -> None:
-        """Of modules; not from within them, since torch walks state_dict's hooks as they are."""
+    def remove_hooks(self) -> None:
+        """Removes the hooks of modules. Must not be called from within one, because torch is then iterating over them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -290,31 +255,12 @@ class Restore:
             torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def _forget(storage: int, reference: "weakref.ref[Restore]") -> None:
-    if _last.get(storage) is reference:
-        del _last[storage]
-
-
-def _host_copy(w: _Weights) -> torch.Tensor:
-    """Page-locked memory for weights, uint8 [bytes]: the same each time."""
-    host: torch.Tensor | None = _host_copies.get(w.tensor)  # type: ignore[no-untyped-call]
-    if host is None or host.numel() != w.bytes:
-        try:
-            with torch.inference_mode(False):
-                host = torch.empty(w.bytes, dtype=torch.uint8, device="cpu", pin_memory=w.device.type == "cuda")
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise StashError(f"the host has no {w.bytes:,} bytes to page-lock for embedding weights ({reason})") from error
-        _host_copies[w.tensor] = host
-    return host
-
-
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:
-    """Where a dense part of layers gives a copy of `copy_ms` its time: (the layer to free at, the layer to start at).
+    """The layers of a dense part at which to free and to start, for a copy that takes `copy_ms`: (free at, start at).
 
-    forward_ms, backward_ms: of each layer, measured. The first is the earliest layer that begins when the copy out is done. The
-    second is the earliest whose own backward and that of the layers before it last as long as the copy back. Where the dense part
-    is too short: the last layer, both times.
+    forward_ms, backward_ms: measured, of each layer. Free at the earliest layer that begins when the copy out is done. Start
+    at the earliest layer whose backward, together with that of the layers before it, lasts as long as the copy back. If the
+    dense part is too short, both are the last layer.
     """
     last = len(forward_ms) - 1
     free_at = next((n for n, done in enumerate(accumulate(forward_ms, initial=0.0)) if done >= copy_ms), last)

@@ -11,10 +11,11 @@ import pytest
 import tables
 import torch
 from tables import expected_of, table_of
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tableside.quant import Lookup, Pooling, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.stash import Restore, StashError, points, stash_embedding_weights
+from tableside.quant.gpu.stash import Restore, StashError, points, registry, stash_embedding_weights
 
 ROWS, DIM = 2000, 64
 
@@ -267,6 +268,19 @@ def test_memory_of_others_is_not_freed() -> None:
         stash_embedding_weights([Model(), bag])
     with pytest.raises(StashError, match=r"no weights of 100 bytes or less; the smallest are 256,000"):
         stash_embedding_weights(Model().sequence, most_bytes=100)
+
+
+def test_closing_the_registry_brings_all_back_and_ends_the_watch() -> None:
+    """Weights, hooks of modules and the hook of all optimizers; stashing again begins anew."""
+    module = torch.nn.EmbeddingBag(50, 4, device=device())
+    wanted = module.weight.detach().clone()
+    for _ in range(2):
+        restore = stash_embedding_weights(module)
+        assert restore.is_out and _global_optimizer_pre_hooks
+        registry.close()
+        assert not restore.is_out and not _global_optimizer_pre_hooks and not module._forward_pre_hooks
+        torch.testing.assert_close(module.weight.detach(), wanted, rtol=0, atol=0)
+    registry.close()
 
 
 def test_modules_without_embeddings_are_refused() -> None:

@@ -1,0 +1,112 @@
+"""What a process knows of stashed embedding weights: their copies in host memory, and who has them out of the GPU's memory."""
+
+import weakref
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tableside.quant.errors import QuantError
+
+
+class StashError(QuantError):
+    """Weights cannot be stashed, or cannot come back yet; none is lost."""
+
+
+class Holder(Protocol):
+    """Whoever has weights out of the GPU's memory (`quant.gpu.stash.Restore`). Calling it brings them back.
+
+    is_out: they are not on their way back yet.
+    """
+
+    is_out: bool
+
+    def __call__(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def remove_hooks(self) -> None: ...
+
+
+class Weights:
+    """The storage of some embedding weights, the host's copy of it, and the modules that use it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.device = tensor, tensor.device
+        self.storage = tensor.untyped_storage()
+        self.bytes = self.storage.nbytes()
+        self.users: list[torch.nn.Module] = []
+        self.host: torch.Tensor | None = None
+        self.is_freed = False
+
+    def seen(self) -> torch.Tensor:
+        """The storage as uint8 [bytes]. It is a tensor of its own, so that no version counter of autograd moves."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.bytes,), (1,))
+
+
+class StashRegistry:
+    """Host copies and holders of weights. While it watches, an optimizer's step first brings back what the optimizer has.
+
+    It refers to holders weakly: a `Restore` that is dropped is forgotten. `close` ends the watch.
+    """
+
+    def __init__(self) -> None:
+        self._host_copies = WeakTensorKeyDictionary()
+        self._holders: dict[int, weakref.ref[Any]] = {}  # the last holder of each storage, while it lives
+        self._watch: Any = None
+
+    def holder(self, storage: torch.UntypedStorage) -> Holder | None:
+        """The last one that had a storage."""
+        reference = self._holders.get(storage._cdata)
+        return None if reference is None else reference()
+
+    def hold(self, holder: Holder, weights: Weights) -> None:
+        """Notes who has these weights, and watches optimizers from now on."""
+        storage = weights.storage._cdata
+        self._holders[storage] = weakref.ref(holder, partial(self._forget, storage))
+        if self._watch is None:
+            self._watch = register_optimizer_step_pre_hook(self._before_step)
+
+    def host_copy(self, weights: Weights) -> torch.Tensor:
+        """Page-locked memory for weights, uint8 [bytes], the same each time. StashError: the host has none."""
+        host: torch.Tensor | None = self._host_copies.get(weights.tensor)  # type: ignore[no-untyped-call]
+        if host is None or host.numel() != weights.bytes:
+            is_cuda = weights.device.type == "cuda"
+            try:
+                with torch.inference_mode(False):
+                    host = torch.empty(weights.bytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                raise StashError(
+                    f"the host has no {weights.bytes:,} bytes to page-lock for embedding weights ({reason})"
+                ) from error
+            self._host_copies[weights.tensor] = host
+        return host
+
+    def close(self) -> None:
+        """Brings all weights back, lets go of the host copies, and ends the watch. Stashing again begins anew.
+
+        StashError: there is no room for some weights. They stay out, and the registry stays open.
+        """
+        for reference in list(self._holders.values()):
+            if (holder := reference()) is not None:
+                holder()
+                holder.remove_hooks()
+        self._holders.clear()
+        self._host_copies = WeakTensorKeyDictionary()
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+
+    def _forget(self, storage: int, reference: "weakref.ref[Any]") -> None:
+        if self._holders.get(storage) is reference:
+            del self._holders[storage]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Brings back what an optimizer is about to change."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if (holder := self.holder(parameter.untyped_storage())) is not None:
+                    holder()
