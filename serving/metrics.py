@@ -70,9 +70,9 @@ CACHE_TABLES = {
     "bus_bytes": Counter("tableside_cache_bus_bytes_total", "Bytes of rows that came over the bus.", ["table"]),
 }
 CACHE_EVENTS = {
-    "inserted": Counter("tableside_cache_inserted_rows_total", "Rows taken into slots.", ["device"]),
+    "inserted": Counter("tableside_cache_inserted_rows_total", "Rows that were admitted to slots.", ["device"]),
     "evicted": Counter("tableside_cache_evicted_rows_total", "Rows that went from slots for others.", ["device"]),
-    "padded": Counter("tableside_cache_padded_rows_total", "Rows used from the pad of one batch, and not taken in.", ["device"]),
+    "padded": Counter("tableside_cache_padded_rows_total", "Rows read from a staging buffer and not admitted.", ["device"]),
     "locked_out": Counter("tableside_cache_locked_out_rows_total", "Rows that found every slot in use by a batch.", ["device"]),
 }
 SCRUBS = Counter("tableside_scrubs_total", "Readings of all rows of a served version, by outcome.", ["model", "outcome"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.header import StoredTable
 from tableside.loader.segment import Segment
-from tableside.quant import CpuBackend, QuantError, RowSource, Table
+from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 from tableside.serving.errors import ServingError
@@ -136,11 +136,14 @@ class Placer:
         """Takes the device that the settings name. MissingBackend: it is not here."""
         if not self._settings.devices:
             return
-        from tableside.quant.gpu.backend import GpuBackend
-
         (device,) = self._settings.devices  # the supervisor gave each worker one
         name = device if device == INTERPRETER else f"cuda:{device}"
-        self.gpu = GpuBackend(name, self._cpu, threads=self._settings.threads)
+        try:
+            from tableside.quant.gpu.backend import GpuBackend
+
+            self.gpu = GpuBackend(name, self._cpu, threads=self._settings.threads)
+        except MissingBackend as error:
+            raise MissingBackend(f"{error}; or serve without --devices") from error
         default = int(self.gpu.memory_bytes * _DEFAULT_SHARE / self._settings.sharing)
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
 

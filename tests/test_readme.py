@@ -111,3 +111,14 @@ def server(root: Path, tmp_path: Path) -> Iterator[Server]:
     server = start_server(root, "--workers", 1)
     yield server
     end(server.process)
+
+
+def test_where_to_find_names_what_exists() -> None:
+    """Every function and class that docs/architecture.md gives as the place of something is in the file that it names."""
+    section = (TOP / "docs/architecture.md").read_text().split("## Where to find")[1].split("\n## ")[0]
+    places = re.findall(r"`([\w/.]+\.(?:py|c|h)): ([\w.]+)`", section)
+    assert len(places) > 8
+    for file, name in places:
+        text = (TOP / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"(?:def|class) {part}\b|\b{part}\(", text), f"{file} has no {name}"

@@ -24,7 +24,7 @@ try:
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 except ImportError as error:
-    raise MissingBackend(f"fbgemm does not import ({error}); install tableside[fbgemm], or choose another --backend") from error
+    raise MissingBackend(f"fbgemm does not import ({error}); install tableside[fbgemm], or choose another backend") from error
 
 SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}

@@ -20,8 +20,8 @@ try:
     from tableside.quant.cpu import _native
 except ImportError as error:  # the extension is optional: installing works without a compiler
     raise MissingBackend(
-        "the native kernel was not built when tableside was installed (no C compiler?); "
-        "install gcc and reinstall tableside, or choose --backend fbgemm"
+        "the native kernel was not built when tableside was installed; install a wheel, or reinstall where Python.h is "
+        "(Debian: python3-dev), or choose the backend fbgemm"
     ) from error
 
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM)

@@ -40,7 +40,7 @@ from tableside.quant.errors import BadIds, MissingBackend, QuantError
 try:
     from tableside.quant.gpu import lookup_kernel
 except ImportError as error:
-    raise MissingBackend(f"triton does not import ({error}); install tableside[gpu], or serve without --devices") from error
+    raise MissingBackend(f"triton does not import ({error}); install tableside[gpu]") from error
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
@@ -433,7 +433,7 @@ def _cuda(device: str) -> torch.device:
     if not torch.cuda.is_available():
         raise MissingBackend(
             f"device {device!r} was asked for, and torch {torch.__version__} finds no CUDA device here; "
-            "serve without --devices, or check the driver (nvidia-smi) and that torch was built for CUDA"
+            "check the driver (nvidia-smi) and that torch was built for CUDA"
         )
     if device not in (known := [f"cuda:{n}" for n in range(torch.cuda.device_count())]):
         raise MissingBackend(f"device {device!r} is unknown; this machine has: {', '.join(known)}")

@@ -193,7 +193,7 @@ def test_a_gpu_that_is_not_there(root: Path, tmp_path: Path, monkeypatch: pytest
     result = run_tableside("serve", "demo", "--port", 0, "--devices", "0", root=root)
     assert result.returncode == 1
     assert "device 'cuda:0' was asked for, and torch" in result.stderr
-    assert "finds no CUDA device here; serve without --devices" in result.stderr
+    assert "finds no CUDA device here; check the driver" in result.stderr and "serve without --devices" in result.stderr
     assert "tableside serves" not in result.stdout
 
 
