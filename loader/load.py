@@ -124,6 +124,7 @@ class _Load:
         progress: Progress | None,
     ) -> None:
         self.checkpoint, self.matrices, self.checks, self.writer, self.backend = checkpoint, matrices, checks, writer, backend
+        self.row_formats = {t.name: RowFormat.parse(t.row_format) for t in writer.header.tables}
         self.progress = progress or (lambda done, total: None)
         self.source_bytes = sum(m.bytes for m in matrices.values())
         self.total_rows = sum(m.rows for m in matrices.values())
@@ -136,7 +137,7 @@ class _Load:
 
     def _threads(self, settings: LoadSettings) -> int:
         wanted = settings.threads or len(os.sched_getaffinity(0))
-        each = 3 * self.buffer_bytes  # the piece, room for column shards, the kernel's scratch
+        each = 3 * self.buffer_bytes  # the chunk that is read, room for column shards, the kernel's scratch
         if settings.max_memory_bytes < each:
             raise ModelError(f"max memory is {settings.max_memory_bytes:,} bytes; a load of this model needs at least {each:,}")
         return max(1, min(wanted, settings.max_memory_bytes // each))
@@ -172,19 +173,18 @@ class _Load:
 
     def _quantize(self, table: StoredTable, start: int, stop: int, buffer: bytearray, scratch: bytearray) -> None:
         matrix = self.matrices[table.name]
-        row_format = RowFormat.parse(table.row_format)
-        step = self.checks.step(table.name)  # pieces are whole steps: some rows at a chunk's ends are read for both neighbours
-        piece_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes) // step) * step
+        step = self.checks.step(table.name)  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        read_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes) // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
-        for first in range(start // step * step, end, piece_rows):
-            last = min(first + piece_rows, end)
+        for first in range(start // step * step, end, read_rows):
+            last = min(first + read_rows, end)
             count = (last - first) * matrix.dim
             values = np.frombuffer(buffer, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
             self.checks.read(table.name, first, last, values, scratch)
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]
             try:
-                self.backend.quantize(rows, matrix.source, row_format, self.writer.rows(table, begin, last))
+                self.backend.quantize(rows, matrix.source, self.row_formats[table.name], self.writer.rows(table, begin, last))
             except NotRepresentable as error:
                 raise CheckpointError(f"{self.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}") from error
         with self._lock:
