@@ -134,7 +134,7 @@ def http(root: Path) -> list[dict[str, Any]]:
     ways = {
         "cpu": (),
         "hbm": ("--devices", 0, "--placement", "hbm"),
-        "uvm": ("--devices", 0, "--placement", "zero_copy", "--threads", 4),
+        "zero_copy": ("--devices", 0, "--placement", "zero_copy", "--threads", 4),
         "cached 10 %": ("--devices", 0, "--placement", "cached", "--hbm-budget", f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"),
     }
     rows = []

@@ -79,7 +79,11 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Packed rows in host memory. packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does."""
+    """Packed rows in host memory.
+
+    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. QuantError: `packed`
+    has another dtype, shape or stride than `row_format` and `dim` need.
+    """
 
     packed: Bytes
     row_format: RowFormat

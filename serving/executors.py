@@ -26,7 +26,7 @@ class Executor(ABC):
     """Runs a worker's requests. Belongs to one event loop."""
 
     def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Buffer]:
-        """Checks a request's inputs, and returns what gives its output buffer: uint8 [out_bytes], vectors, then any scores.
+        """Checks a request's inputs; the coroutine gives its output buffer, uint8 [out_bytes]: vectors, then any scores.
 
         ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker is being replaced.
         """
@@ -109,7 +109,7 @@ class CpuExecutor(Executor):
 
 
 def _pass_on(answer: "asyncio.Future[_Refusals]", running: "asyncio.Future[_Refusals]") -> None:
-    """Gives what a thread found to who waits, unless it was answered before."""
+    """Passes a thread's result to the request that waits for it, unless that was answered before."""
     if answer.done() or running.cancelled():
         return
     if (error := running.exception()) is not None:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
-_SMALL_SHARE = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
+_SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
 _SMALLEST_CACHE = 1 << 20  # bytes
 _GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
-_DEFAULT_SHARE = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
+_DEFAULT_FRACTION = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
 
 
 class Placement(StrEnum):
@@ -70,9 +70,9 @@ def plan_placements(
         )
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
-    for_cache = budget_bytes - budget_bytes // _SMALL_SHARE - 2 * _map_bytes(tables)
+    for_cache = budget_bytes - budget_bytes // _SMALL_PART - 2 * _map_bytes(tables)
     opens_cache = not (holds_all or cache_is_open) and for_cache >= _SMALLEST_CACHE
-    left = budget_bytes // _SMALL_SHARE if opens_cache else budget_bytes
+    left = budget_bytes // _SMALL_PART if opens_cache else budget_bytes
     others = Placement.CACHED if opens_cache or cache_is_open else Placement.ZERO_COPY
     placements = {}
     for t in sorted(tables, key=lambda t: t.bytes):
@@ -104,6 +104,7 @@ class Placements:
     """A version's tables where a worker looks them up. Their HBM is given back with this object.
 
     placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker has none.
+    hbm_bytes: HBM that they take beside the cache.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Placer:
             self.gpu = GpuBackend(name, self._cpu, threads=self._settings.threads)
         except MissingBackend as error:
             raise MissingBackend(f"{error}; or serve without --devices") from error
-        default = int(self.gpu.memory_bytes * _DEFAULT_SHARE / self._settings.sharing)
+        default = int(self.gpu.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
 
     @property
@@ -204,9 +205,10 @@ class Placer:
             if name in replaced.on_gpu:
                 hot = replaced.on_gpu[name].residence.hot()
                 hot = hot[: (hot.size + 1) // 2]
-                table.residence.warm(hot[hot < table.rows])
+                hot = hot[hot < table.rows]
+                table.residence.warm(hot)
                 if hot.size:
-                    logger.info("%d rows of table %s were brought to the cache", hot.size, name)
+                    logger.info("bringing %d rows of table %s to the cache", hot.size, name)
         if self.cache is not None:
             self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
 
@@ -262,8 +264,8 @@ class Placer:
 
         Tables that are copied once are not worth the registration, unless they are copied again after each stash.
         """
-        copied_once = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
-        if gpu.is_interpreted or not set(placements.values()) - copied_once:
+        unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
+        if gpu.is_interpreted or not set(placements.values()) - unregistered:
             return lambda stored: None
         from tableside.loader.registration import Registration
 

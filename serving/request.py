@@ -134,8 +134,8 @@ def score_together(requests: Sequence[ToScore]) -> None:
 class Request:
     """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any thread may call.
 
-    It holds the tables that it reads and not the version that laid it out. So who remembers a request for as long as its version
-    lives does not keep that version alive.
+    It holds the tables that it reads and not the version that laid it out. So a memory of requests that is
+    keyed by their version does not keep the version alive.
     """
 
     def __init__(

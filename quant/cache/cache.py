@@ -205,9 +205,12 @@ class Cache:
         """A prefetch that a graph will replay, with an in-flight batch of its own. Room for its ids must have
         been reserved.
         """
-        assert jobs.ids <= self._memory.ids and self._batches.free, "reserve, and leave a batch free, before a graph is captured"
+        if jobs.ids > self._memory.ids or not self._batches.free:
+            raise QuantError(f"no batch of {jobs.ids:,} ids is free to be captured; release tickets, and `reserve` before")
         batch = self._batches.take()
-        assert batch.locations.numel() >= jobs.ids
+        if batch.locations.numel() < jobs.ids:
+            self._batches.free.append(batch)
+            raise QuantError(f"a batch has room for {batch.locations.numel():,} ids; `reserve` {jobs.ids:,} before a capture")
         self._pipeline.launch(jobs, inputs.data_ptr(), batch, admit_all)
         return Ticket(batch, self._release, self._abandoned.append)
 
@@ -268,13 +271,13 @@ class Cache:
     def statistics(self, wait: bool = False) -> Statistics:
         """Counts as of some tickets ago, without waiting. wait: as of now; waits for the device."""
         if not self._lock.acquire(blocking=wait):
-            return self._snapshots.last or Statistics(0, self.slots, 0, 0, 0, 0, 0, {})
+            return self._snapshots.last or Statistics.empty(self.slots)
         try:
             with self._streams.on_main():
                 if wait:
                     return self._counted()
                 self._snapshots.keep(len(self._pages.classes), self.slots)
-                return self._snapshots.last or Statistics(0, self.slots, 0, 0, 0, 0, 0, {})
+                return self._snapshots.last or Statistics.empty(self.slots)
         finally:
             self._lock.release()
 

@@ -1,6 +1,6 @@
 """The cached lookups of a batch, as the cache's kernels read them.
 
-    jobs int64 [lookups, JOB_SIZE], as `JobField` says · the job of each block int32 [blocks]
+    jobs int64 [lookups, PROBE_SIZE], as `ProbeField` says · the job of each block int32 [blocks]
 
 A block is what one program of `find.probe` takes at once: so many ids of one lookup, or the rest of them.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tableside.quant.cache.kernels.state import JobField
+from tableside.quant.cache.kernels.state import ProbeField
 
 _BLOCK = 128
 _BLOCK_INTERPRETED = 1024  # fewer turns, which are what takes the interpreter long
@@ -60,10 +60,10 @@ def write_jobs(lookups: Sequence[CachedLookup], is_interpreted: bool) -> tuple[b
     block = probe_block(is_interpreted)
     counts = [-(-lookup.ids // block) for lookup in lookups]
     firsts = np.cumsum([0, *counts])
-    jobs = np.zeros((len(lookups), len(JobField)), np.int64)
+    jobs = np.zeros((len(lookups), len(ProbeField)), np.int64)
     for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
-        job[JobField.TABLE], job[JobField.IDS_AT], job[JobField.IDS] = lookup.table, lookup.ids_at, lookup.ids
-        job[JobField.LOCATIONS_AT], job[JobField.FIRST_BLOCK] = lookup.locations_at, first
+        job[ProbeField.TABLE], job[ProbeField.IDS_AT], job[ProbeField.IDS] = lookup.table, lookup.ids_at, lookup.ids
+        job[ProbeField.LOCATIONS_AT], job[ProbeField.FIRST_BLOCK] = lookup.locations_at, first
     job_of_block = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
     ids = sum(lookup.ids for lookup in lookups)
     return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(0, jobs.nbytes, ids, sum(counts))

@@ -5,7 +5,7 @@
     ghosts     int32 [buckets, 2] with LFU                          8 bytes a ghost, at most two a slot
     arrays     one element an id of the largest batch               beside the budget, 32 bytes an id
 
-What is in pages and arrays says `quant.cache.kernels.state`.
+`quant.cache.kernels.state` describes the layout of pages and arrays.
 """
 
 from collections.abc import Mapping

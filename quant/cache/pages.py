@@ -1,7 +1,7 @@
 """The slots of a cache: pages of the device's memory. Each belongs to one class, the rows of one size, and
 may move to another.
 
-How a page is laid out says `quant.cache.kernels.state`.
+`quant.cache.kernels.state` describes the layout of a page.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -202,7 +202,7 @@ class Pages:
 
 
 def page_bytes_of(budget_bytes: int) -> int:
-    """Bytes of a page: a power of 2, about a hundredth of the budget."""
+    """Bytes of a page: the largest power of 2 up to 1/64 of the budget, but at least 8 KiB and at most 256 KiB."""
     return max(_SMALLEST, min(_LARGEST, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
 
 

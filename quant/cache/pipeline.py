@@ -19,15 +19,15 @@
 Time goes down. Work on one stream runs in order; an arrow makes another stream wait for all that is above its begin.
 
 Misses are fetched into the batch's staging buffer on the side stream, while the main stream decides which of
-them are admitted and which rows they replace. So of the cache's work only probing and fetching are in a
-batch's way. What has no room in the staging buffer and is admitted is fetched straight into its slot (REST).
+them are admitted and which rows they replace. Only probing and fetching delay the batch. An admitted
+row that has no room in the staging buffer is fetched straight into its slot (REST).
 At `ready` the lookup finds each row at its location; admitted rows are then copied from the staging buffer to
-their slots beside it. The next batch's `begin` comes after `filled`, and a later batch that uses the same
-staging buffer after `released`.
+their slots beside it. The next batch's `begin` waits for `filled`. A later batch with the same staging
+buffer waits for `released`.
 
-`list_rows`, the CPU's part, the copies and `copy_gathered` are there with `gather_threads` alone. How many
-bytes the CPU will gather only the device knows: copies take an eighth more than lately, and `copy_gathered`
-takes what is beyond.
+`list_rows`, the CPU's part, the copies and `copy_gathered` exist only with `gather_threads`. Only the device
+knows how many bytes the CPU will gather. So the host copies as many as in a recent batch and an eighth more,
+and `copy_gathered` copies the rest.
 """
 
 import torch

@@ -31,8 +31,9 @@ class TableStatistics:
 class Statistics:
     """Of a cache. tables: by their numbers.
 
-    padded: rows that lookups read from a staging buffer and that were not admitted. locked_out: rows that
-    were to be admitted when batches in flight used every slot.
+    tickets: batches begun. slots, occupied: rows now. inserted, evicted: rows since the cache was made. padded: rows that
+    lookups read from a staging buffer and that were not admitted. locked_out: rows that were to be admitted when batches in
+    flight used every slot.
     """
 
     tickets: int
@@ -43,6 +44,11 @@ class Statistics:
     padded: int
     locked_out: int
     tables: dict[int, TableStatistics]
+
+    @classmethod
+    def empty(cls, slots: int) -> "Statistics":
+        """Of a cache that has counted nothing yet."""
+        return cls(0, slots, 0, 0, 0, 0, 0, {})
 
 
 def statistics_of(

@@ -32,7 +32,9 @@ def host_function_launcher() -> Any:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     found = runtimes()
     if not found:
-        raise QuantError("torch's CUDA runtime is not among this process's libraries; use no threads that gather (threads=1)")
+        raise QuantError(
+            "torch's CUDA runtime is not among this process's libraries; set gather_threads to 0, and the GPU reads rows itself"
+        )
     return found[0].cudaLaunchHostFunc
 
 

@@ -31,7 +31,7 @@ class HostGather:
             from tableside.quant.cpu import _native
         except ImportError as error:
             raise MissingBackend(
-                f"the native kernel does not import ({error}), and it gathers rows; build it, or use no threads that gather"
+                f"the native kernel does not import ({error}), and it gathers rows; build it, or set gather_threads to 0"
             ) from error
         self.rows = rows
         self.list = torch.zeros(_HEAD + rows + (rows + 1) // 2, dtype=torch.int64, pin_memory=is_cuda)
@@ -70,6 +70,4 @@ class HostGather:
         if self._launch is None:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._function)(data)
         elif code := self._launch(ctypes.c_void_p(stream), ctypes.c_void_p(self._function), ctypes.c_void_p(data)):
-            raise QuantError(
-                f"cudaLaunchHostFunc failed (error {code}); use no threads that gather, and the GPU reads rows itself"
-            )
+            raise QuantError(f"cudaLaunchHostFunc failed (error {code}); set gather_threads to 0, and the GPU reads rows itself")

@@ -1,9 +1,21 @@
 """Launches of one Triton kernel with fixed constants. Triton's own binding of arguments takes longer than a launch."""
 
 from contextlib import nullcontext
+from enum import IntEnum
 from typing import Any
 
 import torch
+import triton.language as tl
+
+
+def constants(prefix: str, fields: type[IntEnum], first: int = 0) -> dict[str, tl.constexpr]:
+    """`PREFIX_NAME` for each field, and `PREFIX_SIZE`, how many there are. Triton's kernels read such globals alone.
+
+    A kernel's module puts them into its globals, so that kernels and host name fields alike. first: where the record begins, if
+    another one is before it.
+    """
+    numbers = {field.name: first + int(field) for field in fields} | {"SIZE": len(fields)}
+    return {f"{prefix}_{name}": tl.constexpr(number) for name, number in numbers.items()}
 
 
 class Kernel:

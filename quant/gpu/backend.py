@@ -1,4 +1,4 @@
-"""Lookups on a GPU: every table of every request in hand in one launch of `quant.gpu.lookup_kernel`.
+"""Lookups on a GPU: one launch of `quant.gpu.lookup_kernel` serves all tables of all waiting requests.
 
 One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one more, unpooled
 features one more. One copy brings the vectors back.
@@ -64,7 +64,7 @@ class GpuPlan(Plan):
     """Lookups of one request, laid out for `GpuBackend.run`."""
 
     def __init__(self, backend: "GpuBackend", layout: Layout) -> None:
-        self._backend, self.layout = backend, layout
+        self.backend, self.layout = backend, layout
         self._runs = 0
         self._on_device: tuple[torch.Tensor, Launches] | None = None
 
@@ -83,21 +83,17 @@ class GpuPlan(Plan):
         if self.layout.gathers or self._runs < 2:
             return None
         if self._on_device is None:
-            self._on_device = jobs_on_device(self.layout, self._backend.device, self._backend.is_interpreted)
+            self._on_device = jobs_on_device(self.layout, self.backend.device, self.backend.is_interpreted)
         return self._on_device[1]
 
     def run(self, inputs: Any, outputs: Any) -> None:
-        (result,) = self._backend.run([(self, inputs)])
+        """As the contract says, as a batch of one request."""
+        (result,) = self.backend.run([(self, inputs)])
         if isinstance(result, BadIds):
             raise result
         target = np.frombuffer(outputs, np.uint8)
         for lk in self.layout.lookups:
             target[lk.out_at : lk.out_at + lk.out_bytes] = result[lk.out_at : lk.out_at + lk.out_bytes]
-
-
-def _own(plan: Plan) -> GpuPlan:
-    assert isinstance(plan, GpuPlan), "a plan of another backend"
-    return plan
 
 
 class GpuBackend(Backend):
@@ -281,6 +277,7 @@ class GpuBackend(Backend):
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> GpuPlan:
+        """As the contract says. threads: of the CPU, at least the backend's own. QuantError: as for `lay_out`."""
         threads = max(threads, self.threads)
         layout = lay_out(lookups, self.cpu, threads, configs=self.configs, gather_from=self.gather_from, out_bytes=out_bytes)
         return GpuPlan(self, layout)
@@ -333,7 +330,7 @@ class GpuBackend(Backend):
 
     def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
         clock = Clock(self.stream) if timed else None
-        plans = [_own(plan) for plan, _ in requests]
+        plans = [self._own(plan) for plan, _ in requests]
         batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         for n, (_, inputs) in enumerate(requests):
@@ -358,11 +355,17 @@ class GpuBackend(Backend):
             self.stream.synchronize()
         return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
 
+    def _own(self, plan: Plan) -> GpuPlan:
+        if not isinstance(plan, GpuPlan) or plan.backend is not self:
+            raise QuantError("the plan was made by another backend; make it with this one")
+        return plan
+
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
         """Has the cache bring the rows that it must; None: nothing is read through it."""
         if launches.probe is None:
             return None
-        assert self.cache is not None, "tables of another device's cache"
+        if self.cache is None:
+            raise QuantError("the plan reads through another device's cache; make it with this backend's tables")
         return self.cache.prefetch(launches.probe, inputs)
 
     def launch(

@@ -33,7 +33,8 @@ Buffer = NDArray[np.uint8]
 class Buffers:
     """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
-    in: inputs and header; rows: gathered rows; out: vectors; scratch: starts of bags; flags: int32 a job, on the host.
+    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors; scratch: starts of bags, int32; flags: int32 a job,
+    on the host. All but the flags lie on the device.
     In the interpreter the host's side is the device's.
     """
 

@@ -191,8 +191,8 @@ def lay_out(
     the vectors. QuantError: a lookup is larger than a launch can be, or its bags are not its ids.
     """
     tables = [on_device(lk.table) for lk in lookups]
-    may_gather = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.residence.may_gather)
-    request = _Request(cpu, threads, may_gather >= gather_from)
+    in_host_memory = sum(table.residence.ids_in_host_memory(lk) for lk, table in zip(lookups, tables, strict=True))
+    request = _Request(cpu, threads, in_host_memory >= gather_from)
     jobs = (_JobList(configs.of_pooled(lookups)), _JobList(configs.unpooled))
     key = KernelKey()
     for lk, table in zip(lookups, tables, strict=True):
@@ -262,10 +262,9 @@ class _Request:
 
     def add(self, lk: Lookup, table: DeviceTable) -> Job | None:
         """The job of a lookup; None: it is the CPU's."""
-        job, before = Job(), len(self.on_host)
+        job = Job()
         job[JobField.ROWS] = lk.table.rows
-        table.residence.write(job, lk, self)
-        if len(self.on_host) > before:
+        if not table.residence.write(job, lk, self):
             return None
         _check(lk)
         job[JobField.ROW_BYTES] = lk.table.row_bytes

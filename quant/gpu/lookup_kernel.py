@@ -11,49 +11,46 @@ Addresses are int64 throughout. An id out of range is not read: its job's flag i
 A job's fields are those of `quant.gpu.job.JobField`, written by `quant.gpu.layout`. Every buffer that a kernel takes is named
 there. Where a row lies is decided in `_row_address` alone: that is the place for a new kind of residence.
 
-`tests/helpers/lookup_reference.py` has each step in plain Python.
+`quant.gpu.reference` has each step in plain Python; tests/quant/test_gpu_lookup.py holds the kernels to it.
 """
 
 import triton
 import triton.language as tl
 
-from tableside.quant.contract import Precision
-from tableside.quant.gpu.job import FIELDS, SPLIT_BLOCK, JobField
-from tableside.quant.row_format import RowFormat
+from tableside.quant.gpu.job import SPLIT_BLOCK
+from tableside.quant.gpu.kernel_constants import (
+    AS_FP16,
+    AS_FP32,
+    FORMAT_FP8,
+    FORMAT_FP16,
+    FORMAT_FP32,
+    FORMAT_INT2,
+    FORMAT_INT4,
+    FORMAT_INT8,
+    FORMAT_SIZE,
+    JOB_BAG_LENGTH,
+    JOB_DIM,
+    JOB_FIRST_PROGRAM,
+    JOB_FORMAT,
+    JOB_HBM_ROWS,
+    JOB_HBM_SHARE,
+    JOB_IDS,
+    JOB_IDS_AT,
+    JOB_LENGTHS_AT,
+    JOB_LOCATIONS_AT,
+    JOB_MEAN,
+    JOB_OUT_AT,
+    JOB_PRECISION,
+    JOB_ROW_BYTES,
+    JOB_ROWS,
+    JOB_SIZE,
+    JOB_STARTS_AT,
+    JOB_TABLE,
+    JOB_VECTORS,
+    JOB_WEIGHTS_AT,
+)
 
-# What the kernels read as constants, by the names that the host uses.
-_TABLE = tl.constexpr(int(JobField.TABLE))
-_ROWS = tl.constexpr(int(JobField.ROWS))
-_ROW_BYTES = tl.constexpr(int(JobField.ROW_BYTES))
-_DIM = tl.constexpr(int(JobField.DIM))
-_FORMAT = tl.constexpr(int(JobField.FORMAT))
-_MEAN = tl.constexpr(int(JobField.MEAN))
-_IDS_AT = tl.constexpr(int(JobField.IDS_AT))
-_IDS = tl.constexpr(int(JobField.IDS))
-_LENGTHS_AT = tl.constexpr(int(JobField.LENGTHS_AT))
-_BAG_LENGTH = tl.constexpr(int(JobField.BAG_LENGTH))
-_VECTORS = tl.constexpr(int(JobField.VECTORS))
-_WEIGHTS_AT = tl.constexpr(int(JobField.WEIGHTS_AT))
-_OUT_AT = tl.constexpr(int(JobField.OUT_AT))
-_PRECISION = tl.constexpr(int(JobField.PRECISION))
-_FIRST_PROGRAM = tl.constexpr(int(JobField.FIRST_PROGRAM))
-_STARTS_AT = tl.constexpr(int(JobField.STARTS_AT))
-_HBM_ROWS = tl.constexpr(int(JobField.HBM_ROWS))
-_LOCATIONS_AT = tl.constexpr(int(JobField.LOCATIONS_AT))
-_HBM_SHARE = tl.constexpr(int(JobField.HBM_SHARE))
-_FIELDS = tl.constexpr(int(FIELDS))
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
-
-_INT2 = tl.constexpr(int(RowFormat.INT2))
-_INT4 = tl.constexpr(int(RowFormat.INT4))
-_INT8 = tl.constexpr(int(RowFormat.INT8))
-_FP8 = tl.constexpr(int(RowFormat.FP8))
-_FP16 = tl.constexpr(int(RowFormat.FP16))
-_FP32 = tl.constexpr(int(RowFormat.FP32))
-_FORMATS = tl.constexpr(len(RowFormat))
-_AS_FP32 = tl.constexpr(int(Precision.FP32))
-_AS_FP16 = tl.constexpr(int(Precision.FP16))
-
 _STAGING_UNIT = tl.constexpr(16)  # bytes, in which locations count places in the staging buffer
 _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 _FP8_SCALE = tl.constexpr(2.0**-8)  # fp8 bits taken for fp16 bits are 2 ** 8 times too small, see `_values`
@@ -61,7 +58,7 @@ _TWO_23 = tl.constexpr(8388608.0)  # 2 ** 23, above which fp32 counts integers o
 _TWO_23_BITS = tl.constexpr(0x4B000000)
 
 
-# Every argument that is not a constant is an address, and is not looked at before a launch.
+# Arguments that are not constants are int64 addresses. Triton must not compile variants for particular values of them.
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
     """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at once.
@@ -72,13 +69,13 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
     flags    address of int32 [jobs]; this kernel writes 1 where a length is negative or their sum is not the number of ids
     """
     number = tl.program_id(0).to(tl.int64)
-    job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
-    lengths_at = tl.load(job + _LENGTHS_AT)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * JOB_SIZE
+    lengths_at = tl.load(job + JOB_LENGTHS_AT)
     if lengths_at >= 0:
         lengths = (inputs + lengths_at).to(tl.pointer_type(tl.int32))
-        verdict = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
+        verdict = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + JOB_STARTS_AT)
         starts = verdict + 1
-        bags = tl.load(job + _VECTORS)
+        bags = tl.load(job + JOB_VECTORS)
         total = tl.zeros((), tl.int64)
         negative = tl.zeros((), tl.int32)
         tl.store(starts, 0)
@@ -88,7 +85,7 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
             tl.store(starts + 1 + at, (total + tl.cumsum(length, 0)).to(tl.int32), at < bags)
             total += tl.sum(length, 0)
             negative += tl.sum((length < 0).to(tl.int32), 0)
-        wrong = (negative > 0) | (total != tl.load(job + _IDS))
+        wrong = (negative > 0) | (total != tl.load(job + JOB_IDS))
         tl.store(verdict, wrong.to(tl.int32))
         if wrong:
             tl.store(flags.to(tl.pointer_type(tl.int32)) + number, 1)
@@ -114,16 +111,16 @@ def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     times too small.
     """
     values = ()
-    if FORMAT == _FP32:
+    if FORMAT == FORMAT_FP32:
         values = (word.to(tl.float32, bitcast=True),)
-    elif FORMAT == _FP16:
+    elif FORMAT == FORMAT_FP16:
         values = (_half(word), _half(word >> 16))
-    elif FORMAT == _FP8:
+    elif FORMAT == FORMAT_FP8:
         # The same bits in fp16, whose exponent bias is 15, not 7; two at a time.
         even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
         odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
         values = (_half(even), _half(odd), _half(even >> 16), _half(odd >> 16))
-    elif FORMAT == _INT8:
+    elif FORMAT == FORMAT_INT8:
         for i in tl.static_range(4):
             values = values + (_exact((word >> (8 * i)) & 0xFF),)
     else:
@@ -137,7 +134,7 @@ def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
 @triton.jit
 def _scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """What value number INDEX of `_values` is multiplied by."""
-    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= _INT4 else 0
+    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= FORMAT_INT4 else 0
     return scale * (1.0 / (1 << left))
 
 
@@ -161,9 +158,9 @@ def _interleaved(values, COUNT: tl.constexpr):
 def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
     """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
 
-    table     address of row 0, in HBM or in registered host memory; or of the rows that the CPU gathered location  int32 of
-    each id, written by the cache: 0 or more: a slot; -1: in the table; below: -2 minus the place in `staging`, in
-              units of 16 bytes. -1 where the job has no cache
+    table     address of row 0, in HBM or in registered host memory; or of the first row that the CPU gathered
+    location  of each id, int64 (stored as int32, written by the cache): 0 or more: a slot; -1: in the table; below: -2 minus
+              the place in `staging`, in units of 16 bytes. -1 where the job has no cache
     hbm_rows  address of the cache's slot 0, or of the first HBM row of a split table
     share     rows of each SPLIT_BLOCK that lie at `hbm_rows`, one after another; 0: the table is not split
     staging   address of the in-flight batch's staging buffer
@@ -179,21 +176,21 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
 
 
 @triton.jit
-def _bags(job, inputs, starts, vector, is_real, POOLED: tl.constexpr):
+def _bags(job, starts, vector, is_real, POOLED: tl.constexpr):
     """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the longest bag.
 
-    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. inputs, starts: as for `_pool`.
+    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as for `_pool`.
     """
     start = vector
     length = is_real.to(tl.int32)
     longest = 1
     if POOLED:
-        if tl.load(job + _LENGTHS_AT) >= 0:
+        if tl.load(job + JOB_LENGTHS_AT) >= 0:
             start = tl.load(starts + vector, is_real, 0)
             length = tl.load(starts + vector + 1, is_real, 0) - start
             longest = tl.max(length, 0)
         else:
-            longest = tl.load(job + _BAG_LENGTH).to(tl.int32)
+            longest = tl.load(job + JOB_BAG_LENGTH).to(tl.int32)
             start = vector * longest
             length = tl.where(is_real, longest, 0)
     return start, length, longest
@@ -225,7 +222,7 @@ def _pool(
     starts     int32 [bags + 1], indices of the bags' first ids, written by `bag_starts`; not read where bags have one length
     outputs    address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
     flag       int32 [1] of the job: this program writes 1 where an id is not in [0, ROWS)
-    locations  address of int32 [ids], bytes, at LOCATIONS_AT; written by the cache's probe and resolve kernels
+    locations  address of the batch's locations; int32 [ids] at byte LOCATIONS_AT; written by the cache's probe and resolve
     staging    address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
     program    its number among those of the job
 
@@ -233,19 +230,27 @@ def _pool(
     chunk.
     """
     PER_WORD: tl.constexpr = (
-        16 if FORMAT == _INT2 else 8 if FORMAT == _INT4 else 4 if FORMAT <= _FP8 else 2 if FORMAT == _FP16 else 1
+        16
+        if FORMAT == FORMAT_INT2
+        else 8
+        if FORMAT == FORMAT_INT4
+        else 4
+        if FORMAT <= FORMAT_FP8
+        else 2
+        if FORMAT == FORMAT_FP16
+        else 1
     )
-    HAS_SCALE: tl.constexpr = FORMAT <= _INT8
+    HAS_SCALE: tl.constexpr = FORMAT <= FORMAT_INT8
     HEADER: tl.constexpr = 1 if HAS_SCALE else 0  # words before the values: scale and bias, fp16 each
-    WORDS: tl.constexpr = 2 if FORMAT == _INT2 else 4  # of a chunk
-    dim = tl.load(job + _DIM).to(tl.int32)
+    WORDS: tl.constexpr = 2 if FORMAT == FORMAT_INT2 else 4  # of a chunk
+    dim = tl.load(job + JOB_DIM).to(tl.int32)
     if WHOLE_WORDS:
         dim = tl.multiple_of(dim, 4)
-    ids_at = tl.load(job + _IDS_AT)
-    vectors = tl.load(job + _VECTORS)
-    table = tl.load(job + _TABLE)
-    rows = tl.load(job + _ROWS)
-    row_bytes = tl.load(job + _ROW_BYTES)
+    ids_at = tl.load(job + JOB_IDS_AT)
+    vectors = tl.load(job + JOB_VECTORS)
+    table = tl.load(job + JOB_TABLE)
+    rows = tl.load(job + JOB_ROWS)
+    row_bytes = tl.load(job + JOB_ROW_BYTES)
     chunks = (HEADER + (dim + PER_WORD - 1) // PER_WORD + WORDS - 1) // WORDS  # of a row
     ids = (inputs + tl.maximum(ids_at, 0)).to(tl.pointer_type(tl.int64))
 
@@ -257,17 +262,17 @@ def _pool(
     chunk = column % chunks
     is_real = vector < vectors
 
-    start, length, longest = _bags(job, inputs, starts, vector, is_real, POOLED)
+    start, length, longest = _bags(job, starts, vector, is_real, POOLED)
     if WEIGHTED:
-        weights_at = tl.load(job + _WEIGHTS_AT)
+        weights_at = tl.load(job + JOB_WEIGHTS_AT)
         weighted = length * (weights_at >= 0).to(tl.int32)
         weights = (inputs + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
     hbm_rows = 0
     share = 0
     if INDIRECT:
-        hbm_rows = tl.load(job + _HBM_ROWS)
-        locations_at = tl.load(job + _LOCATIONS_AT)
-        share = tl.load(job + _HBM_SHARE)
+        hbm_rows = tl.load(job + JOB_HBM_ROWS)
+        locations_at = tl.load(job + JOB_LOCATIONS_AT)
+        share = tl.load(job + JOB_HBM_SHARE)
         located = length * (locations_at >= 0).to(tl.int32)
         places = (locations + tl.maximum(locations_at, 0)).to(tl.pointer_type(tl.int32))
 
@@ -335,9 +340,9 @@ def _pool(
         sums = total
     divisor = tl.full((COLUMNS,), 1.0, tl.float32)
     if POOLED:
-        if tl.load(job + _MEAN) != 0:
+        if tl.load(job + JOB_MEAN) != 0:
             divisor = tl.maximum(length, 1).to(tl.float32)
-    divisor = divisor * (_FP8_SCALE if FORMAT == _FP8 else 1.0)
+    divisor = divisor * (_FP8_SCALE if FORMAT == FORMAT_FP8 else 1.0)
     results = ()
     for i in tl.static_range(PER_WORD):
         results = results + ((sums[i] + biases[:, None]) / divisor[:, None],)
@@ -356,11 +361,11 @@ def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.co
     is_value = is_real[:, None] & (number >= 0)
     is_value = is_value & (number < dim)
     at = vector.to(tl.int64) * dim + value
-    out = outputs + tl.load(job + _OUT_AT)
-    precision = tl.load(job + _PRECISION)
-    if precision == _AS_FP32:
+    out = outputs + tl.load(job + JOB_OUT_AT)
+    precision = tl.load(job + JOB_PRECISION)
+    if precision == AS_FP32:
         _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, VALUES)
-    elif precision == _AS_FP16:
+    elif precision == AS_FP16:
         _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, VALUES)
     else:
         _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, VALUES)
@@ -403,16 +408,16 @@ def lookup(
     inputs, outputs, locations, staging: as for `_pool`
     """
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
-    job = jobs.to(tl.pointer_type(tl.int64)) + number * _FIELDS
-    starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + _STARTS_AT)
-    program = tl.program_id(0).to(tl.int64) - tl.load(job + _FIRST_PROGRAM)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * JOB_SIZE
+    starts = scratch.to(tl.pointer_type(tl.int32)) + tl.load(job + JOB_STARTS_AT)
+    program = tl.program_id(0).to(tl.int64) - tl.load(job + JOB_FIRST_PROGRAM)
     verdict = 0
     if POOLED:
-        if tl.load(job + _LENGTHS_AT) >= 0:
+        if tl.load(job + JOB_LENGTHS_AT) >= 0:
             verdict = tl.load(starts)
     if verdict == 0:
-        row_format = tl.load(job + _FORMAT)
-        for FORMAT in tl.static_range(_FORMATS):
+        row_format = tl.load(job + JOB_FORMAT)
+        for FORMAT in tl.static_range(FORMAT_SIZE):
             if (FORMATS >> FORMAT) & 1:
                 if row_format == FORMAT:
                     _pool(

@@ -114,6 +114,8 @@ class CapturedLookup:
         with backend.exclusive(), torch.cuda.device(backend.device), torch.cuda.stream(backend.stream):
             lookup(inputs, outputs)  # compiles what is not compiled, and makes room
             torch.cuda.synchronize(backend.device)
+            if backend.cache is not None:
+                backend.cache.reserve(lookup.layout.cached_ids)  # for whichever batch the capture takes
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=backend.stream):
                 self._ticket = backend.prefetch(lookup.launches, inputs)

@@ -50,23 +50,25 @@ class Preparation(Protocol):
 
 
 class Residence(ABC):
-    """Where the rows of one table live for one device.
-
-    may_gather: whether many ids of it are better gathered by the CPU than read by the GPU.
-    """
-
-    may_gather: bool = False
+    """Where the rows of one table live for one device."""
 
     @abstractmethod
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
-        """Writes where the lookup's rows are found into `job`, and asks for what must happen before."""
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
+        """Writes where the lookup's rows are found into `job`, and asks for what must happen before.
+
+        Returns whether the device runs the lookup.
+        """
+
+    def ids_in_host_memory(self, lookup: Lookup) -> int:
+        """Ids of a lookup whose rows the GPU would read in host memory, unless the CPU gathers them."""
+        return 0
 
     def hot(self) -> NDArray[np.int64]:
-        """Ids whose rows are in HBM because they were used, the hottest first. Waits for the device."""
+        """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the device."""
         return np.zeros(0, np.int64)
 
     def warm(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  (most residences have nothing to bring)
-        """Brings rows to HBM for lookups to come, where that can be chosen. Waits for nothing."""
+        """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits for nothing."""
 
 
 class OnHost(Residence):
@@ -75,8 +77,9 @@ class OnHost(Residence):
     def __init__(self, table: Table) -> None:
         self._table = table
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         preparation.leave_to_host(lookup, self._table)
+        return False
 
 
 class InHbm(Residence):
@@ -93,9 +96,10 @@ class InHbm(Residence):
         _copy(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
         return cls(memory)
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         preparation.stage_ids(job, lookup)
         job[JobField.TABLE] = self._address
+        return True
 
 
 class Stashable(InHbm):
@@ -110,10 +114,12 @@ class Stashable(InHbm):
 
     @property
     def bytes(self) -> int:
+        """HBM that it takes when it is not away."""
         return self._pages.size
 
     @property
     def is_away(self) -> bool:
+        """Whether its memory is given back."""
         return not self._pages.is_taken
 
     def give_back(self) -> None:
@@ -136,24 +142,29 @@ class Mapped(Residence):
     rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the interpreter reads.
     """
 
-    may_gather = True
-
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
         self.rows = host_bytes(table) if rows is None else rows
         self._table = table
         self._address = self.rows.data_ptr()
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+    def ids_in_host_memory(self, lookup: Lookup) -> int:
+        return lookup.ids
+
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         if preparation.gathers(lookup):
             job.offset(JobField.TABLE, preparation.gather(lookup, self._table))
             job[JobField.ROWS] = lookup.ids
         else:
             preparation.stage_ids(job, lookup)
             job[JobField.TABLE] = self._address
+        return True
 
 
 class Cached(Residence):
-    """Rows are read through the device's cache. The table leaves the cache with this object."""
+    """Rows are read through the device's cache. The table leaves the cache with this object.
+
+    rows: as for `Mapped`. name: for statistics. QuantError: the cache cannot hold rows of this size.
+    """
 
     def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
         self._misses = Mapped(table, rows)
@@ -161,11 +172,12 @@ class Cached(Residence):
         self._address = self._misses.rows.data_ptr()
         self._registered = cache.registered(self._address, table.rows, table.row_bytes, name)
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         ids_at = preparation.stage_ids(job, lookup)
         job[JobField.TABLE] = self._address
         job[JobField.HBM_ROWS] = self._cache.slots_address
         job.offset(JobField.LOCATIONS_AT, preparation.probe(self._registered.number, ids_at, lookup.ids))
+        return True
 
     def hot(self) -> NDArray[np.int64]:
         return self._cache.hot(self._registered.number)
@@ -175,7 +187,10 @@ class Cached(Residence):
 
 
 class Split(Residence):
-    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
+    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory.
+
+    rows: as for `Mapped`.
+    """
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: there is no room."""
@@ -195,11 +210,12 @@ class Split(Residence):
         of_blocks.view(blocks, self._share * size).copy_(every_block[:, : self._share * size])
         rest.copy_(source[whole : whole + rest.numel()])
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> None:
+    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         preparation.stage_ids(job, lookup)
         job[JobField.TABLE] = self._address
         job[JobField.HBM_ROWS] = self._memory.data_ptr()
         job[JobField.HBM_SHARE] = self._share
+        return True
 
 
 def check_share(share: int) -> None:

@@ -3,7 +3,7 @@
     restore = stash_embedding_weights(model.embeddings, stream)   # after their lookup: copies to page-locked memory, on `stream`
     pooled.register_hook(restore)                                 # back before their backward
 
-This is for weights that change, as in a training step. Tables that a worker serves need it not: their host copy lies in the
+This is for weights that change, as in a training step. Tables that a worker serves do not need this: their host copy lies in the
 segment, and `GpuBackend.stash` only gives memory back. After "Embedding Memory Stashing" (its section 7: when to free, when
 to come back).
 
@@ -155,9 +155,9 @@ class Restore:
             w.storage.resize_(0)
             w.is_freed = True
 
-    def free(self, *_: Any, share: float = 1.0) -> None:
-        """Frees `share` of the weights, in bytes, for later work on the current stream, which waits for the copy out."""
-        left = share * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
+    def free(self, *_: Any, fraction: float = 1.0) -> None:
+        """Frees this fraction of the weights' bytes for later work on the current stream, which waits for the copy out."""
+        left = fraction * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
             if self.is_out and not w.is_freed and left > 0:
                 self._wait_for(self._copied)
@@ -170,7 +170,7 @@ class Restore:
     def free_at(self, *modules: torch.nn.Module) -> None:
         """Frees when `modules` are called, before they run; each of n modules frees 1/n of the bytes."""
         for n, module in enumerate(modules):
-            self._hooks.append(module.register_forward_pre_hook(partial(self.free, share=(n + 1) / len(modules))))
+            self._hooks.append(module.register_forward_pre_hook(partial(self.free, fraction=(n + 1) / len(modules))))
 
     # ---- back ----
 
@@ -219,8 +219,7 @@ class Restore:
 
     def start_at(self, tensor: torch.Tensor) -> None:
         """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least one copy duration
-        before
-        the embedding's backward (`points`)."""
+        before the embedding's backward (`points`)."""
         tensor.register_hook(self.start)  # type: ignore[no-untyped-call]
 
     def wait_at(self, *outputs: torch.Tensor) -> None:

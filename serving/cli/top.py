@@ -79,7 +79,7 @@ def tables(before: Samples, now: Samples, seconds: float) -> Group:
             )
         parts.append(shown)
     if devices := sorted(label for sample, label in now if sample == "tableside_cache_slots"):
-        shown = Table("cache", "slots", "occupied", "taken in/s", "evicted/s", "padded/s", "locked out/s", box=None)
+        shown = Table("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s", box=None)
         for name in devices:
             slots = now["tableside_cache_slots", name]
             events = ("inserted", "evicted", "padded", "locked_out")

@@ -183,7 +183,7 @@ def test_each_kernel_does_what_its_reference_does(
         ("STATE", State, 0),
         ("CLASS_STATE", state.ClassState, 0),
         ("COUNTER", state.Counter, 0),
-        ("JOB", state.JobField, 0),
+        ("PROBE", state.ProbeField, 0),
         ("TICKET", state.TicketField, 0),
     ],
 )

@@ -261,6 +261,15 @@ def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
         backend.prepare(backend.plan([summed(table_of(RowFormat.INT8, 20))]))
 
 
+def test_a_plan_of_another_backend_is_refused() -> None:
+    """Of the CPU, and of another GPU backend, whose tables may lie on another device."""
+    table = table_of(RowFormat.INT8, 20)
+    other = GpuBackend(tables.DEVICE, choose())
+    for plan in (choose().plan([summed(table)]), other.plan([summed(placed(table))])):
+        with pytest.raises(QuantError, match="the plan was made by another backend"):
+            gpu_backend().run([(plan, INPUTS)])  # type: ignore[attr-defined]
+
+
 def test_the_interpreter_is_asked_for_openly() -> None:
     """A GPU where kernels are interpreted, or the other way round, is refused, not replaced."""
     other = "cuda:0" if tables.DEVICE == "interpreter" else "interpreter"

@@ -1,4 +1,4 @@
-"""Slow, large and many: every limit of serving/http.py, met by raw sockets."""
+"""Slow, large and many: every limit of serving/http/connection.py, met by raw sockets."""
 
 import json
 import socket

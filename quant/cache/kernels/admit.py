@@ -48,7 +48,7 @@ from tableside.quant.cache.kernels.state import (
 )
 
 LEAST, MOST = tl.constexpr(-(2**31) + 1), tl.constexpr(2**31 - 1)  # between these priorities a threshold is looked for
-WINDOW = tl.constexpr(1 << 20)  # slots that are looked through for victims: these, or SLOTS_PER_VICTIM, whichever are more
+WINDOW = tl.constexpr(1 << 20)  # slots that `evict` looks through, or SLOTS_PER_VICTIM a victim, whichever are more
 SLOTS_PER_VICTIM = tl.constexpr(8)
 MARGIN, MARGIN_OF = tl.constexpr(5), tl.constexpr(4)  # a quarter more victims than needed, against the samples' error
 FEW_FREE = tl.constexpr(16)  # free slots in a sample that say little
@@ -105,12 +105,12 @@ def priority_of_victims(slot_priority, wanted):
 @triton.jit
 def wanted_victims(slot_priority, need, slots_sampled, total, SAMPLE: tl.constexpr):
     """How many of the sampled slots are to be victims, if `need` of all `total` slots are."""
-    # All slots of a cache that is not large are looked through, SLOTS_PER_VICTIM of one that is.
+    # `evict` looks through all slots of a small cache, and through SLOTS_PER_VICTIM slots a victim of a large one.
     window = tl.minimum(tl.maximum(need * SLOTS_PER_VICTIM, WINDOW), total)
     wanted = tl.where(total > SAMPLE, (need * slots_sampled * MARGIN) // (window * MARGIN_OF) + 1, need)
     wanted = tl.minimum(wanted, slots_sampled)
     free = how_many(slot_priority == FREE_PRIORITY)
-    # Where enough slots hold nothing, those alone; few of them in the sample say little.
+    # If there are enough free slots, only those are victims. Fewer than FEW_FREE in the sample are no reliable estimate.
     return tl.where((free >= FEW_FREE) & (free * total * MARGIN_OF > need * slots_sampled * MARGIN), 1, wanted)
 
 

@@ -1,10 +1,12 @@
 """Kernels that find the rows of a batch: those in slots, the misses, and where each of these goes.
 
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes. `jobs`,
-`job_of_block`, `inputs` and `locations` are what `quant.cache.jobs` and a ticket say: int64 [jobs, JOB_SIZE]
-and int32 [blocks], both written by the host; the batch's ids int64, at bytes IDS_AT, written before the batch
-begins; int32 [ids], at bytes LOCATIONS_AT, written here. `ticket` is the address of a batch's record, int64
-[TICKET_SIZE].
+root          address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], written by the host
+jobs          address of int64 [jobs, PROBE_SIZE], written by `quant.cache.jobs`
+job_of_block  address of int32 [blocks], written there too
+blocks        how many blocks: a number, not an address
+inputs        address of the batch's inputs; int64 ids lie at byte IDS_AT, written before the batch begins
+locations     address of a ticket's locations; int32 [ids] at byte LOCATIONS_AT, written here
+ticket        address of a batch's record, int64 [TICKET_SIZE]
 """
 
 import triton
@@ -33,12 +35,12 @@ from tableside.quant.cache.kernels.state import (
     COUNTER_IDS,
     COUNTER_IN_PLACE,
     COUNTER_SIZE,
-    JOB_FIRST_BLOCK,
-    JOB_IDS,
-    JOB_IDS_AT,
-    JOB_LOCATIONS_AT,
-    JOB_SIZE,
-    JOB_TABLE,
+    PROBE_FIRST_BLOCK,
+    PROBE_IDS,
+    PROBE_IDS_AT,
+    PROBE_LOCATIONS_AT,
+    PROBE_SIZE,
+    PROBE_TABLE,
     ROOT_COUNTERS,
     ROOT_GROUPS,
     ROOT_STATE,
@@ -79,13 +81,13 @@ def probe(
     root = i64(root)
     now = tl.load(i64(tl.load(root + ROOT_STATE)) + STATE_NOW)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * JOB_SIZE
-        number = tl.load(job + JOB_TABLE)
+        job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * PROBE_SIZE
+        number = tl.load(job + PROBE_TABLE)
         table = table_at(root, number)
-        first = (block - tl.load(job + JOB_FIRST_BLOCK)) * BLOCK
+        first = (block - tl.load(job + PROBE_FIRST_BLOCK)) * BLOCK
         at = first + tl.arange(0, BLOCK)
-        is_id = at < tl.load(job + JOB_IDS)
-        id = tl.load(i64(inputs + tl.load(job + JOB_IDS_AT)) + at, is_id, -1)
+        is_id = at < tl.load(job + PROBE_IDS)
+        id = tl.load(i64(inputs + tl.load(job + PROBE_IDS_AT)) + at, is_id, -1)
         is_known = (id >= 0) & (id < tl.load(table + TABLE_ROWS))
 
         found, used = find(root, (number << ID_BITS) | id, is_known)
@@ -99,7 +101,7 @@ def probe(
         tl.store(i32(tl.load(table + TABLE_DIRTY)) + (id >> 5) // GROUP_WORDS, 1, is_new)
 
         location = tl.where(is_hit, slot_of(root, found, is_hit), tl.where(is_missed, UNRESOLVED, IN_TABLE))
-        tl.store(i32(locations + tl.load(job + JOB_LOCATIONS_AT)) + at, location, is_id)
+        tl.store(i32(locations + tl.load(job + PROBE_LOCATIONS_AT)) + at, location, is_id)
         counters = i64(tl.load(root + ROOT_COUNTERS)) + number * COUNTER_SIZE
         tl.atomic_add(counters + COUNTER_IDS, tl.sum(is_id.to(tl.int64), 0), sem="relaxed")
         tl.atomic_add(counters + COUNTER_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
@@ -178,13 +180,13 @@ def resolve(
     root = i64(root)
     blocks = tl.where(miss_count(i64(tl.load(root + ROOT_STATE))) > 0, blocks, 0)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * JOB_SIZE
-        number = tl.load(job + JOB_TABLE)
+        job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * PROBE_SIZE
+        number = tl.load(job + PROBE_TABLE)
         table = table_at(root, number)
-        at = (block - tl.load(job + JOB_FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-        location_at = i32(locations + tl.load(job + JOB_LOCATIONS_AT)) + at
-        is_missed = (at < tl.load(job + JOB_IDS)) & (tl.load(location_at, at < tl.load(job + JOB_IDS), 0) == UNRESOLVED)
-        id = tl.load(i64(inputs + tl.load(job + JOB_IDS_AT)) + at, is_missed, 0)
+        at = (block - tl.load(job + PROBE_FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+        location_at = i32(locations + tl.load(job + PROBE_LOCATIONS_AT)) + at
+        is_missed = (at < tl.load(job + PROBE_IDS)) & (tl.load(location_at, at < tl.load(job + PROBE_IDS), 0) == UNRESOLVED)
+        id = tl.load(i64(inputs + tl.load(job + PROBE_IDS_AT)) + at, is_missed, 0)
         word = tl.load(i32(tl.load(table + TABLE_MISS_BITS)) + (id >> 5), is_missed, 0)
         first = tl.load(i32(tl.load(table + TABLE_FIRST_RANKS)) + (id >> 5), is_missed, 0)
         below = (tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)) - 1

@@ -22,7 +22,7 @@ Tickets and scores are kept in int32 where space matters, and may wrap.
 
 from enum import IntEnum
 
-import triton.language as tl
+from tableside.quant.device.launch import constants
 
 ID_BITS = 40  # of a key; the table's number lies above them
 NODE_BYTES, NODE_NEXT, NODE_USED = 16, 8, 12  # of a node: its size, and where next and used lie
@@ -66,9 +66,7 @@ class Root(IntEnum):
     GROUPS = 15  # int32 [programs of `enumerate_misses`, 2]: table, its first dirty flag
     MOST_SLOTS = 16  # of a page, of any class
     WIDEST_UNITS = 17  # UNIT_BYTES of a row, of any class
-    GATHER_LIST = (
-        18  # int64 [2 + GATHER_MOST], then int32 [GATHER_MOST], page-locked: what the CPU gathers, see `fetch.list_rows`
-    )
+    GATHER_LIST = 18  # page-locked int64 [2 + GATHER_MOST], then int32 [GATHER_MOST]: what the CPU gathers (`fetch.list_rows`)
     GATHER_FROM = 19  # misses of a batch from which the CPU gathers them
     GATHER_MOST = 20  # misses of a batch that the CPU gathers, at most
     GATHERED = 21  # page-locked memory where the CPU puts them, laid out as in the staging buffer
@@ -144,7 +142,7 @@ class Counter(IntEnum):
     IN_PLACE = 3  # ids whose row found no room in slots and staging buffer
 
 
-class JobField(IntEnum):
+class ProbeField(IntEnum):
     """One lookup of a batch."""
 
     TABLE = 0
@@ -168,16 +166,6 @@ def occupied_at(number: int) -> int:
     return len(State) + number * len(ClassState) + ClassState.OCCUPIED
 
 
-def constants(prefix: str, fields: type[IntEnum], first: int = 0) -> dict[str, tl.constexpr]:
-    """`PREFIX_NAME` for each field, and `PREFIX_SIZE`: int64s of the record. Triton's kernels read such
-    globals alone.
-
-    first: where the record begins, if another one is before it.
-    """
-    numbers = {field.name: first + int(field) for field in fields} | {"SIZE": len(fields)}
-    return {f"{prefix}_{name}": tl.constexpr(number) for name, number in numbers.items()}
-
-
 globals().update(
     constants("ROOT", Root)
     | constants("ARRAY", BatchArray, first=len(Root))
@@ -186,6 +174,6 @@ globals().update(
     | constants("STATE", State)
     | constants("CLASS_STATE", ClassState)
     | constants("COUNTER", Counter)
-    | constants("JOB", JobField)
+    | constants("PROBE", ProbeField)
     | constants("TICKET", TicketField)
 )
