@@ -49,8 +49,8 @@ from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, 
 from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
-from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable, check_share
-from tableside.quant.gpu.tables import DeviceTable, KernelKey
+from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds in the interpreter, whatever its width.
@@ -205,7 +205,7 @@ class GpuBackend(Backend):
 
     def on_host(self, table: Table) -> DeviceTable:
         """A table that the CPU looks up, beside the device."""
-        return DeviceTable(table, OnHost(table), KernelKey())
+        return on_device(table)
 
     def _placed(self, table: Table, residence: Residence, key: KernelKey | None) -> DeviceTable:
         return DeviceTable(table, residence, key or KernelKey.of(table))

@@ -13,6 +13,7 @@ lies before (`Jobs.shifted`). A request's parts are
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -149,11 +150,11 @@ class Layout:
     asked_bytes: int
     is_direct: bool
 
-    @property
+    @cached_property
     def job_count(self) -> int:
         return sum(len(jobs.rows) for jobs in self.jobs)
 
-    @property
+    @cached_property
     def cached_ids(self) -> int:
         return sum(lookup.ids for lookup in self.cached)
 
@@ -228,11 +229,14 @@ class _JobList:
         self._config = config
         self._jobs: list[Job] = []
         self._programs: list[int] = []
+        self._total = 0
 
     def add(self, job: Job, lk: Lookup) -> None:
-        job.offset(JobField.FIRST_PROGRAM, sum(self._programs))
+        job.offset(JobField.FIRST_PROGRAM, self._total)
+        programs = -(-lk.outputs * columns(lk.table) // self._config.block_columns)
         self._jobs.append(job)
-        self._programs.append(-(-lk.outputs * columns(lk.table) // self._config.block_columns))
+        self._programs.append(programs)
+        self._total += programs
 
     def finished(self, pooled: bool) -> Jobs:
         rows = np.array([job.values for job in self._jobs], np.int64).reshape(-1, FIELDS)
@@ -253,7 +257,7 @@ class _Request:
 
     def __init__(self, cpu: CpuBackend, threads: int, gathers: bool) -> None:
         self._cpu, self._threads, self._gathers = cpu, threads, gathers
-        self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = 0
+        self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = self._locations_bytes = 0
         self.moves_in: list[Move] = []
         self.moves_out: list[Move] = []
         self.cached: list[CachedLookup] = []
@@ -317,7 +321,8 @@ class _Request:
         return first
 
     def probe(self, table: int, ids_at: int, ids: int) -> int:
-        locations_at = 4 * sum(lookup.ids for lookup in self.cached)
+        locations_at = self._locations_bytes
+        self._locations_bytes += 4 * ids
         self.cached.append(CachedLookup(table, ids_at, ids, locations_at))
         return locations_at
 
