@@ -112,12 +112,13 @@ class V2:
         buffer = await self.service.executor.run(infer.request, inputs)
         looked_up = time.perf_counter()
         head, parts = v2_request.encode(infer, buffer)
+        times = Stages(started, parsed, looked_up, time.perf_counter())
+        # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
+        self._metrics[served.header.model].answered(infer.request, len(body), times)
         if infer.has_binary:
             await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
         else:
             await respond(send, 200, (JSON_TYPE,), head)
-        times = Stages(started, parsed, looked_up, time.perf_counter())
-        self._metrics[served.header.model].answered(infer.request, len(body), times)
 
     async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> tuple[InferRequest, Any]:
         """The infer request, remembered where its header came before, and its input buffer."""
