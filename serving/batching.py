@@ -22,8 +22,10 @@ from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.deadline import timed_out
 from tableside.serving.errors import ApiError, Kind
 from tableside.serving.executors import Executor
-from tableside.serving.request import Buffer, Request, ToScore
+from tableside.serving.places import Buffer
+from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
+from tableside.serving.scores import ToScore
 from tableside.serving.scoring import ScoreStage
 
 if TYPE_CHECKING:  # both import torch

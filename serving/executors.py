@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tableside.serving.deadline import timed_out
-from tableside.serving.request import Buffer, Request, ToScore
+from tableside.serving.places import Buffer
+from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
+from tableside.serving.scores import ToScore
 from tableside.serving.scoring import ScoreStage
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from tableside.serving.deadline import Deadline, Tell
 from tableside.serving.metrics import SCORE_SECONDS
-from tableside.serving.request import ToScore, score_together
+from tableside.serving.scores import ToScore, score_together
 
 
 class ScoreStage:

@@ -11,8 +11,10 @@ from tableside.loader.segment import Segment
 from tableside.quant import Backend, Lookup, Pooling, Precision, RowSource
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
-from tableside.serving.request import DenseInput, FeatureInput, Output, Request, Scoring
+from tableside.serving.places import DenseInput, Output
+from tableside.serving.request import FeatureInput, Request
 from tableside.serving.scorer import Scorer
+from tableside.serving.scores import Scoring
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 SERVING = (
     *("__init__", "errors", "settings", "wire", "client"),
     *("scorer", "program", "scorers", "placement"),
-    *("request", "version", "engine"),
+    *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
     *("scrub", "service", "evaluation"),
     *("http", "worker", "supervisor", "server", "preload", "cli"),

@@ -20,7 +20,8 @@ from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from tableside.serving.placement import Placer
-from tableside.serving.request import DenseInput, FeatureInput, Request
+from tableside.serving.places import DenseInput
+from tableside.serving.request import FeatureInput, Request
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 

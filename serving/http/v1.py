@@ -28,7 +28,8 @@ from tableside.serving.http.asgi import (
 )
 from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs, from_list
 from tableside.serving.metrics import ModelMetrics, Stages
-from tableside.serving.request import DenseInput, Output, Request
+from tableside.serving.places import DenseInput, Output
+from tableside.serving.request import Request
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 

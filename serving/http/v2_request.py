@@ -16,7 +16,8 @@ import orjson
 from tableside.loader.model import SCORE
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list
-from tableside.serving.request import Buffer, DenseInput, Output, Request
+from tableside.serving.places import Buffer, DenseInput, Output
+from tableside.serving.request import Request
 from tableside.serving.version import ServedVersion
 
 

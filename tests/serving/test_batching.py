@@ -21,8 +21,9 @@ from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.placement import Placement, Placer
-from tableside.serving.request import DenseInput, Output, Scoring
+from tableside.serving.places import DenseInput, Output
 from tableside.serving.scorer import Scorer
+from tableside.serving.scores import Scoring
 from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]

@@ -25,8 +25,10 @@ from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import CpuExecutor, Executor
 from tableside.serving.placement import Placer
-from tableside.serving.request import DenseInput, FeatureInput, Output, Request, Scoring
+from tableside.serving.places import DenseInput, Output
+from tableside.serving.request import FeatureInput, Request
 from tableside.serving.scorer import Floats, Scorer, ScorerLimits
+from tableside.serving.scores import Scoring
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 

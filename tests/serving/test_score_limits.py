@@ -20,9 +20,10 @@ from tableside.loader.program import Program, read_program
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.request import DenseInput, Output, Scoring, ToScore, score_together
+from tableside.serving.places import DenseInput, Output
 from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scorers import open_scorer
+from tableside.serving.scores import Scoring, ToScore, score_together
 from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Server]

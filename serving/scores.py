@@ -1,0 +1,77 @@
+"""What a scorer reads of a request that was looked up, and the call that turns it into scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tableside.serving.errors import ApiError, Kind, bad_request
+from tableside.serving.places import Buffer, DenseInput, Output
+from tableside.serving.scorer import Floats, Scorer
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a scorer reads of a request, in the order that it takes it, and where its scores go."""
+
+    scorer: Scorer
+    sources: tuple[Output | DenseInput, ...]
+    output: Output
+
+    def run(self, inputs: Any, buffer: Buffer) -> None:
+        """Reads the request's inputs and its vectors in `buffer`, writes its scores there. ApiError: as `score_together`."""
+        score_together([ToScore(self, inputs, buffer)])
+
+    def check(self, given: Sequence[Floats], scores: Floats) -> None:
+        """ApiError: a score is not finite. It is a 400 where a dense tensor of the request is not finite either, else a 500."""
+        if np.isfinite(scores).all():
+            return
+        for source, values in zip(self.sources, given, strict=True):
+            if isinstance(source, DenseInput) and not np.isfinite(values).all():
+                row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+                raise bad_request(f"dense tensor {source.name!r} is not finite in row {row}; expected finite numbers")
+        row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
+        raise ApiError(
+            500, Kind.SCORER, f"the score of row {row} is {scores[row]}, from {self.scorer.name}; expected a finite number"
+        )
+
+    def arrays(self, inputs: Any, buffer: Buffer) -> list[Floats]:
+        """What the scorer takes: one fp32 [rows, width] for each source."""
+        return [
+            s.view(buffer).astype(np.float32, copy=False)
+            if isinstance(s, Output)
+            else np.frombuffer(inputs, np.float32, s.rows * s.width, s.at).reshape(s.rows, s.width)
+            for s in self.sources
+        ]
+
+
+class ToScore(NamedTuple):
+    """A request that was looked up. inputs: its input buffer. buffer: its output buffer, with vectors and room for scores."""
+
+    scoring: Scoring
+    inputs: Any
+    buffer: Buffer
+
+
+def score_together(requests: Sequence[ToScore]) -> None:
+    """Scores requests of one scorer by one call of it; writes each request's scores to its buffer.
+
+    ApiError: the call would take too much memory, the scorer refuses it, or a score is not finite.
+    """
+    arrays = [scoring.arrays(inputs, buffer) for scoring, inputs, buffer in requests]
+    together = arrays[0] if len(requests) == 1 else [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
+    rows = [scoring.output.shape[0] for scoring, _, _ in requests]
+    scorer = requests[0].scoring.scorer
+    scorer.admit(sum(rows))
+    try:
+        # An array is copied only where its memory is not aligned, or the scorer may not write to it.
+        scores = scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
+    except (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
+    if scores.shape != (expected := (sum(rows), *requests[0].scoring.output.shape[1:])):
+        raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
+    for (scoring, _, buffer), given, part in zip(requests, arrays, np.split(scores, np.cumsum(rows)[:-1]), strict=True):
+        scoring.check(given, part)
+        scoring.output.view(buffer)[:] = part
