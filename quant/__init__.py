@@ -7,7 +7,7 @@ specification), FBGEMM, our own CPU kernel and our own GPU kernel. Inside, impor
 """
 
 from tableside.quant.backends import backend_names, choose
-from tableside.quant.contract import Backend, Lookup, Plan, Pooling, Precision, RowSource, Table
+from tableside.quant.contract import Backend, Lookup, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
 from tableside.quant.row_format import RowFormat, Source
@@ -17,8 +17,11 @@ __all__ = [
     "BadIds",
     "CpuBackend",
     "Lookup",
+    "LookupKind",
     "MissingBackend",
+    "Place",
     "Plan",
+    "Planner",
     "Pooling",
     "Precision",
     "QuantError",

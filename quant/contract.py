@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +117,8 @@ class Table:
 class Lookup:
     """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any alignment.
 
-    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
+    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used. out_row_bytes: from one
+    vector to the next; None: they lie one after another.
     """
 
     table: RowSource
@@ -130,6 +131,7 @@ class Lookup:
     lengths_at: int | None = None
     bag_length: int = 0
     weights_at: int | None = None
+    out_row_bytes: int | None = None
 
     @property
     def outputs(self) -> int:
@@ -137,8 +139,68 @@ class Lookup:
         return self.ids if self.pooling is Pooling.NONE else self.bags
 
     @property
+    def vector_bytes(self) -> int:
+        return self.table.dim * self.precision.bytes
+
+    @property
     def out_bytes(self) -> int:
-        return self.outputs * self.table.dim * self.precision.bytes
+        """From its first vector's first byte to its last one's last."""
+        return max(0, self.outputs - 1) * (self.out_row_bytes or self.vector_bytes) + min(1, self.outputs) * self.vector_bytes
+
+
+@dataclass(frozen=True)
+class LookupKind:
+    """What stays the same of a lookup that comes again with other ids: the fields are those of `Lookup`."""
+
+    table: RowSource
+    pooling: Pooling
+    precision: Precision = Precision.FP32
+    out_row_bytes: int | None = None
+
+
+class Place(NamedTuple):
+    """Where a lookup's inputs and vectors are, int64 each: the fields are those of `Lookup`, with -1 where there are none.
+
+    Places of several lookups are int64 [lookups, fields of this], in any memory that has the buffer protocol.
+    """
+
+    ids_at: int
+    ids: int
+    lengths_at: int
+    bag_length: int
+    bags: int
+    weights_at: int
+    out_at: int
+
+
+def place_of(lookup: Lookup) -> Place:
+    """The place of a lookup."""
+    return Place(
+        lookup.ids_at,
+        lookup.ids,
+        -1 if lookup.lengths_at is None else lookup.lengths_at,
+        lookup.bag_length,
+        lookup.bags,
+        -1 if lookup.weights_at is None else lookup.weights_at,
+        lookup.out_at,
+    )
+
+
+def lookup_at(kind: LookupKind, place: Place) -> Lookup:
+    """A lookup of a kind at a place."""
+    return Lookup(
+        kind.table,
+        kind.pooling,
+        place.ids_at,
+        place.ids,
+        place.out_at,
+        kind.precision,
+        place.bags,
+        None if place.lengths_at < 0 else place.lengths_at,
+        place.bag_length,
+        None if place.weights_at < 0 else place.weights_at,
+        kind.out_row_bytes,
+    )
 
 
 class Plan(ABC):
@@ -155,6 +217,26 @@ class Plan(ABC):
 
         BadIds: something in `inputs` is wrong; `outputs` was not touched.
         """
+
+
+class Planner(ABC):
+    """Plans lookups of the same kinds again and again, each time at other places. Any thread may call."""
+
+    @abstractmethod
+    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
+        """places: int64 [kinds, fields of Place], a buffer that stays as it is. out_bytes: as for `Backend.plan`."""
+
+
+class _OneByOnePlanner(Planner):
+    """A planner of backends that have none of their own."""
+
+    def __init__(self, backend: "Backend", kinds: Sequence[LookupKind], threads: int) -> None:
+        self._backend, self._kinds, self._threads = backend, tuple(kinds), threads
+
+    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
+        rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
+        lookups = [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
+        return self._backend.plan(lookups, self._threads, out_bytes)
 
 
 class Backend(ABC):
@@ -195,6 +277,10 @@ class Backend(ABC):
 
         out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores behind them.
         """
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        """What plans lookups of these kinds, for requests that read the same tables."""
+        return _OneByOnePlanner(self, kinds, threads)
 
     def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         """Rows [start, stop) as fp32 [rows, dim]."""

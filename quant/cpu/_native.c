@@ -4,11 +4,12 @@
  * use(name) -> selects one of them
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
  *   lengths: int32, for pooled lookups
- * run(jobs, inputs, outputs, threads): jobs is int64 [n, fields of LOOKUP_FIELDS], with offsets into the buffers
- * gather(jobs, inputs, outputs, threads): the same for GATHER_FIELDS; copies rows as they are packed
+ * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what they read, and
+ *   places int64 [n, fields of PLACE_FIELDS], where in the buffers
+ * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are packed
  *   All three check every id and length before any row is read. They return None, or (job, problem, position, value) for
  *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
- * LOOKUP_FIELDS, GATHER_FIELDS: the names of the fields of a job, in order; whoever writes jobs checks its own against them
+ * KIND_FIELDS, PLACE_FIELDS, GATHER_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
@@ -17,6 +18,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <string.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #include "_processor.h"
@@ -32,18 +34,19 @@ extern const kernel kernel_portable;
 static const kernel *available[3], *active;
 static int n_available;
 
-/* The fields of a job in the matrix that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
- * lengths_at, weights_at: -1 where there are none. */
-#define LOOKUP_FIELDS(F) \
-    F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) \
-    F(weights_at) F(out_at) F(out_row_bytes) F(out_half)
+/* The fields of the matrices that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
+ * lengths_at, weights_at: -1 where there are none. out_row_bytes: from one vector to the next. */
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) F(out_half)
+#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at)
 /* The same for `gather`. */
 #define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name,
-typedef struct { LOOKUP_FIELDS(MEMBER) } lookup_fields;
+typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
+typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
-static const char *const lookup_names[] = {LOOKUP_FIELDS(NAME) NULL}, *const gather_names[] = {GATHER_FIELDS(NAME) NULL};
+static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
+static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL};
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
@@ -285,26 +288,34 @@ done:
     return result;
 }
 
-/* One row of a matrix of jobs -> a job over the two buffers; 0 with ValueError set where it does not lie in them. */
-typedef int binder(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j);
-
-static int bind_lookup(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
-    const lookup_fields *f = fields;
-    const uint8_t *inputs = in->buf;
-    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
-               .format = (int)f->row_format, .pooling = (int)f->pooling, .ids = inputs + f->ids_at, .n_ids = f->ids,
-               .lengths = f->lengths_at < 0 || f->pooling == POOL_NONE ? NULL : inputs + f->lengths_at,
-               .fixed_length = f->bag_length, .n_bags = f->bags, .weights = f->weights_at < 0 ? NULL : inputs + f->weights_at,
-               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->out_row_bytes, .out_half = (int)f->out_half};
-    int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    return is_sound(j, threads) && fits("inputs (ids)", f->ids_at, f->ids, 8, in)
-           && (!j->lengths || fits("inputs (lengths)", f->lengths_at, f->bags, 4, in))
-           && (!j->weights || fits("inputs (weights)", f->weights_at, f->ids, 4, in))
-           && fits("outputs", f->out_at, outputs, f->out_row_bytes, out);
+/* Whether `count` vectors of `size` bytes, `step` bytes apart, lie in the outputs; else sets ValueError. Nothing wraps. */
+static int vectors_fit(int64_t offset, int64_t count, int64_t step, int64_t size, const Py_buffer *b) {
+    int64_t last = 0;
+    if (!count) return fits("outputs", offset, 0, size, b);
+    if (!__builtin_mul_overflow(count - 1, step, &last) && !__builtin_add_overflow(offset, last, &last))
+        return fits("outputs", offset, 0, size, b) && fits("outputs", last, 1, size, b);
+    PyErr_Format(PyExc_ValueError, "outputs: %lld vectors %lld bytes apart do not lie in any buffer", (long long)count,
+                 (long long)step);
+    return 0;
 }
 
-static int bind_gather(const void *fields, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
-    const gather_fields *f = fields;
+/* What a lookup reads and where -> a job over the two buffers; 0 with ValueError set where it does not lie in them. */
+static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buffer *in, const Py_buffer *out, int64_t threads,
+                       job *j) {
+    const uint8_t *inputs = in->buf;
+    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
+               .format = (int)f->row_format, .pooling = (int)f->pooling, .ids = inputs + p->ids_at, .n_ids = p->ids,
+               .lengths = p->lengths_at < 0 || f->pooling == POOL_NONE ? NULL : inputs + p->lengths_at,
+               .fixed_length = p->bag_length, .n_bags = p->bags, .weights = p->weights_at < 0 ? NULL : inputs + p->weights_at,
+               .out = (uint8_t *)out->buf + p->out_at, .out_row_bytes = f->out_row_bytes, .out_half = (int)f->out_half};
+    int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
+    return is_sound(j, threads) && fits("inputs (ids)", p->ids_at, p->ids, 8, in)
+           && (!j->lengths || fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
+           && (!j->weights || fits("inputs (weights)", p->weights_at, p->ids, 4, in))
+           && vectors_fit(p->out_at, outputs, f->out_row_bytes, f->dim * (f->out_half ? 2 : 4), out);
+}
+
+static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
                .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
                .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
@@ -315,45 +326,50 @@ static int bind_gather(const void *fields, const Py_buffer *in, const Py_buffer 
     return fits("inputs (ids)", f->ids_at, f->ids, 8, in) && fits("outputs", f->out_at, f->ids, f->row_bytes, out);
 }
 
-/* What `run` and `gather` share: (jobs, inputs, outputs, threads), with `bind` for each `job_bytes` of jobs. */
-static PyObject *run_jobs(PyObject *const *args, Py_ssize_t n, binder *bind, int64_t job_bytes) {
-    Py_buffer matrix = {0}, in = {0}, out = {0};
+/* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
+static PyObject *run_jobs(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in, const Py_buffer *out,
+                          int64_t threads) {
+    enum { FEW = 64 };
+    job few[FEW], *jobs = few;
     PyObject *result = NULL;
-    job *jobs = NULL;
-    int64_t threads;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "expected jobs, inputs, outputs and threads, got %zd arguments", n);
-    if (!integers(args + 3, 1, &threads)) return NULL;
-    if (PyObject_GetBuffer(args[0], &matrix, PyBUF_SIMPLE) || PyObject_GetBuffer(args[1], &in, PyBUF_SIMPLE)
-        || PyObject_GetBuffer(args[2], &out, PyBUF_WRITABLE))
-        goto done;
-    int64_t count = matrix.len / job_bytes;
-    jobs = PyMem_Malloc((size_t)(count ? count : 1) * sizeof(job));
-    if (!jobs) {
-        PyErr_NoMemory();
-        goto done;
+    int64_t count = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
+    if (places && places->len != count * (int64_t)sizeof(place_fields))
+        return PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places->len, (long long)count);
+    if (count > FEW && !(jobs = PyMem_Malloc((size_t)count * sizeof(job)))) return PyErr_NoMemory();
+    for (int64_t k = 0; k < count; k++) {
+        place_fields place;
+        if (places) memcpy(&place, (const char *)places->buf + k * (int64_t)sizeof place, sizeof place);
+        if (places ? !bind_lookup((const kind_fields *)kinds->buf + k, &place, in, out, threads, jobs + k)
+                   : !bind_gather((const gather_fields *)kinds->buf + k, in, out, threads, jobs + k))
+            goto done;
     }
-    for (int64_t k = 0; k < count; k++)
-        if (!bind((const char *)matrix.buf + k * job_bytes, &in, &out, threads, jobs + k)) goto done;
     verdict v;
     Py_BEGIN_ALLOW_THREADS
     v = execute(jobs, count, (int)threads);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
-    PyMem_Free(jobs);
-    if (matrix.obj) PyBuffer_Release(&matrix);
-    if (in.obj) PyBuffer_Release(&in);
-    if (out.obj) PyBuffer_Release(&out);
+    if (jobs != few) PyMem_Free(jobs);
     return result;
 }
 
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return run_jobs(args, n, bind_lookup, sizeof(lookup_fields));
+/* The arguments of `run` (has_places) or `gather`: buffers, the last of which is written to, and threads. */
+static PyObject *run_buffers(PyObject *const *args, Py_ssize_t n, int has_places) {
+    Py_buffer b[4] = {{0}};
+    PyObject *result = NULL;
+    int count = has_places ? 4 : 3, held = 0;
+    int64_t threads;
+    if (n != count + 1) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", count + 1, n);
+    if (!integers(args + count, 1, &threads)) return NULL;
+    while (held < count && !PyObject_GetBuffer(args[held], b + held, held == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == count) result = run_jobs(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
+    while (held--) PyBuffer_Release(b + held);
+    return result;
 }
 
-static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return run_jobs(args, n, bind_gather, sizeof(gather_fields));
-}
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) { return run_buffers(args, n, 1); }
+
+static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) { return run_buffers(args, n, 0); }
 
 static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t kind[2], shape[2], row_bytes, bad = -1;
@@ -427,7 +443,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     find_kernels();
     open_pool();
     PyObject *made = PyModule_Create(&module);
-    if (made && add_names(made, "LOOKUP_FIELDS", lookup_names) && add_names(made, "GATHER_FIELDS", gather_names)) return made;
+    if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
+        && add_names(made, "GATHER_FIELDS", gather_names))
+        return made;
     Py_XDECREF(made);
     return NULL;
 }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Backend, Bytes, Lookup, Plan, Pooling, Precision, RowSource, Table, check_ids
+from tableside.quant.contract import Backend, Bytes, Lookup, LookupKind, Plan, Pooling, Precision, RowSource, Table, check_ids
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat, Source
 
@@ -37,7 +37,7 @@ def host_table(table: RowSource) -> Table:
     return table
 
 
-def host_tables(lookups: Sequence[Lookup]) -> list[Table]:
+def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
     """The tables of lookups that the CPU can run. QuantError: one is on a device, or asks for bf16."""
     for lookup in lookups:
         if lookup.precision is Precision.BF16:
@@ -83,6 +83,11 @@ class _OneByOne(Plan):
         for lookup, table, ids, lengths, weights in parsed:
             half = lookup.precision is Precision.FP16
             dtype = np.float16 if half else np.float32
-            out = np.frombuffer(outputs, dtype, lookup.outputs * table.dim, lookup.out_at).reshape(-1, table.dim)
             how: dict[str, Any] = {"pooling": lookup.pooling, "weights": weights, "half": half, "threads": self._threads}
-            self._backend.lookup(table, ids, lengths, out=out, **how)
+            if lookup.out_row_bytes is None:
+                out = np.frombuffer(outputs, dtype, lookup.outputs * table.dim, lookup.out_at).reshape(-1, table.dim)
+                self._backend.lookup(table, ids, lengths, out=out, **how)
+            else:
+                shape, strides = (lookup.outputs, table.dim), (lookup.out_row_bytes, np.dtype(dtype).itemsize)
+                apart = np.ndarray(shape, dtype, outputs, lookup.out_at, strides)
+                apart[:] = self._backend.lookup(table, ids, lengths, **how)

@@ -11,7 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Lookup, Plan, Pooling, RowSource, Table
+from tableside.quant.contract import (
+    Bytes,
+    Floats,
+    Ids,
+    Lengths,
+    Lookup,
+    LookupKind,
+    Place,
+    Plan,
+    Planner,
+    Pooling,
+    RowSource,
+    Table,
+    place_of,
+)
 from tableside.quant.cpu.backend import CpuBackend, host_table, host_tables
 from tableside.quant.errors import BadIds, MissingBackend, Problem
 from tableside.quant.row_format import RowFormat, Source
@@ -27,8 +41,8 @@ except ImportError as error:  # the extension is optional: installing works with
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM)
 
 
-class _LookupJob(NamedTuple):
-    """A lookup as `_native.run` reads it, int64 each. Offsets are bytes in the inputs or the outputs; -1: there is none."""
+class _Kind(NamedTuple):
+    """What a lookup reads, as `_native.run` takes it, int64 each."""
 
     table: int  # address of the first row
     rows: int
@@ -36,14 +50,7 @@ class _LookupJob(NamedTuple):
     dim: int
     row_format: int
     pooling: int
-    ids_at: int
-    ids: int
-    lengths_at: int
-    bag_length: int
-    bags: int
-    weights_at: int
-    out_at: int
-    out_row_bytes: int
+    out_row_bytes: int  # from one vector to the next
     out_half: int
 
 
@@ -58,7 +65,8 @@ class _GatherJob(NamedTuple):
     out_at: int
 
 
-if (_LookupJob._fields, _GatherJob._fields) != (_native.LOOKUP_FIELDS, _native.GATHER_FIELDS):
+_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS)
+if (_Kind._fields, Place._fields, _GatherJob._fields) != _FIELDS:
     raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
 
 
@@ -71,36 +79,54 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
 
 
 class _NativePlan(Plan):
-    """Jobs for one of the extension's functions, and the tables that they point into."""
+    """Places of lookups for the extension, and the planner that has the rest."""
 
-    def __init__(self, function: Any, jobs: Sequence[_LookupJob | _GatherJob], tables: Sequence[Table], threads: int) -> None:
-        self._function, self._threads = function, threads
-        self._tables = tables  # keeps their memory alive
+    __slots__ = ("_places", "_planner")
+
+    def __init__(self, planner: "_NativePlanner", places: Any) -> None:
+        self._planner, self._places = planner, places
+
+    def run(self, inputs: Any, outputs: Any) -> None:
+        planner = self._planner
+        if verdict := _native.run(planner.kinds, self._places, inputs, outputs, planner.threads):
+            counts = np.frombuffer(self._places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
+            _raise(verdict, planner.tables, counts.tolist())
+
+
+class _NativePlanner(Planner):
+    """What lookups read, as the extension takes it, and the tables, whose memory it keeps alive."""
+
+    def __init__(self, kinds: Sequence[LookupKind], tables: Sequence[Table], threads: int) -> None:
+        self.tables, self.threads = tuple(tables), threads
+        self.kinds = np.array([_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64).tobytes()
+
+    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
+        return _NativePlan(self, places)
+
+
+class _GatherPlan(Plan):
+    """Jobs of `_native.gather`, and the tables that they point into."""
+
+    def __init__(self, jobs: Sequence[_GatherJob], tables: Sequence[Table], threads: int) -> None:
+        self._tables, self._threads = tables, threads
         self._counts = [job.ids for job in jobs]
         self._jobs = np.array(jobs, dtype=np.int64).tobytes()
 
     def run(self, inputs: Any, outputs: Any) -> None:
-        if verdict := self._function(self._jobs, inputs, outputs, self._threads):
+        if verdict := _native.gather(self._jobs, inputs, outputs, self._threads):
             _raise(verdict, self._tables, self._counts)
 
 
-def _lookup_job(lookup: Lookup, table: Table) -> _LookupJob:
-    return _LookupJob(
+def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
+    return _Kind(
         table=table.address,
         rows=table.rows,
         row_bytes=table.row_bytes,
         dim=table.dim,
         row_format=table.row_format,
-        pooling=lookup.pooling,
-        ids_at=lookup.ids_at,
-        ids=lookup.ids,
-        lengths_at=-1 if lookup.lengths_at is None else lookup.lengths_at,
-        bag_length=lookup.bag_length,
-        bags=lookup.bags,
-        weights_at=-1 if lookup.weights_at is None else lookup.weights_at,
-        out_at=lookup.out_at,
-        out_row_bytes=table.dim * lookup.precision.bytes,
-        out_half=lookup.precision,
+        pooling=kind.pooling,
+        out_row_bytes=table.dim * kind.precision.bytes if kind.out_row_bytes is None else kind.out_row_bytes,
+        out_half=kind.precision,
     )
 
 
@@ -156,9 +182,11 @@ class Native(CpuBackend):
         return out
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        tables = host_tables(lookups)
-        jobs = [_lookup_job(lookup, table) for lookup, table in zip(lookups, tables, strict=True)]
-        return _NativePlan(_native.run, jobs, tables, threads)
+        places = np.array([place_of(lookup) for lookup in lookups], dtype=np.int64).tobytes()
+        return _NativePlanner(lookups, host_tables(lookups), threads).plan(places)
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        return _NativePlanner(kinds, host_tables(kinds), threads)
 
     def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
         tables = host_tables(lookups)
@@ -166,4 +194,4 @@ class Native(CpuBackend):
             _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)
             for lookup, table in zip(lookups, tables, strict=True)
         ]
-        return _NativePlan(_native.gather, jobs, tables, threads)
+        return _GatherPlan(jobs, tables, threads)
