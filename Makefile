@@ -21,7 +21,7 @@ $(VENV)/.base: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside into $(VENV)"
 	@$(PIP) install --editable .
-	@$(BIN)/python -c 'import tableside.quant.cpu._native' 2>/dev/null || { \
+	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.serving.http._headers' 2>/dev/null || { \
 		echo "the native kernel was not built (Python.h? Debian: apt-get install python3-dev); installing FBGEMM's, which is large"; \
 		$(PIP) install --editable '.[fbgemm]'; }
 	@touch $@

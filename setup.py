@@ -1,7 +1,7 @@
-"""The native kernel, which pyproject.toml cannot declare without a warning. Everything else is there.
+"""The native kernel, and the routine that understands headers, which pyproject.toml cannot declare without a warning.
 
-TABLESIDE_NATIVE=required: the build fails where the kernel does not compile. Else the kernel is left out, and `tableside serve`
-says so.
+Everything else is there. TABLESIDE_NATIVE=required: the build fails where they do not compile. Else they are left out, and
+`tableside serve` says so.
 """
 
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 KERNEL = Path("quant/cpu")
+OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
 
 setup(
     ext_modules=[
@@ -20,8 +21,16 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
             extra_link_args=["-pthread", "-s"],
             py_limited_api=True,
-            optional=os.environ.get("TABLESIDE_NATIVE") != "required",
-        )
+            optional=OPTIONAL,
+        ),
+        Extension(
+            "tableside.serving.http._headers",
+            sources=["serving/http/_headers.c"],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            extra_link_args=["-s"],
+            py_limited_api=True,
+            optional=OPTIONAL,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

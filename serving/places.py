@@ -1,16 +1,15 @@
 """Where a request's dense tensors lie in its input buffer, and its vectors and scores in its output buffer."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Buffer = NDArray[np.uint8]
+_DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
 
 
-@dataclass(frozen=True)
-class DenseInput:
+class DenseInput(NamedTuple):
     """A scorer's dense tensor: fp32 [rows, width] at byte `at` of a request's input buffer."""
 
     name: str
@@ -19,11 +18,11 @@ class DenseInput:
     width: int
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One feature's vectors in a request's output buffer, [bags or ids, dim] at byte `at`; or its scores, [bags] or [bags, n].
 
-    half: the values are fp16, else fp32.
+    bytes: of its values. half: they are fp16, else fp32. row_bytes: from one vector to the next; None: they lie one after
+    another. is_offsets: they are int64, offsets of a kjt's sequences.
     """
 
     feature: str
@@ -31,7 +30,17 @@ class Output:
     bytes: int
     shape: tuple[int, ...]
     half: bool
+    row_bytes: int | None = None
+    is_offsets: bool = False
+
+    @property
+    def datatype(self) -> str:
+        """As the protocol names it."""
+        return "INT64" if self.is_offsets else "FP16" if self.half else "FP32"
 
     def view(self, buffer: Buffer) -> NDArray[Any]:
         """The values as an array over the buffer's memory."""
-        return buffer[self.at : self.at + self.bytes].view(np.float16 if self.half else np.float32).reshape(self.shape)
+        dtype = _DTYPES[self.datatype]
+        if self.row_bytes is not None:
+            return np.ndarray(self.shape, dtype, buffer, self.at, (self.row_bytes, dtype.itemsize))
+        return buffer[self.at : self.at + self.bytes].view(dtype).reshape(self.shape)

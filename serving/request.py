@@ -4,9 +4,7 @@ A `Request` is laid out once, by a version (`serving.version`), and runs on the 
 A batch is several requests that run together on a GPU (`serving.batching`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +15,10 @@ from tableside.serving.errors import ApiError, Kind, bad_request
 from tableside.serving.places import Buffer, Output
 from tableside.serving.scores import Scoring
 
+KJT, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"  # outputs of requests whose features come together
 
-@dataclass(frozen=True)
-class FeatureInput:
+
+class FeatureInput(NamedTuple):
     """A feature's ids as byte offsets in a request's input buffer, at any alignment.
 
     The ids are int64 [ids] at `ids_at`, the weights fp32 [ids] at `weights_at`, the lengths int32 [bags] at `lengths_at`.
@@ -43,32 +42,51 @@ class Request:
     keyed by their version does not keep the version alive.
     """
 
+    __slots__ = (
+        "features",
+        "ids",
+        "model",
+        "out_bytes",
+        "outputs",
+        "plan",
+        "row_bytes",
+        "scoring",
+        "unpooled_bags",
+        "vectors",
+        "version",
+    )
+
     def __init__(
         self,
         model: str,
         version: int,
-        inputs: Sequence[FeatureInput],
-        outputs: tuple[Output, ...],
+        features: tuple[str, ...],
         plan: Plan,
         *,
+        ids: int,
+        vectors: int,
         row_bytes: int,
-        unpooled_bags: Sequence[FeatureInput] = (),
+        out_bytes: int,
+        outputs: tuple[Output, ...] = (),
+        unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
     ) -> None:
-        """row_bytes: of all rows that it reads. unpooled_bags: inputs of unpooled features that came with lengths."""
-        self.model, self.version = model, version
-        self.inputs, self.outputs = tuple(inputs), outputs
-        self.plan, self.scoring = plan, scoring
-        self.ids = sum(i.ids for i in inputs)
-        self.vectors = sum(o.shape[0] for o in outputs if scoring is None or o is not scoring.output)
-        self.row_bytes = row_bytes
-        self.out_bytes = sum(o.bytes for o in outputs)
-        self.staged_bytes = plan.staged_bytes
-        self._unpooled_bags = tuple(unpooled_bags)
+        """features: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are read.
+        outputs: vectors and scores by name; () where whoever laid the request out knows their places otherwise.
+        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet."""
+        self.model, self.version, self.features = model, version, features
+        self.plan, self.scoring, self.outputs = plan, scoring, outputs
+        self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
+        self.unpooled_bags = unpooled_bags
+
+    @property
+    def staged_bytes(self) -> int:
+        """As `Plan.staged_bytes`."""
+        return self.plan.staged_bytes
 
     def check(self, inputs: Any) -> None:
         """ApiError: the lengths of an unpooled feature are negative or do not add up. No kernel reads those lengths."""
-        for i in self._unpooled_bags:
+        for i in self.unpooled_bags:
             _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
 
     def run(self, inputs: Any) -> Buffer:
@@ -85,7 +103,7 @@ class Request:
 
     def refusal(self, error: BadIds) -> ApiError:
         """The error that the client gets; it names the feature."""
-        return bad_request(error.describe(f"feature {self.inputs[error.job].feature!r}"), Kind.BAD_ID)
+        return bad_request(error.describe(f"feature {self.features[error.job]!r}"), Kind.BAD_ID)
 
 
 def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:

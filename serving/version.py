@@ -2,19 +2,22 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import numpy as np
 
 from tableside.loader.model import SCORE, Feature
 from tableside.loader.segment import Segment
-from tableside.quant import Backend, Lookup, Pooling, Precision, RowSource
+from tableside.quant import Backend, LookupKind, Planner, Pooling, Precision, RowSource
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
 from tableside.serving.places import DenseInput, Output
-from tableside.serving.request import FeatureInput, Request
+from tableside.serving.request import KJT, OFFSETS, SEQUENCES, FeatureInput, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
+
+_PLANNERS = 64  # sets of features whose planners a version keeps
 
 
 @dataclass(frozen=True)
@@ -33,34 +36,27 @@ class BoundFeature:
     def precision(self) -> Precision:
         return Precision.FP16 if self.half else Precision.FP32
 
-    @property
+    @cached_property
     def is_pooled(self) -> bool:
         return self.pooling is not Pooling.NONE
 
-    def lookup(self, i: FeatureInput, out_at: int) -> Lookup:
-        """The lookup of a request's input, its vectors at byte `out_at`. ApiError: bags or weights do not fit the pooling."""
+    @cached_property
+    def vector_bytes(self) -> int:
+        """Of one vector in a response."""
+        return self.table.dim * self.precision.bytes
+
+    def check(self, i: FeatureInput) -> None:
+        """ApiError: an input's bags or weights do not fit the pooling."""
         if self.is_pooled and i.bags is None:
             raise bad_request(
                 f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths; send {i.feature}.lengths"
             )
         if not self.is_pooled and i.weights_at is not None:
             raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
-        return Lookup(
-            self.table,
-            self.pooling,
-            i.ids_at,
-            i.ids,
-            out_at,
-            self.precision,
-            i.bags or 0,
-            i.lengths_at,
-            i.bag_length,
-            i.weights_at,
-        )
 
 
 class ServedVersion:
-    """One version, attached and ready to answer. Immutable; any thread may call.
+    """One version, attached and ready to answer. Nothing that it answers changes; any thread may call.
 
     The segment stays mapped, and what the tables take of a GPU's memory stays taken, as long as this object or a request that it
     laid out lives.
@@ -82,6 +78,7 @@ class ServedVersion:
         self.segment, self.header, self.version = segment, segment.header, segment.header.version
         self.backend, self.placed, self.scorer = backend, placed, scorer
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
+        self._planners: dict[tuple[tuple[str, ...], bool], Planner] = {}
         self.features = {
             f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
         }
@@ -96,28 +93,41 @@ class ServedVersion:
         """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it needs."""
         return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
 
-    def lay_out(self, inputs: Sequence[FeatureInput], dense: Sequence[DenseInput] = (), score: bool = False) -> Request:
+    def planner(self, features: tuple[str, ...], together: bool = False) -> Planner:
+        """What plans requests that read these features. together: as for `lay_out`; the vectors of those that are pooled lie
+        side by side. Those asked for before are kept, `_PLANNERS` of them."""
+        key = (features, together)
+        if (known := self._planners.get(key)) is None:
+            bound = [self.features[f] for f in features]
+            apart = sum(b.vector_bytes for b in bound if b.is_pooled) if together else None
+            kinds = [LookupKind(b.table, b.pooling, b.precision, apart if b.is_pooled else None) for b in bound]
+            known = self.backend.planner(kinds, self.threads)
+            if len(self._planners) >= _PLANNERS:
+                self._planners.clear()
+            self._planners[key] = known
+        return known
+
+    def lay_out(
+        self, inputs: Sequence[FeatureInput], dense: Sequence[DenseInput] = (), score: bool = False, together: bool = False
+    ) -> Request:
         """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`.
 
+        together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
+        come those of the others, one feature after another, then room for where each of these begins.
         ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
         is larger than a response may be.
         """
         if not inputs:
             raise bad_request(f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}")
-        lookups, outputs, unpooled_bags, out_bytes, row_bytes = [], [], [], 0, 0
-        for i in inputs:
-            bound = self.feature(i.feature)
-            lookup = bound.lookup(i, out_bytes)
-            lookups.append(lookup)
-            size = lookup.out_bytes
-            outputs.append(Output(i.feature, out_bytes, size, (lookup.outputs, bound.table.dim), bound.half))
-            out_bytes += size
-            row_bytes += i.ids * bound.table.row_bytes
-            if i.lengths_at is not None and not bound.is_pooled:
-                unpooled_bags.append(i)
+        bound = [self.feature(i.feature) for i in inputs]
+        for b, i in zip(bound, inputs, strict=True):
+            b.check(i)
+        outputs, out_bytes = self._together(bound, inputs) if together else _one_after_another(bound, inputs)
+        shown = kjt_outputs(outputs, bound, out_bytes) if together else outputs
+        out_bytes = max(out_bytes, shown[-1].at + shown[-1].bytes)
         scoring = self._scoring(outputs, dense, out_bytes) if score else None
         if scoring is not None:
-            outputs.append(scoring.output)
+            shown = [*shown, scoring.output]
             out_bytes += scoring.output.bytes
         if self.max_response_bytes is not None and out_bytes > self.max_response_bytes:
             raise bad_request(
@@ -125,16 +135,44 @@ class ServedVersion:
                 "(max_response_bytes)",
                 Kind.TOO_LARGE,
             )
+        places = np.array([_place(i, o.at) for i, o in zip(inputs, outputs, strict=True)], np.int64)
+        names = tuple(i.feature for i in inputs)
         return Request(
             self.header.model,
             self.version,
-            inputs,
-            tuple(outputs),
-            self.backend.plan(lookups, self.threads, out_bytes),
-            row_bytes=row_bytes,
-            unpooled_bags=unpooled_bags,
+            names,
+            self.planner(names, together).plan(places, out_bytes),
+            ids=sum(i.ids for i in inputs),
+            vectors=sum(_vectors(b, i) for b, i in zip(bound, inputs, strict=True)),
+            row_bytes=sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True)),
+            out_bytes=out_bytes,
+            outputs=tuple(shown),
+            unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
             scoring=scoring,
         )
+
+    def _together(self, bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+        """The vectors of a kjt's features, and how many bytes they take."""
+        for pooled in (True, False):
+            if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
+                named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
+                raise bad_request(
+                    f"features of one kjt have several output types ({named}); send them in a request for each type"
+                )
+        row_bytes = sum(b.vector_bytes for b in bound if b.is_pooled)
+        column, after = 0, row_bytes * (inputs[0].bags or 0)
+        outputs = []
+        for b, i in zip(bound, inputs, strict=True):
+            count = _vectors(b, i)
+            size = count * b.vector_bytes
+            shape = (count, b.table.dim)
+            if b.is_pooled:
+                outputs.append(Output(i.feature, column if count else 0, size, shape, b.half, row_bytes))
+                column += b.vector_bytes
+            else:
+                outputs.append(Output(i.feature, after, size, shape, b.half))
+                after += size
+        return outputs, after
 
     def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int) -> Scoring:
         """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
@@ -166,3 +204,50 @@ class ServedVersion:
                     inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
                     at = ids.nbytes
                     self.lay_out([FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)]).run(inputs)
+
+
+def _vectors(bound: BoundFeature, i: FeatureInput) -> int:
+    return (i.bags or 0) if bound.is_pooled else i.ids
+
+
+def _one_after_another(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+    outputs, at = [], 0
+    for b, i in zip(bound, inputs, strict=True):
+        count = _vectors(b, i)
+        size = count * b.vector_bytes
+        outputs.append(Output(i.feature, at, size, (count, b.table.dim), b.half))
+        at += size
+    return outputs, at
+
+
+def kjt_outputs(outputs: Sequence[Output], bound: Sequence[BoundFeature], out_bytes: int) -> list[Output]:
+    """What a response shows of a kjt's vectors, which take `out_bytes`.
+
+    The vectors of pooled features are one tensor, [bags, sum of dims]. Those of the others are one after another, [values], with
+    the offsets where each feature's begin and the last one's end.
+    """
+    pooled = [o for o, b in zip(outputs, bound, strict=True) if b.is_pooled]
+    unpooled = [o for o, b in zip(outputs, bound, strict=True) if not b.is_pooled]
+    shown = []
+    if pooled:
+        shape = (pooled[0].shape[0], sum(o.shape[1] for o in pooled))
+        shown.append(Output(KJT, 0, sum(o.bytes for o in pooled), shape, pooled[0].half))
+    if unpooled:
+        size = sum(o.bytes for o in unpooled)
+        shown.append(Output(SEQUENCES, unpooled[0].at, size, (sum(prod(o.shape) for o in unpooled),), unpooled[0].half))
+        count = len(unpooled) + 1
+        shown.append(Output(OFFSETS, out_bytes, 8 * count, (count,), False, is_offsets=True))
+    return shown
+
+
+def _place(i: FeatureInput, out_at: int) -> tuple[int, ...]:
+    """As `quant.contract.Place`, whose fields these are."""
+    return (
+        i.ids_at,
+        i.ids,
+        -1 if i.lengths_at is None else i.lengths_at,
+        i.bag_length,
+        i.bags or 0,
+        -1 if i.weights_at is None else i.weights_at,
+        out_at,
+    )

@@ -96,7 +96,7 @@ class _NativePlan(Plan):
 class _NativePlanner(Planner):
     """What lookups read, as the extension takes it, and the tables, whose memory it keeps alive."""
 
-    def __init__(self, kinds: Sequence[LookupKind], tables: Sequence[Table], threads: int) -> None:
+    def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
         self.kinds = np.array([_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64).tobytes()
 

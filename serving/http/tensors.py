@@ -1,7 +1,8 @@
 """From the named tensors of a request to the inputs of its features, for the binary and the JSON protocol alike.
 
 A feature is sent as `<feature>` INT64 [bags, ids a bag], or as `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32
-[bags]. `<feature>.weights` FP32 may come with either, one weight for each id.
+[bags]. `<feature>.weights` FP32 may come with either, one weight for each id. Ids may be INT32; they are widened before anything
+reads them. All features together are a kjt (`serving.http.kjt`).
 """
 
 from collections.abc import Container, Sequence
@@ -51,11 +52,36 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
-    """The datatype of an input: `expected` or, where that is None, the one of its part of a feature. ApiError: it is another."""
+    """The datatype of an input: `expected` or, where that is None, the one of its part of a feature. Ids may be INT32 as well.
+
+    ApiError: it is another.
+    """
     expected = expected or DATATYPES[split_name(name)[1]]
+    if datatype == "INT32" and expected == "INT64":
+        return "INT32"
     if datatype != expected:
-        raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}")
+        or_narrow = " or INT32" if expected == "INT64" else ""
+        raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}{or_narrow}")
     return expected
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor holds ids as INT32."""
+    return tensor.datatype == "INT32" and split_name(tensor.name)[1] != "lengths"
+
+
+def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
+    """The tensors with INT64 ids, and the input buffer that they lie in: `inputs` where no ids were INT32."""
+    if not any(map(is_narrow, tensors)):
+        return list(tensors), inputs
+    moved, parts, at = [], [], 0
+    for tensor in tensors:
+        values = np.frombuffer(inputs, DTYPES[tensor.datatype], tensor.elements, tensor.at)
+        datatype = "INT64" if is_narrow(tensor) else tensor.datatype
+        moved.append(Tensor(tensor.name, datatype, tensor.shape, at))
+        parts.append(values.astype(DTYPES[datatype], copy=False).tobytes())
+        at += len(parts[-1])
+    return moved, b"".join(parts)
 
 
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
-from tableside.serving.http import v2_request
+from tableside.serving.http import kjt, v2_request
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
     JSON_TYPE,
@@ -29,7 +29,7 @@ from tableside.serving.http.asgi import (
     respond,
     respond_json,
 )
-from tableside.serving.http.v2_memory import HeaderMemory
+from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import ModelMetrics, Stages, statistics
 from tableside.serving.service import Service
@@ -45,7 +45,7 @@ class V2:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._metrics = {name: ModelMetrics(name, "v2") for name in service.engines}
-        self._known = HeaderMemory()
+        self._templates = Templates()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/").split("/")[2:]
@@ -105,11 +105,11 @@ class V2:
     async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        infer, inputs = await self._understand(served, header(scope, _LENGTH), body)
+        infer = await self._understand(served, header(scope, _LENGTH), body)
         check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         parsed = time.perf_counter()
-        buffer = await self.service.executor.run(infer.request, inputs)
+        buffer = await self.service.executor.run(infer.request, infer.inputs)
         looked_up = time.perf_counter()
         head, parts = v2_request.encode(infer, buffer)
         times = Stages(started, parsed, looked_up, time.perf_counter())
@@ -120,22 +120,17 @@ class V2:
         else:
             await respond(send, 200, (JSON_TYPE,), head)
 
-    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> tuple[InferRequest, Any]:
-        """The infer request, remembered where its header came before, and its input buffer."""
+    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> InferRequest:
+        """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
         length = len(body) if header_length is None else _parse_length(header_length, len(body))
-        head = body[:length]
-        binary = memoryview(body)[length:]
-        known = self._known.recall(served, head) if binary else None
-        if known is not None and known.input_bytes == len(binary):
-            return known, binary
-        check_json_size(len(head), self.service.settings.max_json_bytes)
-        arguments = (served, head, len(binary))
-        is_large = len(head) > JSON_BESIDE_BYTES
-        infer, inline = await self.service.beside(_parse, *arguments) if is_large else _parse(*arguments)
-        if inline is not None:
-            return infer, inline
-        self._known.remember(served, head, infer)
-        return infer, binary
+        if (known := self._templates.match(served, body, length)) is not None:
+            return known
+        check_json_size(length, self.service.settings.max_json_bytes)
+        head, binary = body[:length], memoryview(body)[length:]
+        is_large = length > JSON_BESIDE_BYTES
+        header, infer = await self.service.beside(_parse, served, head, binary) if is_large else _parse(served, head, binary)
+        self._templates.learn(served, head, header, infer)
+        return infer
 
     def _index(self) -> list[dict[str, str]]:
         found = []
@@ -156,6 +151,7 @@ class V2:
                 "segment_bytes": served.segment.size,
                 "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
                 "pooling": {n: f.pooling.label for n, f in served.features.items()},
+                **kjt.describe(served),
             },
         }
 
@@ -187,8 +183,9 @@ class V2:
         ]
 
 
-def _parse(served: ServedVersion, head: bytes, binary_bytes: int) -> tuple[InferRequest, bytes | None]:
-    return v2_request.understand(served, json_object(head), binary_bytes)
+def _parse(served: ServedVersion, head: bytes, binary: memoryview) -> tuple[dict[str, Any], InferRequest]:
+    header = json_object(head)
+    return header, v2_request.understand(served, header, binary)
 
 
 def _check_method(scope: Scope, expected: str) -> None:

@@ -1,72 +1,91 @@
 """The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what its response is.
 
 With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
-A header says everything but the values, and clients repeat it byte by byte. So what was understood of one (`InferRequest`) is
-remembered for its version (`serving.http.v2_memory`), and an equal header costs a dictionary look-up.
+This is the slow path: it understands any header, and says what is wrong with one. Headers that differ from an earlier one in
+their numbers alone do not come here (`serving.http.templates`).
 """
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from tableside.loader.model import SCORE
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list
+from tableside.serving.http import kjt
+from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list, widened
 from tableside.serving.places import Buffer, DenseInput, Output
-from tableside.serving.request import Request
+from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
 
-@dataclass(frozen=True)
-class InferRequest:
-    """What a header says: a request that was laid out, and how its outputs are sent.
+class InferRequest(NamedTuple):
+    """What an infer request asks for, laid out, with its input buffer and how its outputs are sent.
 
-    input_bytes: the bytes that must follow the header. outputs: those that are sent, each with whether it is sent as bytes.
-    json_bytes: of the vectors that are sent as JSON. has_binary: some output is sent as bytes. head: the response's JSON, which
-    is complete where every output is sent as bytes; else empty. in_order: the output buffer is the response's binary part as it
-    stands.
+    head: the response's JSON, where every output is sent as bytes; else empty. parts: (start, end) of the output buffer, which
+    follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
+    outputs: those that are sent, each with whether it is sent as bytes; () where head and parts say it all. json_bytes: of the
+    vectors that are sent as JSON.
     """
 
     request: Request
-    input_bytes: int
-    outputs: tuple[tuple[Output, bool], ...]
-    json_bytes: int
-    has_binary: bool
-    request_id: str
+    inputs: Any
     head: bytes
-    in_order: bool
+    parts: tuple[tuple[int, int], ...] | None
+    offsets: tuple[int, bytes] | None
+    has_binary: bool = True
+    json_bytes: int = 0
+    outputs: tuple[tuple[Output, bool], ...] = ()
+    request_id: str = ""
 
 
-def understand(served: ServedVersion, header: dict[str, Any], binary_bytes: int) -> tuple[InferRequest, bytes | None]:
-    """Understands a header that `binary_bytes` follow. The second value is the input buffer where it came as JSON, else None.
+def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> InferRequest:
+    """Understands a header that the bytes `binary` follow.
 
     ApiError names the input or output, what it said and what was expected.
     """
     dense = {} if served.scorer is None else served.scorer.dense
-    tensors, inline, input_bytes = _inputs(header, binary_bytes, dense)
-    inputs = feature_inputs([t for t in tensors if t.name not in dense])
+    tensors, sent = _inputs(header, len(binary), dense)
+    tensors, inputs = widened(tensors, binary if sent is None else sent)
+    of_features = [t for t in tensors if t.name not in dense]
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
-    request = served.lay_out(inputs, given, _wants_score(header, served, {i.feature for i in inputs} | {d.name for d in given}))
+    together = kjt.is_kjt(served, [t.name for t in of_features])
+    if together:
+        names = kjt.features_of(served, _parameters(header, "the request"))
+        features = kjt.feature_inputs(of_features, names, inputs)
+    else:
+        features = feature_inputs(of_features)
+    score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
+    request = served.lay_out(features, given, score, together)
     outputs = _outputs(header, request, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
     all_binary = all(binary for _, binary in outputs)
-    infer = InferRequest(
+    in_order = tuple(o for o, _ in outputs) == request.outputs
+    return InferRequest(
         request,
-        input_bytes,
-        outputs,
-        sum(o.bytes for o, binary in outputs if not binary),
-        any(binary for _, binary in outputs),
-        request_id,
+        inputs,
         orjson.dumps(_response(request, request_id, outputs, None)) if all_binary else b"",
-        all_binary and tuple(o for o, _ in outputs) == request.outputs,
+        None if in_order and all_binary else tuple((o.at, o.at + o.bytes) for o, binary in outputs if binary and o.bytes),
+        _offsets(request, served, features),
+        any(binary for _, binary in outputs),
+        sum(o.bytes for o, binary in outputs if not binary),
+        outputs,
+        request_id,
     )
-    return infer, inline
+
+
+def _offsets(request: Request, served: ServedVersion, features: Sequence[FeatureInput]) -> tuple[int, bytes] | None:
+    """Where the offsets of a kjt's sequences are written in the output buffer, and these."""
+    at = next((o.at for o in request.outputs if o.is_offsets), None)
+    if at is None:
+        return None
+    bound = ((served.features[i.feature], i) for i in features)
+    values = [i.ids * b.table.dim for b, i in bound if not b.is_pooled]
+    return at, np.cumsum([0, *values], dtype=np.int64).tobytes()
 
 
 def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container[str]) -> bool:
@@ -78,7 +97,8 @@ def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container
     return is_named and SCORE not in served.features
 
 
-def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None, int]:
+def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None]:
+    """The tensors, and their values where they came as JSON."""
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
@@ -107,10 +127,10 @@ def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int])
     if arrays:
         if binary_bytes:
             raise bad_request(f"{binary_bytes} bytes follow the JSON, but no input has a binary_data_size")
-        return tensors, b"".join(arrays), 0
+        return tensors, b"".join(arrays)
     if at != binary_bytes:
         raise bad_request(f"the inputs' binary_data_size add up to {at} bytes, but {binary_bytes} follow the JSON")
-    return tensors, None, at
+    return tensors, None
 
 
 def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
@@ -185,14 +205,15 @@ def _response(
     for output, binary in outputs:
         entry: dict[str, Any] = {
             "name": output.feature,
-            "datatype": "FP16" if output.half else "FP32",
+            "datatype": output.datatype,
             "shape": list(output.shape),
         }
         if binary:
             entry["parameters"] = {"binary_data_size": output.bytes}
         else:
             assert buffer is not None
-            entry["data"] = output.view(buffer).astype(np.float32, copy=False).reshape(-1)
+            values = output.view(buffer)
+            entry["data"] = (values if output.is_offsets else values.astype(np.float32, copy=False)).reshape(-1)
         described.append(entry)
     response = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
     return {"id": request_id, **response} if request_id else response
@@ -200,12 +221,15 @@ def _response(
 
 def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
     """The response over a request's output buffer: its JSON, and its binary parts, which are views of the buffer."""
+    if infer.offsets is not None:
+        at, values = infer.offsets
+        buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
     head = infer.head or orjson.dumps(
         _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )
-    if infer.in_order:
+    if infer.parts is None:
         return head, [buffer.data] if buffer.size else []
-    return head, [buffer[o.at : o.at + o.bytes].data for o, binary in infer.outputs if binary and o.bytes]
+    return head, [buffer[start:end].data for start, end in infer.parts if end > start]
 
 
 def input_names(served: ServedVersion) -> list[dict[str, Any]]:

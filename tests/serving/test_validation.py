@@ -101,7 +101,7 @@ INFER = "/v2/models/demo/infer"
 BINARY = [
     ([("user", "INT64", [1, 2], ONE)], {}, "binary_data_size is 8, but INT64 [1, 2] has 16 bytes"),
     ([("user", "INT64", [1, 0], ONE)], {}, "binary_data_size is 8"),
-    ([("user", "INT32", [1, 2], ONE)], {}, "datatype is 'INT32'; expected INT64"),
+    ([("user", "FP64", [1, 1], ONE)], {}, "datatype is 'FP64'; expected INT64 or INT32"),
     ([("user", "INT64", [1], ONE)], {}, "shape is [1]; expected [bags, ids a bag]"),
     ([("user", "INT64", [-1, -1], ONE)], {}, "non-negative integers"),
     ([("user", "INT64", [], ONE)], {}, "non-negative integers"),

@@ -9,7 +9,8 @@ import pytest
 from support import rows_of
 
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Pooling, choose
+from tableside.quant import Lookup, Place, Planner, Pooling, choose
+from tableside.quant.contract import lookup_at
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
 from tableside.serving.placement import Placer
@@ -61,14 +62,19 @@ def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
     """Each feature, first and last row; pooled ones with lengths and weights and without."""
     monkeypatch.setattr(version.backend, "warm_up_bags", (3, 5), raising=False)
     seen: list[Lookup] = []
-    plan = version.backend.plan
+    planner = version.backend.planner
 
-    def watched(lookups: Any, threads: int = 1, out_bytes: int = 0) -> Any:
-        seen.extend(lookups)
-        return plan(lookups, threads, out_bytes)
+    class Watched(Planner):
+        def __init__(self, kinds: Any, threads: int) -> None:
+            self.kinds, self.planner = kinds, planner(kinds, threads)
 
-    monkeypatch.setattr(version.backend, "plan", watched)
-    version.warm_up()
+        def plan(self, places: Any, out_bytes: int = 0) -> Any:
+            rows = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()
+            seen.extend(lookup_at(kind, Place(*row)) for kind, row in zip(self.kinds, rows, strict=True))
+            return self.planner.plan(places, out_bytes)
+
+    monkeypatch.setattr(version.backend, "planner", Watched)
+    ServedVersion(version.segment, version.backend, version.placed).warm_up()
     pooled = [(lk.ids, lk.lengths_at is not None, lk.weights_at is not None) for lk in seen if lk.bags]
     assert {ids for ids, _, _ in pooled} == {3, 5}
     assert pooled.count((5, True, True)) == 2 and pooled.count((5, False, False)) == 3
