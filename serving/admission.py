@@ -19,6 +19,7 @@ is refused where all requests of the worker together would hold more than `max_i
 """
 
 import asyncio
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -131,34 +132,52 @@ class Slices:
     def __init__(self) -> None:
         self._began: float | None = None  # the slice that runs
         self._taken = 0  # requests of that slice
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_working = False
+        self._waiting: deque[Callable[[], None]] = deque()
 
     async def take(self) -> None:
         """Returns while the current slice lasts, or in a later one, after the sockets were read."""
+        if self._waiting or not self._is_on():
+            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(functools.partial(_wake, mine))
+            await mine
+        else:
+            self._taken += 1
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Calls `work`, which raises nothing, now or in a later slice. Work that another work asks for waits for that one."""
+        if self._is_working or self._waiting or not self._is_on():
+            self._waiting.append(work)
+        else:
+            self._work(work)
+
+    def _work(self, work: Callable[[], None]) -> None:
+        self._taken += 1
+        self._is_working = True
+        work()
+        self._is_working = False
+
+    def _is_on(self) -> bool:
+        """Whether a slice runs that is not over; one begins where none runs."""
         now = time.perf_counter()
         if self._began is None:
-            self._begin(now)
-        elif now - self._began >= SLICE_S:
-            mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(mine)
-            await mine
-        self._taken += 1
-
-    def _begin(self, now: float) -> None:
-        self._began = now
-        asyncio.get_running_loop().call_soon(self._end)  # in the next round of the loop
+            self._began = now
+            asyncio.get_running_loop().call_soon(self._end)  # in the next round of the loop
+        return now - self._began < SLICE_S
 
     def _end(self) -> None:
         """Gives the next slice to as many waiting requests as ran in this one."""
         count, self._taken, self._began = max(1, self._taken), 0, None
-        while self._waiting and count:
-            if not (first := self._waiting.popleft()).done():
-                first.set_result(None)
-                count -= 1
-                if self._began is None:
-                    self._began = time.perf_counter()
-        if self._began is not None:
-            asyncio.get_running_loop().call_soon(self._end)
+        while self._waiting and count and self._is_on():
+            self._work(self._waiting.popleft())
+            count -= 1
+        if self._waiting:
+            self._is_on()
+
+
+def _wake(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class Bytes:

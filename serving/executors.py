@@ -16,7 +16,7 @@ from tableside.serving.deadline import timed_out
 from tableside.serving.places import Buffer
 from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
-from tableside.serving.scores import ToScore
+from tableside.serving.scores import Scoring, ToScore
 from tableside.serving.scoring import ScoreStage
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
@@ -34,6 +34,10 @@ class Executor(ABC):
         """
         request.check(inputs)
         return self._run(request, inputs)
+
+    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+        """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not, call `run`."""
+        return None
 
     @abstractmethod
     async def _run(self, request: Request, inputs: Any) -> Buffer:
@@ -59,6 +63,15 @@ class CpuExecutor(Executor):
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
         self._late: Scorer | None = None
 
+    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+        if request.ids > self._inline_rows or (request.scoring is not None and self._goes_beside(request.scoring)):
+            return None
+        request.check(inputs)
+        buffer = request.run(inputs)
+        if request.scoring is not None:
+            self._score_now(ToScore(request.scoring, inputs, buffer), time.perf_counter())
+        return buffer
+
     async def _run(self, request: Request, inputs: Any) -> Buffer:
         if request.ids > self._inline_rows:
             buffer = await asyncio.get_running_loop().run_in_executor(self._beside, request.run, inputs)
@@ -76,13 +89,21 @@ class CpuExecutor(Executor):
 
     async def _score(self, one: ToScore) -> None:
         since = time.perf_counter()  # a wait for the scores' thread counts as well
+        if not self._goes_beside(one.scoring):
+            self._score_now(one, since)
+            return
+        (refused,) = await self._score_beside(one, since)
+        if refused is not None:
+            raise refused
+
+    def _goes_beside(self, scoring: Scoring) -> bool:
+        """Whether the scores are computed on the thread for that. ApiError: they are not computed at all."""
         if self._late is not None:
             raise timed_out(self._late)
-        scorer, rows = one.scoring.scorer, one.scoring.output.shape[0]
-        if scorer.admit(rows) <= INLINE_WORK:
-            (refused,) = self._scores_on_loop.run([one], None, since)
-        else:
-            (refused,) = await self._score_beside(one, since)
+        return scoring.scorer.admit(scoring.output.shape[0]) > INLINE_WORK
+
+    def _score_now(self, one: ToScore, since: float) -> None:
+        (refused,) = self._scores_on_loop.run([one], None, since)
         if refused is not None:
             raise refused
 

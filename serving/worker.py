@@ -81,7 +81,8 @@ class WorkerConfig(uvicorn.Config):
         super().load()
         from tableside.serving.http.connection import limited_protocol
 
-        self.http_protocol_class = limited_protocol(self.settings, self.loaded_app.in_flight, self.loaded_app.slots)
+        app = self.loaded_app
+        self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
 
 
 def _log_config() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 /* Headers of infer requests, understood by comparing them with one that was understood before.
  *
- * Headers of one client differ in their numbers: lengths, so shapes, so sizes. All but the numbers outside strings, and the
- * request's id, is a header's skeleton. A template is made of the first header of a skeleton (`serving.http.templates`): its
+ * Headers of one client differ in their numbers: lengths, so shapes, so sizes. All but the numbers outside strings, the
+ * request's id, and spaces at the end, is a header's skeleton. A template is made of the first header of a skeleton (`serving.http.templates`): its
  * bytes in pieces, what each number means, and the response's JSON in pieces. `match` walks a header and a template side by
  * side, takes the numbers out, checks them as the slow path does (`serving.http.v2_request`), and writes where each feature's
  * inputs and vectors are (`quant.contract.Place`), the sums that are counted, and the response's JSON.
@@ -85,6 +85,7 @@ static int is_ascii(const char *text, Py_ssize_t at, Py_ssize_t end) {
  * no memory was left. What is simple need not be JSON: that is for whoever makes a template of it to see. */
 static int scan(const char *text, Py_ssize_t size, found *f) {
     Py_ssize_t literal = 0, depth = 0;
+    while (size && is_space(text[size - 1])) size--; /* clients pad headers, so that ids begin at multiples of 8 */
     int has_id = 0, is_id_next = 0;
     for (Py_ssize_t at = 0; at < size;) {
         char c = text[at];
@@ -308,7 +309,10 @@ static int walk(request *r) {
         int64_t n = t->literals[k];
         if (end - p < n || memcmp(p, literal, (size_t)n)) return 0;
         p += n, literal += n;
-        if (k == t->n.holes) return p == end;
+        if (k == t->n.holes) {
+            while (p < end && is_space(*p)) p++;
+            return p == end;
+        }
         const char *start = p;
         if (k == t->n.id_hole) {
             while (p < end && *p != '"' && *p != '\\' && (unsigned char)*p >= 0x20 && (unsigned char)*p < 0x80) p++;

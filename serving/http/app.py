@@ -7,6 +7,7 @@ from tableside.quant import QuantError
 from tableside.serving import metrics
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, ServingError
 from tableside.serving.http.asgi import Disconnected, Receive, Scope, Send, respond_error
+from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import make_app
 from tableside.serving.http.v2 import V2
 from tableside.serving.service import Service
@@ -22,6 +23,7 @@ class Application:
         self.service = Service(settings)
         self.in_flight, self.slots = self.service.in_flight, self.service.slots
         self._v2 = V2(self.service)
+        self.door, self.slices = Door(self._v2), self.service.slices
         self._v1 = make_app(self.service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,9 @@
 """What /v1 and /v2 share of HTTP: reading a body, checking its JSON, sending a response or an error. Plain ASGI."""
 
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -139,9 +139,23 @@ async def respond_json(send: Send, value: Any, status: int = 200) -> None:
     await respond(send, status, (JSON_TYPE,), orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-async def respond_error(send: Send, error: ApiError) -> None:
+class Response(NamedTuple):
+    """A response: its body is the byte buffers `parts`, one after another. headers: but for its length."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    parts: Sequence[Any]
+
+
+def error_response(error: ApiError) -> Response:
     """{"error": message}: the shape that the Triton client decodes."""
-    await respond(send, error.status, (JSON_TYPE, *retry_after(error.status)), orjson.dumps({"error": error.message}))
+    return Response(error.status, (JSON_TYPE, *retry_after(error.status)), [orjson.dumps({"error": error.message})])
+
+
+async def respond_error(send: Send, error: ApiError) -> None:
+    """Sends an error."""
+    status, headers, parts = error_response(error)
+    await respond(send, status, headers, *parts)
 
 
 def retry_after(status: int) -> list[tuple[bytes, bytes]]:

@@ -25,6 +25,7 @@ import functools
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,20 +35,25 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tableside.serving import metrics
-from tableside.serving.admission import Bytes, Hold, Slots, Turn
+from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import HOLD, JSON_TYPE, retry_after
+from tableside.serving.http.door import Asked, Door, DoorCycle
+from tableside.serving.http.late_timer import LateTimer
 from tableside.serving.settings import ServerSettings
 
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
+_CLOSE = b"connection: close\r\n"
 _BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
 
 
-def limited_protocol(settings: ServerSettings, in_flight: Bytes, slots: Slots) -> type[asyncio.Protocol]:
-    """The protocol class with these limits, for uvicorn's Config(http=...). in_flight, slots: of the worker."""
-    common = {"limits": settings, "in_flight": in_flight, "slots": slots, "idle": {}}
+def limited_protocol(
+    settings: ServerSettings, in_flight: Bytes, slots: Slots, slices: Slices, door: Door
+) -> type[asyncio.Protocol]:
+    """The protocol class with these limits, for uvicorn's Config(http=...). The others are the worker's."""
+    common = {"limits": settings, "in_flight": in_flight, "slots": slots, "slices": slices, "door": door, "idle": {}}
     protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
     reader = {"protocol": protocol, "buffer": memoryview(bytearray(_BUFFER_BYTES))}
     return cast(type[asyncio.Protocol], type("Reader", (_Reader,), reader))
@@ -87,14 +93,17 @@ class _Reader(asyncio.BufferedProtocol):
         self._http.resume_writing()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     """A request whose response is not complete.
 
-    turn: None where it needs no slot. is_whole: its body is here. shed: the refusal that it gets once its body was read.
+    asked: what the door is asked; None: it goes through ASGI. body: of what the door is asked. turn: None where it needs no slot.
+    is_whole: its body is here. shed: the refusal that it gets once its body was read.
     """
 
     hold: Hold
+    asked: Asked | None = None
+    body: bytes = b""
     turn: Turn | None = None
     is_started: bool = False
     is_whole: bool = False
@@ -107,11 +116,13 @@ class _LimitedProtocol(HttpToolsProtocol):
     limits: ServerSettings
     in_flight: Bytes
     slots: Slots
+    slices: Slices
+    door: Door
     idle: "dict[_LimitedProtocol, float]"  # connections of this worker without a request, since when; longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline = LateTimer(self.loop, self.limits.header_timeout_s)  # the nearest deadline that there is
         self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._body_bytes = 0
@@ -126,6 +137,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
         self._parts: list[bytes] = []  # of the body that is being read
         self._unsent: list[Hold] = []  # of responses that the client has not read yet
+        self._door_tasks: set[asyncio.Task[None]] = set()
 
     # ---- the connection ----
 
@@ -134,7 +146,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             self._is_over = not self._close_an_idle_one()
         self.idle[self] = self.loop.time()
-        self._arm(self.limits.header_timeout_s, transport.close)
+        self._deadline.set(self.limits.header_timeout_s, transport.close)
 
     def _close_an_idle_one(self) -> bool:
         """Closes the connection that has had no request for longest. False: none has been idle for more than a moment."""
@@ -147,7 +159,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self._deadline.end()
         self.idle.pop(self, None)
         for request in self._open:
             request.hold.release()
@@ -169,14 +181,13 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         began_in_headers, self._completed = self._in_headers, False
         self._received_bytes += len(data)
-        self._unset_keepalive_if_required()
         self._parse(data)
         if self._refused:
             return
         if not self._in_headers:
             if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
                 self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
-            if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            if not self._deadline.is_set and (self.cycle is None or self.cycle.response_complete):
                 self._rest()  # blank lines between requests are no request
             return
         if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
@@ -211,7 +222,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _rest(self) -> None:
         """The connection has no request. It may stay for a while, and is closed where another connection needs its place."""
         self.idle[self] = self.loop.time()
-        self._arm(self.limits.idle_timeout_s, self.transport.close)
+        self._deadline.set(self.limits.idle_timeout_s, self.transport.close)
 
     def on_response_complete(self) -> None:
         request = self._open.popleft()
@@ -221,11 +232,19 @@ class _LimitedProtocol(HttpToolsProtocol):
             request.hold.release()
         if request.turn is not None:
             request.turn.end()
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self.loop.call_soon(self._start_next, *self.pipeline.pop())
+            elif self._last_words is None and self.cycle.response_complete and not self._in_headers:
+                self._rest()
         if self._last_words is not None and not self._open:
             self._end_with(self._last_words)
-        elif self.cycle.response_complete and not self._in_headers and not self.transport.is_closing():
-            self.idle[self] = self.loop.time()
+
+    def _start_next(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if self._open and not self.transport.is_closing():
+            self._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -244,11 +263,11 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._is_said_again:
             return
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
-        self._arm(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
+        self._deadline.set(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
         if not self._is_said_again:
@@ -265,7 +284,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._offers_upgrade = True  # `_parse` goes on from here, with another parser
             return
         self._in_headers = False
-        self._disarm()
+        self._deadline.clear()
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_bytes:
             self._refuse_headers()
@@ -279,10 +298,32 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif not self._check_encoding():
             return
         else:
-            request = _Request(Hold(self.in_flight))
+            request = _Request(Hold(self.in_flight), self.door.asks(self.parser.get_method(), self.url, self.headers))
             self._open.append(request)
-            cast(dict[str, Any], self.scope)[HOLD] = request.hold
-            super().on_headers_complete()
+            if request.asked is not None:
+                self._ask_door()
+            else:
+                self._ask_application(request)
+
+    def _ask_application(self, request: _Request) -> None:
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope
+        self.url, self.expect_100_continue = url, expects
+        scope = cast(dict[str, Any], self.scope)
+        self.headers = scope["headers"] = headers
+        scope[HOLD] = request.hold
+        super().on_headers_complete()
+
+    def _ask_door(self) -> None:
+        """As uvicorn does it: the request begins, or waits for those before it."""
+        before = self.cycle
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        self.cycle = cast(RequestResponseCycle, DoorCycle(keep_alive))
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Begins the oldest request when it gets a slot. One without a body needs none: it is answered whatever the load."""
@@ -298,9 +339,34 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _begin(self, request: _Request, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         request.is_started = True
         self.flow.resume_reading()
-        super()._start_asgi_task(cycle, app)
+        if request.asked is None:
+            super()._start_asgi_task(cycle, app)
+        elif request.is_whole:
+            self.slices.run(functools.partial(self._answer, request, cycle))
         if not request.is_whole:
-            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+            self._deadline.set(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+
+    def _answer(self, request: _Request, cycle: RequestResponseCycle) -> None:
+        if not cycle.disconnected and request.asked is not None:
+            self.door.answer(request.asked, request.body, request.hold, functools.partial(self._send, cycle))
+
+    def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
+        """Sends what the door answers, once the client has read enough of what came before."""
+        if cycle.disconnected:
+            return
+        if self.flow.write_paused:
+            self._door_tasks.add(task := self.loop.create_task(self._send_later(cycle, head, parts)))
+            task.add_done_callback(self._door_tasks.discard)
+            return
+        cycle.response_started = cycle.response_complete = True
+        self.transport.writelines([head if cycle.keep_alive else head + _CLOSE, b"\r\n", *parts])
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    async def _send_later(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
+        await self.flow.drain()
+        self._send(cycle, head, parts)
 
     def _shed(self, request: _Request, cycle: RequestResponseCycle, error: ApiError) -> None:
         """Refuses a request that waited. The rest of its body is dropped, then it is answered. The connection stays open."""
@@ -314,7 +380,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if request.is_whole:
             self._answer_shed(cycle, error)
         else:
-            self._arm(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
+            self._deadline.set(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
 
     def _answer_shed(self, cycle: RequestResponseCycle, error: ApiError) -> None:
         cycle.response_started = cycle.response_complete = True
@@ -362,7 +428,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._offers_upgrade:
             return
         self._completed = True
-        self._disarm()
+        self._deadline.clear()
         if self._refused:
             return
         if self._open:  # else it was answered before its body was here
@@ -371,8 +437,14 @@ class _LimitedProtocol(HttpToolsProtocol):
                 self._answer_shed(self.cycle, error)
                 return
         # The application gets the body whole, and as it is: uvicorn would copy it twice more.
-        self.cycle.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)  # type: ignore[assignment]
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
+        if self._open and (request := self._open[-1]).asked is not None:
+            request.body, self.cycle.more_body = body, False
+            if request.is_started:
+                self.slices.run(functools.partial(self._answer, request, self.cycle))
+            return
+        self.cycle.body = body  # type: ignore[assignment]
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -422,7 +494,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        self._disarm()
+        self._deadline.clear()
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
@@ -450,15 +522,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Forgets the request that is being read. It has not begun, as others before it are under way."""
         self.pipeline.popleft()
         self._open.pop().hold.release()
-
-    def _arm(self, seconds: float, callback: Any, *arguments: Any) -> None:
-        self._disarm()
-        self._deadline = self.loop.call_later(seconds, callback, *arguments)
-
-    def _disarm(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
 
 def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:

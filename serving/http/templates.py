@@ -176,7 +176,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
     for start, stop, _ in spans:
         pieces.append(head[end:start])
         end = stop
-    pieces.append(head[end:])
+    pieces.append(head[end:].rstrip(b" \t\r\n"))
     # The header with the number of each hole in its place: what is parsed of it says what the holes mean.
     filled = [head[start:stop] if is_id else b"%d" % k for k, (start, stop, is_id) in enumerate(spans)]
     marked = orjson.loads(b"".join(x for pair in zip(pieces, [*filled, b""], strict=True) for x in pair))

@@ -8,6 +8,7 @@ model configuration extensions. It is an ASGI application of its own, as the pat
 """
 
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from tableside.serving import VERSION
@@ -18,6 +19,7 @@ from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
     JSON_TYPE,
     Receive,
+    Response,
     Scope,
     Send,
     check_json_answer,
@@ -32,11 +34,12 @@ from tableside.serving.http.asgi import (
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import ModelMetrics, Stages, statistics
+from tableside.serving.places import Buffer
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
-_LENGTH = b"inference-header-content-length"
+LENGTH = b"inference-header-content-length"
 
 
 class V2:
@@ -100,25 +103,54 @@ class V2:
         with holding(scope, self.service.in_flight) as hold:
             body = await read_body(scope, receive, self.service.settings.max_body_bytes, hold)
             await self.service.slices.take()
-            await self._answer(scope, send, named, body, hold)
+            response = await self.infer(named, header(scope, LENGTH), body, hold)
+            await respond(send, response.status, response.headers, *response.parts)
 
-    async def _answer(self, scope: Scope, send: Send, named: list[str], body: bytes, hold: Hold) -> None:
+    def infer_soon(
+        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
+    ) -> Response | Coroutine[Any, Any, Response]:
+        """The response to an infer request that is understood by a template and looked up at once; else what gives it.
+
+        ApiError, from here or from the coroutine: the request is refused.
+        """
+        started = time.perf_counter()
+        if len(named) != 1 or header_length is None:
+            return self.infer(named, header_length, body, hold)
+        served = self.service.live(named[0])
+        infer = self._templates.match(served, body, _parse_length(header_length, len(body)))
+        if infer is None:
+            return self.infer(named, header_length, body, hold)
+        hold.grow(infer.request.out_bytes)
+        times = started, time.perf_counter()
+        buffer = self.service.executor.run_now(infer.request, infer.inputs)
+        if buffer is None:
+            return self._run(served, infer, len(body), times)
+        return self._encode(served, infer, buffer, len(body), times)
+
+    async def infer(self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold) -> Response:
+        """The response to an infer request. ApiError: it is refused."""
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        infer = await self._understand(served, header(scope, _LENGTH), body)
+        infer = await self._understand(served, header_length, body)
         check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
-        parsed = time.perf_counter()
+        return await self._run(served, infer, len(body), (started, time.perf_counter()))
+
+    async def _run(self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float]) -> Response:
         buffer = await self.service.executor.run(infer.request, infer.inputs)
+        return self._encode(served, infer, buffer, body_bytes, times)
+
+    def _encode(
+        self, served: ServedVersion, infer: InferRequest, buffer: Buffer, body_bytes: int, times: tuple[float, float]
+    ) -> Response:
+        """The response over an output buffer. times: when the request was begun and understood."""
         looked_up = time.perf_counter()
         head, parts = v2_request.encode(infer, buffer)
-        times = Stages(started, parsed, looked_up, time.perf_counter())
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
-        self._metrics[served.header.model].answered(infer.request, len(body), times)
+        self._metrics[served.header.model].answered(infer.request, body_bytes, Stages(*times, looked_up, time.perf_counter()))
         if infer.has_binary:
-            await respond(send, 200, (_BINARY_TYPE, (_LENGTH, str(len(head)).encode())), head, *parts)
-        else:
-            await respond(send, 200, (JSON_TYPE,), head)
+            return Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
+        return Response(200, (JSON_TYPE,), [head])
 
     async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> InferRequest:
         """The infer request: by a template where its header came before but for its numbers, else by the slow path."""

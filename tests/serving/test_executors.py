@@ -184,7 +184,9 @@ def played(scoring: Scoring | None) -> Request:
     """A request of no lookups: its output is its scores, if it asks for some."""
     plan = SimpleNamespace(staged_bytes=0, run=lambda inputs, outputs: None)
     outputs = () if scoring is None else (scoring.output,)
-    return Request("played", 3, (), outputs, plan, row_bytes=0, scoring=scoring)  # type: ignore[arg-type]
+    out_bytes = sum(o.bytes for o in outputs)
+    counts = {"ids": 0, "vectors": 0, "row_bytes": 0, "out_bytes": out_bytes}
+    return Request("played", 3, (), plan, **counts, outputs=outputs, scoring=scoring)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""Infer requests without ASGI: what a connection asks when one is whole, and what it sends as it is.
+
+ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So `serving.http.connection` hands the
+body of an infer request to the `Door`. Where a template knows the header and the executor can look up at once, the answer is
+there when the call returns. Else a task goes the longer way. Requests that are compressed, wait for 100-continue, or are not
+quite plain in another way go through ASGI, to the same code.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from tableside.serving import metrics
+from tableside.serving.admission import Hold
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind
+from tableside.serving.http.asgi import Response, error_response
+from tableside.serving.http.v2 import LENGTH, V2
+
+logger = logging.getLogger("tableside")
+
+_PATH, _INFER = b"/v2/models/", b"/infer"
+_ODD = re.compile(rb"[%?#]")
+_NOT_PLAIN = (b"content-encoding", b"expect", b"transfer-encoding")
+
+SendWhole = Callable[[bytes, Sequence[Any]], None]
+"""Sends a response: its head, but for the empty line that ends it, and the parts of its body."""
+
+
+class Asked(NamedTuple):
+    """An infer request but for its body. named: model, or model, "versions" and version, as the path names them."""
+
+    named: list[str]
+    header_length: bytes | None
+
+
+class DoorCycle:
+    """What uvicorn's protocol must know of a request that does not go through ASGI, in place of its own object."""
+
+    __slots__ = ("body", "disconnected", "keep_alive", "more_body", "response_complete", "response_started")
+    waiting_for_100_continue = False
+    scope: ClassVar[dict[str, str]] = {"method": "POST"}
+
+    def __init__(self, keep_alive: bool) -> None:
+        self.keep_alive = keep_alive
+        self.body, self.more_body, self.disconnected = b"", True, False
+        self.response_started = self.response_complete = False
+
+    @property
+    def message_event(self) -> "DoorCycle":
+        return self
+
+    def set(self) -> None:
+        """Nobody waits for an event."""
+
+
+class Door:
+    """Answers the infer requests of a worker. Belongs to one event loop."""
+
+    def __init__(self, v2: V2) -> None:
+        self._v2 = v2
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Asked | None:
+        """What a request asks for; None: it goes through ASGI."""
+        if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
+            return None
+        length = None
+        for name, value in headers:
+            if name in _NOT_PLAIN:
+                return None
+            if name == LENGTH and length is None:
+                length = value
+        return Asked(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
+
+    def answer(self, asked: Asked, body: bytes, hold: Hold, send: SendWhole) -> None:
+        """Answers a whole request, now or later."""
+        try:
+            response = self._v2.infer_soon(asked.named, asked.header_length, body, hold)
+        except Exception as error:  # noqa: BLE001  # an answer is owed whatever it is; what is no refusal is logged
+            response = self._refusal(asked, error)
+        if isinstance(response, Response):
+            send(_head(response), response.parts)
+            return
+        task = asyncio.get_running_loop().create_task(self._answer_later(asked, response, send))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, asked: Asked, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
+        try:
+            response = await coming
+        except Exception as error:  # noqa: BLE001  # as above
+            response = self._refusal(asked, error)
+        send(_head(response), response.parts)
+
+    def _refusal(self, asked: Asked, error: Exception) -> Response:
+        model = asked.named[0] if asked.named[0] in self._v2.service.engines else metrics.UNKNOWN
+        if not isinstance(error, ApiError):
+            logger.error("an infer request failed", exc_info=error)
+            error = ApiError(500, Kind.INTERNAL, INTERNAL_ERROR)
+        metrics.refused(model, "v2", error.kind)
+        return error_response(error)
+
+
+def _head(response: Response) -> bytes:
+    lines = [b"content-length: %d" % sum(map(len, response.parts))]
+    lines += [name + b": " + value for name, value in response.headers]
+    return STATUS_LINE[response.status] + b"\r\n".join(lines) + b"\r\n"
