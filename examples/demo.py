@@ -27,7 +27,7 @@ from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.segment import Segment
 from tableside.quant import RowFormat, choose
-from tableside.serving.cli import bench
+from tableside.serving.cli import bench, generator
 from tableside.serving.cli.local import local_server
 from tableside.serving.cli.output import mb, progress_bar
 from tableside.serving.client import Client, Jagged
@@ -166,8 +166,8 @@ def print_memory(pid: int, root: Path, segment_bytes: int) -> None:
 
 def print_throughput(url: str) -> None:
     with Client(url) as client:
-        requests = bench.make_requests(client.models()[0], url, 32, 20, None)
-    load = bench.run(url, requests, concurrency=8, seconds=2.0)
+        requests = bench.make_requests(client.models()[0], url, bench.Shape(32, 20))
+    load = generator.run(url, requests, concurrency=8, seconds=2.0)
     ids = 32 * 20 * len(FEATURES)
     console.print(
         f"{load.requests_per_s:,.0f} requests/s = {load.requests_per_s * ids:,.0f} lookups/s "

@@ -1,90 +1,140 @@
-"""A load generator: prepared requests over a number of connections, each of which waits for its answer before the next.
+"""Lookups for the load generator (`generator`), prepared before the clock starts.
 
-Requests are built before the clock starts. Of a response only the status and the time are taken; `check` sees the first response
-of each connection. So one core can load a server that runs on another. A run is bounded in time. Load hosts of your own only.
+Real requests are jagged, so each one has lengths of its own: every bag has 0 to 2 * ids ids, drawn uniformly, which is `ids` on
+average. `same` gives every bag exactly `ids` ids, so that all requests have one header. There are two forms on the wire:
+
+    named      two tensors for each feature, F.values INT64 [ids] and F.lengths INT32 [bags]; with `same` one, F INT64 [bags, ids]
+    compact    two tensors for all features in the model's order, kjt.values INT64 [ids] and kjt.lengths INT32 [features, bags]
 """
 
-import asyncio
-import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-import httptools
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from tableside.serving import wire
 from tableside.serving.errors import ServingError
 
+Form = Literal["named", "compact"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+REQUESTS = 512  # different ones of a run: twice as many as a server might remember by their headers
+MAX_BYTES = 256 << 20  # of all prepared requests of a run
+_DATATYPES = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
+
 
 @dataclass(frozen=True)
-class Load:
-    """What was measured. latencies_s: of every answered request, sorted. failed: connections that broke, and answers not 200."""
+class Shape:
+    """What a request holds: `batch` bags of each feature, of `ids` ids, on average or each (`same`). zipf: as of `draw_ids`."""
 
-    seconds: float
-    requests: int
-    failed: int
-    latencies_s: np.ndarray
+    batch: int
+    ids: int
+    same: bool = False
+    zipf: float | None = None
 
-    @property
-    def requests_per_s(self) -> float:
-        return self.requests / self.seconds
-
-    def percentile_ms(self, percent: float) -> float:
-        """Latency in milliseconds that `percent` of the requests stayed within."""
-        return float(np.percentile(self.latencies_s, percent) * 1e3) if self.latencies_s.size else float("nan")
+    def __str__(self) -> str:
+        lengths = "the same in every bag" if self.same else f"on average, 0 to {2 * self.ids} a bag, drawn anew for each request"
+        return f"batch {self.batch} x {self.ids} ids ({lengths})"
 
 
-class _Connection(asyncio.Protocol):
-    def __init__(self, requests: Sequence[bytes], first: int, check: Callable[[bytes], None] | None) -> None:
-        self.requests, self.next, self.check = requests, first, check
-        self.latencies: list[float] = []
-        self.failed = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.stopping = False
-        self._body: list[bytes] = []
-        self._started = 0.0
+def make_requests(
+    described: Mapping[str, Any],
+    url: str,
+    shape: Shape,
+    form: Form = "named",
+    *,
+    count: int = REQUESTS,
+    max_bytes: int = MAX_BYTES,
+    seed: int = 0,
+) -> list[bytes]:
+    """Different binary lookups of all features of a model, as /v1/models describes it.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: Any = transport
-        self._send()
+    At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same ids and lengths.
+    ServingError: one request alone is larger than that.
+    """
+    ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
+    if ids_bytes > max_bytes:
+        raise ServingError(
+            f"a request of {shape} has {ids_bytes:,} bytes of ids; expected at most {max_bytes:,}: lower the batch or the ids"
+        )
+    rng = np.random.default_rng(seed)
+    requests: list[bytes] = []
+    size = 0
+    while len(requests) < count:
+        headers, body = encode(described, *draw(rng, described, shape), same=shape.same, form=form)
+        request = request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body)
+        size += len(request)
+        if requests and size > max_bytes:
+            break
+        requests.append(request)
+    return requests
 
-    def _send(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
-        self._body = []
-        self._started = time.perf_counter()
-        self.transport.write(self.requests[self.next % len(self.requests)])
-        self.next += 1
 
-    def data_received(self, data: bytes) -> None:
-        self.parser.feed_data(data)
+def draw(rng: np.random.Generator, described: Mapping[str, Any], shape: Shape) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """One request's ids int64 [ids] and lengths int32 [features, bags], feature by feature and bag by bag."""
+    table_rows = {t["name"]: t["rows"] for t in described["tables"]}
+    feature_rows = np.array([table_rows[f["table"]] for f in described["features"]], np.int64)
+    bags = (len(feature_rows), shape.batch)
+    lengths = rng.integers(0, 2 * shape.ids, bags, np.int32, endpoint=True)
+    if shape.same:
+        lengths = np.full(bags, shape.ids, np.int32)
+    rows = np.repeat(feature_rows, lengths.sum(1))
+    return draw_ids(rng, rows, rows.shape, shape.zipf), lengths
 
-    def on_body(self, body: bytes) -> None:
-        if self.check is not None:
-            self._body.append(body)
 
-    def on_message_complete(self) -> None:
-        self.latencies.append(time.perf_counter() - self._started)
-        if self.parser.get_status_code() != 200:
-            self.failed += 1
-        elif self.check is not None:
-            self.check(b"".join(self._body))
-            self.check = None
-        if self.stopping:
-            self.transport.close()
+def draw_ids(
+    rng: np.random.Generator, rows: int | NDArray[np.int64], shape: tuple[int, ...], zipf: float | None
+) -> NDArray[np.int64]:
+    """ids int64 of a shape, in [0, rows): uniform, or by Zipf's law, its hot ids scattered over the table.
+
+    rows: of the table; an array of that shape where ids are of different tables. zipf: the law's exponent, not 1; None: uniform.
+    Ranks are drawn by the inverse of the continuous law's distribution.
+    """
+    if zipf is None:
+        return rng.integers(0, rows, shape)
+    power = 1.0 - zipf
+    ranks = (((rows + 1.0) ** power - 1.0) * rng.random(shape) + 1.0) ** (1.0 / power)
+    ranks = np.minimum(ranks, rows).astype(np.uint64) - np.uint64(1)
+    # A bijection of the rows where they and the factor have no common divisor, which is a prime.
+    scattered: NDArray[np.int64] = (ranks * np.uint64(2654435761) % np.asarray(rows, np.uint64)).astype(np.int64)
+    return scattered
+
+
+def encode(
+    described: Mapping[str, Any], values: NDArray[np.int64], lengths: NDArray[np.int32], *, same: bool, form: Form
+) -> tuple[dict[str, str], bytes]:
+    """The HTTP headers and the body of a lookup of all features.
+
+    values, lengths: as of `draw`. same: all lengths are equal, which the named form says in a tensor's shape.
+    """
+    if form == "compact":
+        return _infer([("kjt.values", values), ("kjt.lengths", lengths)])
+    tensors: list[tuple[str, NDArray[Any]]] = []
+    ends = np.cumsum(lengths.sum(1))
+    for feature, ids, bags in zip(described["features"], np.split(values, ends[:-1]), lengths, strict=True):
+        if same:
+            tensors.append((feature["name"], ids.reshape(len(bags), -1)))
         else:
-            self._send()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.stopping:
-            self.failed += 1
-        if not self.done.done():
-            self.done.set_result(None)
+            tensors += [(f"{feature['name']}.values", ids), (f"{feature['name']}.lengths", bags)]
+    return _infer(tensors)
 
 
-def request_bytes(url: str, headers: dict[str, str], body: bytes, method: str = "POST") -> bytes:
+def _infer(tensors: Sequence[tuple[str, NDArray[Any]]]) -> tuple[dict[str, str], bytes]:
+    inputs = [
+        {"name": n, "datatype": _DATATYPES[a.dtype], "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        for n, a in tensors
+    ]
+    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    head = head.ljust(-(-len(head) // 8) * 8)  # as the client does: aligned ids are read a little faster
+    headers = {wire.HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}
+    return headers, head + b"".join(a.tobytes() for _, a in tensors)
+
+
+def request_bytes(url: str, headers: Mapping[str, str], body: bytes, method: str = "POST") -> bytes:
     """One HTTP/1.1 request, ready to be sent again and again."""
     parts = urlsplit(url)
     lines = [
@@ -94,84 +144,3 @@ def request_bytes(url: str, headers: dict[str, str], body: bytes, method: str = 
     ]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-def make_requests(
-    described: dict[str, Any], url: str, batch: int, ids: int, zipf: float | None, count: int = 64, seed: int = 0
-) -> list[bytes]:
-    """`count` different binary lookups of all features of a model, as /v1/models describes it."""
-    rng = np.random.default_rng(seed)
-    rows = {t["name"]: t["rows"] for t in described["tables"]}
-    requests = []
-    for _ in range(count):
-        features = {f["name"]: draw_ids(rng, rows[f["table"]], (batch, ids), zipf) for f in described["features"]}
-        headers, body = wire.encode(features)
-        requests.append(request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body))
-    return requests
-
-
-def draw_ids(rng: np.random.Generator, rows: int, shape: tuple[int, int], zipf: float | None) -> np.ndarray:
-    """ids int64 [bags, ids a bag] in [0, rows): uniform, or by Zipf's law, its hot ids scattered over the table.
-
-    shape: [bags, ids a bag]. zipf: the law's exponent, not 1; None: uniform. Ranks are drawn by the inverse of the continuous
-    law's distribution.
-    """
-    if zipf is None:
-        return rng.integers(0, rows, shape)
-    power = 1.0 - zipf
-    ranks = ((float(rows + 1) ** power - 1.0) * rng.random(shape) + 1.0) ** (1.0 / power)
-    ranks = np.minimum(ranks, rows).astype(np.uint64) - np.uint64(1)
-    # A bijection of the rows where they and the factor have no common divisor, which is a prime.
-    scattered: np.ndarray = (ranks * np.uint64(2654435761) % np.uint64(rows)).astype(np.int64)
-    return scattered
-
-
-def _same(connection: _Connection) -> _Connection:
-    return connection
-
-
-async def _run(
-    url: str,
-    requests: Sequence[bytes],
-    concurrency: int,
-    seconds: float,
-    check: Callable[[bytes], None] | None,
-) -> Load:
-    parts = urlsplit(url)
-    loop = asyncio.get_running_loop()
-    connections: list[_Connection] = []
-    started = time.perf_counter()
-    for i in range(concurrency):
-        connection = _Connection(requests, i, check)
-        try:
-            await loop.create_connection(functools.partial(_same, connection), parts.hostname or "", parts.port or 80)
-        except OSError as error:
-            raise ServingError(
-                f"cannot connect to {url}: {error.strerror or error}; is `tableside serve` running there?"
-            ) from error
-        connections.append(connection)
-    await asyncio.sleep(seconds)
-    elapsed = time.perf_counter() - started
-    answered = sum(len(c.latencies) for c in connections)
-    for connection in connections:
-        connection.stopping = True
-    _, late = await asyncio.wait([c.done for c in connections], timeout=10)
-    for connection in connections:
-        connection.transport.abort()
-    latencies = np.sort(np.concatenate([np.array(c.latencies) for c in connections]))
-    return Load(elapsed, answered, sum(c.failed for c in connections) + len(late), latencies)
-
-
-def run(
-    url: str,
-    requests: Sequence[bytes],
-    *,
-    concurrency: int,
-    seconds: float,
-    check: Callable[[bytes], None] | None = None,
-) -> Load:
-    """Sends `requests` in turn over `concurrency` connections for `seconds`. ServingError: no server at `url`."""
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(url, requests, concurrency, seconds, check))

@@ -16,6 +16,8 @@ from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import evaluation, publishing, servers
+from tableside.serving.cli.bench import FORMS
+from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.top import top as show_top
 from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
@@ -147,9 +149,22 @@ def _add_measuring(command: _AddCommand) -> None:
     p = command("bench", servers.bench, "load a running server and report throughput and latencies")
     _add_server(p)
     p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
-    p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag (default: %(default)s)")
+    p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
+    p.add_argument("--same", action="store_true", help="as many ids in every bag; without it lengths differ in every request")
+    p.add_argument(
+        "--form",
+        choices=(*FORMS, "both"),
+        default="named",
+        help="tensors for each feature, or two for all of them; both: in turns (default: %(default)s)",
+    )
     p.add_argument("--concurrency", type=_count(1), default=16, help="connections (default: %(default)s)")
     p.add_argument("--seconds", type=_seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument(
+        "--rate", type=_rate, help="requests a second, sent when they are due; without it as fast as they are answered"
+    )
+    p.add_argument(
+        "--arrivals", choices=ARRIVALS, default="poisson", help="when requests are due with --rate (default: %(default)s)"
+    )
     p.add_argument("--zipf", type=_exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
 
     p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
@@ -179,6 +194,12 @@ def _finite(text: str) -> float:
 def _seconds(text: str) -> float:
     if not 0 < (value := float(text)) < 86400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and a day")
+    return value
+
+
+def _rate(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a million")
     return value
 
 

@@ -1,17 +1,21 @@
 """Commands about a server: start one, ask one that runs, and load it."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import orjson
 from rich.table import Table
 
 from tableside.serving import wire
-from tableside.serving.cli import bench as load_generator
-from tableside.serving.cli.output import console
+from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
+from tableside.serving.cli.generator import Load, merged, run, run_at_rate
+from tableside.serving.cli.output import console, mb
 from tableside.serving.client import Client
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, given
+
+_TURNS = 5  # of each form, where there are several
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -58,20 +62,46 @@ def bench(options: argparse.Namespace) -> int:
     """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
     with Client(options.url) as client:
         described = next((m for m in client.models() if m["name"] == options.model), None)
-        if described is None:
-            raise ServingError(f"model {options.model!r} is not served at {options.url}")
-        requests = load_generator.make_requests(described, options.url, options.batch, options.ids, options.zipf)
-    load = load_generator.run(f"{options.url}/v2", requests, concurrency=options.concurrency, seconds=options.seconds)
-    ids = options.batch * options.ids * len(described["features"])
-    table = Table("requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
-    latencies = (f"{load.percentile_ms(p):.2f}" for p in (50, 99, 99.9))
-    table.add_row(f"{load.requests_per_s:,.0f}", f"{load.requests_per_s * ids:,.0f}", *latencies, str(load.failed))
-    console.print(
-        f"{options.model}: {len(described['features'])} features x batch {options.batch} x {options.ids} ids, "
-        f"{options.concurrency} connections, {load.seconds:.1f} s"
-    )
+    if described is None:
+        raise ServingError(f"model {options.model!r} is not served at {options.url}")
+    shape = Shape(options.batch, options.ids, options.same, options.zipf)
+    forms = FORMS if options.form == "both" else (options.form,)
+    requests = {form: make_requests(described, options.url, shape, form, max_bytes=MAX_BYTES // len(forms)) for form in forms}
+    loads = _in_turns(options, requests)
+    features = len(described["features"])
+    console.print(f"{options.model}: {features} features x {shape}")
+    console.print(_how(options, requests))
+    table = Table("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
+    for form, load in loads.items():
+        latencies = (f"{load.percentile_ms(p):.2f}" for p in (50, 99, 99.9))
+        ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
+        table.add_row(form, f"{load.requests_per_s:,.0f}", f"{ids_per_s:,.0f}", *latencies, str(load.failed))
     console.print(table)
-    return 1 if load.failed else 0
+    failures = [f"{form}: {load.failed} failed, the first of: {load.failure}" for form, load in loads.items() if load.failed]
+    for failure in failures:
+        console.print(failure, markup=False)
+    return 1 if failures else 0
+
+
+def _in_turns(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
+    """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
+    turns = 1 if len(requests) == 1 else _TURNS
+    common = {"concurrency": options.concurrency, "seconds": options.seconds / turns / len(requests)}
+    loads: dict[Form, list[Load]] = {form: [] for form in requests}
+    for turn in range(turns):
+        for form, prepared in requests.items():
+            if options.rate is None:
+                load = run(options.url, prepared, **common)
+            else:
+                load = run_at_rate(options.url, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common)
+            loads[form].append(load)
+    return {form: merged(found) for form, found in loads.items()}
+
+
+def _how(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> str:
+    prepared = [f"{len(p)} different {form} requests of {mb(sum(map(len, p)))}" for form, p in requests.items()]
+    when = "" if options.rate is None else f", {options.rate:g} requests/s due at {options.arrivals} times"
+    return f"{', '.join(prepared)}, {options.concurrency} connections, {options.seconds:g} s{when}"
 
 
 def _parse_feature(text: str) -> tuple[str, wire.Jagged]:

@@ -99,6 +99,8 @@ def test_mistakes_are_one_line_and_exit_code_1(
         ("bench", "m", "--concurrency", "0"),
         ("bench", "m", "--seconds", "nan"),
         ("bench", "m", "--zipf", "0.5"),
+        ("bench", "m", "--rate", "-1"),
+        ("bench", "m", "--form", "short"),
         ("bench", "m", "--url", "http://[::1"),
         ("bench", "m", "--batch", "-1"),
         ("gc", "--keep", "-1"),
@@ -151,6 +153,19 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
     found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--zipf", 1.2)
     assert found.returncode == 0, found.stderr
     assert "p99.9 ms" in found.stdout
+    assert "demo: 4 features x batch 32 x 20 ids (on average, 0 to 40 a bag, drawn anew for each request)" in found.stdout
+    assert "512 different named requests of" in found.stdout
+    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--same", "--rate", 100, "--arrivals", "even")
+    assert found.returncode == 0, found.stderr
+    assert "the same in every bag" in found.stdout
+    assert "100 requests/s due at even times" in found.stdout
+
+
+def test_bench_tells_why_requests_fail(server: Any) -> None:
+    """demo has unpooled ids beside fp16 and fp32 vectors, which the compact form does not take: exit code 1, and the error."""
+    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--form", "compact")
+    assert found.returncode == 1
+    assert "failed, the first of: 400: {" in found.stdout
 
 
 def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> None:
