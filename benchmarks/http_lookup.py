@@ -1,121 +1,212 @@
-"""How much of a server's time is lookups: binary lookups of 26 features against an echo of the same number of bytes.
+"""Lookups over HTTP by one worker on one core, with lengths that differ in every request, in both forms.
 
-Both routes run in the same workers of the same server, in turns: the echo reads the same request and answers as many bytes as
-the lookup does, the request's own. The load comes from one process of its own over loopback. Correctness is asserted first.
+    python benchmarks/http_lookup.py            # some 5 minutes
+    python benchmarks/http_lookup.py --quick    # about one
+
+The worker has one core and the load generator another. All of these take turns, in rounds:
+
+    same       the named form, as many ids in every bag, so one header for all requests
+    named      the named form, lengths of its own in every request
+    compact    the compact form, lengths of its own in every request
+    fbgemm     the same bytes as compact, answered by FBGEMM's operator in a plain ASGI application (http_servers.py)
+    echo       bodies of as many bytes as named, or compact, and answers of as many bytes, in Tableside's worker
+    lookup     in process, the kernel's call alone, on inputs that were laid out before
+
+`of the floor` is the time of a request, 1 / (requests/s), over the time of its echo and its lookup. Latencies are measured at
+half the rate that 4 connections reached, over 16 connections, from the time at which a request was due. Requests are due at even
+times, and at random ones (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50
+by its queue alone. Answers are compared with the lookups in process first.
 """
 
+import argparse
 import os
-import re
-import signal
-import subprocess
-import sys
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import console, report, shared_folder
-from make_model import publish_random
+from common import HERE, console, report, shared_folder
+from http_cases import CASES, DIM, WAYS, Case, InProcess, check, prepare, publish, serving
 
-from tableside.loader.versions import Model
-from tableside.quant import Pooling, choose
 from tableside.serving.cli import bench
-from tableside.serving.http.asgi import Receive, Scope, Send, holding, read_body, respond
-from tableside.serving.server import serve
-from tableside.serving.settings import ServerSettings
+from tableside.serving.cli.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
 
-FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 64, 200_000
-SECONDS, ROUNDS = 3.0, 5
-OUT_BYTES = FEATURES * BATCH * DIM * 4
-
-
-def make_echo(settings: ServerSettings) -> Any:
-    """The server's application with one more route, in the worker."""
-    from tableside.serving.http.app import Application
-
-    class Echo(Application):
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            if scope.get("path") != "/echo":
-                await super().__call__(scope, receive, send)
-                return
-            with holding(scope, self.in_flight) as hold:
-                body = await read_body(scope, receive, settings.max_body_bytes, hold)
-            await respond(send, 200, (), body, memoryview(body)[: OUT_BYTES - len(body)])
-
-    return Echo(settings)
+SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+FEW, MANY = 4, 16  # connections
+ECHOES = 64  # different bodies of an echo
+SAME_FRACTION, FLOOR_RATIO, TAIL_RATIO = 0.9, 1.15, 3.0
+NAMED_RATES = {300: 5000, 1000: 1500}  # requests/s, by features
+COMPACT_RATIOS = {26: 1.15, 300: 1.5}  # of the named form
 
 
-def run_server(root: str, workers: int) -> None:
-    """The server's process."""
-    sys.exit(serve(ServerSettings(models=("ads",), root=Path(root), port=0, workers=workers, drain_s=0), make=make_echo))
+@dataclass(frozen=True)
+class Timing:
+    """Rounds of a case, and the seconds of each way in each round: with FEW connections, with MANY, at half load."""
+
+    rounds: int
+    few_s: float
+    many_s: float
+    half_s: float
 
 
-def check_answer(root: Path, url: str) -> None:
-    """Every vector of one request equals the engine's own."""
-    from tableside.serving.client import Client
-
-    segment = Model(root, "ads").attach(verify="header")
-    rng = np.random.default_rng(5)
-    ids = {t: rng.integers(0, ROWS, (BATCH, IDS)) for t in segment.tables}
-    with Client(url) as client:
-        found = client.lookup("ads", ids)
-    for name, table in segment.tables.items():
-        lengths = np.full(BATCH, IDS, np.int32)
-        expected = choose().lookup(table, ids[name].reshape(-1), lengths, pooling=Pooling.SUM)
-        np.testing.assert_array_equal(found[name], expected)
+FULL, QUICK = Timing(5, 0.6, 0.4, 0.8), Timing(3, 0.2, 0.1, 0.15)
 
 
-def measure(root: Path, workers: int, concurrency: int, zipf: float | None) -> dict[str, Any]:
-    """One server, both routes in turns."""
-    command = [sys.executable, __file__, "--server", str(root), str(workers)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = re.search(r"http://\S+", process.stdout.readline())[0]  # type: ignore[index]
-        check_answer(root, url)
-        described = {
-            "name": "ads",
-            "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
-            "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
-        }
-        lookups = bench.make_requests(described, url, BATCH, IDS, zipf)
-        body_bytes = len(lookups[0]) - lookups[0].index(b"\r\n\r\n") - 4
-        echoes = [bench.request_bytes(f"{url}/echo", {"Content-Type": "application/octet-stream"}, bytes(body_bytes))]
-        loads: dict[str, list[bench.Load]] = {"lookup": [], "echo": []}
-        for requests in (lookups, echoes):
-            bench.run(url, requests, concurrency=concurrency, seconds=0.5)
-        for _ in range(ROUNDS):
-            for name, requests in (("lookup", lookups), ("echo", echoes)):
-                loads[name].append(bench.run(url, requests, concurrency=concurrency, seconds=SECONDS / ROUNDS))
-        assert all(load.failed == 0 for found in loads.values() for load in found)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
-    rate = {name: float(np.median([load.requests_per_s for load in found])) for name, found in loads.items()}
-    tail = {name: np.concatenate([load.latencies_s for load in found]) for name, found in loads.items()}
+@dataclass
+class Way:
+    """One of what takes turns: where its requests go, and what was measured. answer_bytes: of a body."""
+
+    url: str
+    requests: Sequence[bytes]
+    answer_bytes: int
+    loads: dict[str, list[Load]] = field(default_factory=dict)
+    sent: int = 0
+
+    def closed(self, connections: int, seconds: float) -> None:
+        load = run(self.url, self.requests, concurrency=connections, seconds=seconds, first=self.sent, check=self._check)
+        self._keep(f"{connections}", load)
+
+    def half(self, arrivals: Arrivals, seconds: float, turn: int) -> None:
+        load = run_at_rate(
+            self.url,
+            self.requests,
+            rate=0.5 * self.rate(FEW),
+            concurrency=MANY,
+            seconds=seconds,
+            arrivals=arrivals,
+            first=self.sent,
+            seed=turn,
+            check=self._check,
+        )
+        self._keep(arrivals, load)
+
+    def rate(self, connections: int) -> float:
+        """Requests a second, the median over the rounds."""
+        return statistics.median(load.requests_per_s for load in self.loads[f"{connections}"])
+
+    def percentile_ms(self, which: str, percent: float) -> float:
+        return merged(self.loads[which]).percentile_ms(percent)
+
+    def _keep(self, name: str, load: Load) -> None:
+        if load.failed:
+            raise SystemExit(f"{self.url}: {load.failed} of {load.latencies_s.size} requests failed: {load.failure}")
+        self.sent += load.latencies_s.size
+        self.loads.setdefault(name, []).append(load)
+
+    def _check(self, body: bytes) -> None:
+        if len(body) != self.answer_bytes:
+            raise SystemExit(f"{self.url}: an answer has {len(body)} bytes; expected {self.answer_bytes}")
+
+
+def echoes(url: str, requests: Sequence[bytes], answer_bytes: int) -> Way:
+    """Bodies of as many bytes as some requests have, answered with as many bytes as theirs."""
+    bodies = [request[request.index(b"\r\n\r\n") + 4 :] for request in requests[:ECHOES]]
+    headers = {"Content-Type": "application/octet-stream"}
+    return Way(url, [bench.request_bytes(f"{url}/echo/{answer_bytes}", headers, body) for body in bodies], answer_bytes)
+
+
+def ways_of(case: Case, inside: InProcess, ours: str, peer: str) -> dict[str, Way]:
+    """What takes turns, after the answers of each were compared."""
+    ways = {}
+    for way, requests in prepare(case, ours).items():
+        ways[way] = Way(ours, requests, check(case, inside, ours, way, exact=True))
+    ways["fbgemm"] = Way(peer, ways["compact"].requests, check(case, inside, peer, "compact", exact=False))
+    for way in ("named", "compact"):
+        ways[f"echo of {way}"] = echoes(ours, ways[way].requests, ways[way].answer_bytes)
+    return ways
+
+
+def measure(case: Case, root: Path, urls: Sequence[str], timing: Timing) -> list[dict[str, Any]]:
+    """All ways in turns; a row for each."""
+    inside = InProcess(root, case)
+    ways = ways_of(case, inside, *urls)
+    for way in ways.values():
+        run(way.url, way.requests, concurrency=FEW, seconds=min(0.2, timing.few_s))
+    lookups: list[float] = []
+    for _ in range(timing.rounds):
+        lookups += inside.seconds()
+        for way in ways.values():
+            way.closed(FEW, timing.few_s)
+    loaded = [*WAYS, "fbgemm"]
+    for turn in range(timing.rounds):
+        for name in loaded:
+            ways[name].closed(MANY, timing.many_s)
+        for name in loaded:
+            for arrivals in ARRIVALS:
+                ways[name].half(arrivals, timing.half_s, turn)
+    return [row(case, name, ways, statistics.median(lookups) * 1e6) for name in loaded]
+
+
+def row(case: Case, name: str, ways: dict[str, Way], lookup_us: float) -> dict[str, Any]:
+    """What was measured of one way."""
+    way, echo = ways[name], ways.get(f"echo of {name}")
+    us = 1e6 / way.rate(FEW)
+    echo_us = None if echo is None else 1e6 / echo.rate(FEW)
     return {
-        "workers": workers,
-        "connections": concurrency,
-        "ids": "uniform" if zipf is None else f"zipf {zipf}",
-        "lookup req/s": rate["lookup"],
-        "echo req/s": rate["echo"],
-        "ratio": rate["lookup"] / rate["echo"],
-        "lookup p50 ms": float(np.percentile(tail["lookup"], 50) * 1e3),
-        "lookup p99 ms": float(np.percentile(tail["lookup"], 99) * 1e3),
-        "echo p99 ms": float(np.percentile(tail["echo"], 99) * 1e3),
-        "M ids/s": rate["lookup"] * FEATURES * IDS * BATCH / 1e6,
+        "features x batch x ids": str(case),
+        "way": name,
+        "req/s": way.rate(FEW),
+        "of same": way.rate(FEW) / ways["same"].rate(FEW),
+        f"req/s, {MANY} conns": way.rate(MANY),
+        "us": us,
+        "echo us": echo_us,
+        "lookup us": lookup_us,
+        "of the floor": None if echo_us is None else us / (echo_us + lookup_us),
+        **{f"{arrivals} p{p} ms": way.percentile_ms(arrivals, p) for arrivals in ARRIVALS for p in (50, 99)},
     }
 
 
+def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the rows are to reach, and whether they do."""
+    found = []
+
+    def add(case: str, target: str, value: float, is_met: bool) -> None:
+        found.append({"features x batch x ids": case, "target": target, "found": value, "met": is_met})
+
+    by_case: dict[str, dict[str, dict[str, Any]]] = {}
+    for r in rows:
+        by_case.setdefault(r["features x batch x ids"], {})[r["way"]] = r
+    for case in CASES:
+        ways = by_case[str(case)]
+        named, compact = ways["named"], ways["compact"]
+        ratio = compact["req/s"] / named["req/s"]
+        add(str(case), f"named at least {SAME_FRACTION} x same", named["of same"], named["of same"] >= SAME_FRACTION)
+        if (rate := NAMED_RATES.get(case.features)) is not None:
+            add(str(case), f"named at least {rate:,} requests/s", named["req/s"], named["req/s"] >= rate)
+        if (least := COMPACT_RATIOS.get(case.features)) is not None:
+            add(str(case), f"compact at least {least} x named", ratio, ratio >= least)
+        for r in (named, compact):
+            add(str(case), f"{r['way']} at most {FLOOR_RATIO} x the floor", r["of the floor"], r["of the floor"] <= FLOOR_RATIO)
+            for arrivals in ARRIVALS:
+                tail = r[f"{arrivals} p99 ms"] / r[f"{arrivals} p50 ms"]
+                what = f"{r['way']} at half load, {arrivals}: p99 at most {TAIL_RATIO:g} x p50"
+                add(str(case), what, tail, tail <= TAIL_RATIO)
+        add(str(case), "compact over FBGEMM's server (no target)", compact["req/s"] / ways["fbgemm"]["req/s"], True)
+    return found
+
+
 def main() -> None:
-    if sys.argv[1:2] == ["--server"]:
-        run_server(sys.argv[2], int(sys.argv[3]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter rounds, printed and not written to a result file")
+    options = parser.parse_args()
+    if SERVER_CORE == LOAD_CORE:
+        raise SystemExit("this process may use one core; expected two, one for the server and one for the load generator")
+    servers = HERE / "http_servers.py"
+    rows: list[dict[str, Any]] = []
     with shared_folder() as root:
-        publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
-        size = Model(root, "ads").path(1).stat().st_size
-        console.print(f"segment {size / 1e6:,.0f} MB, {os.cpu_count()} cores, load generator on the same machine")
-        rows = [measure(root, *shape, zipf) for zipf in (None, 1.05) for shape in ((1, 1), (1, 8), (2, 8), (2, 32))]
-    title = f"binary lookup of {FEATURES} features x {IDS} ids x batch {BATCH}, int8 D {DIM}, against an echo of as many bytes"
-    report("http_lookup", title, rows, request_bytes=FEATURES * IDS * BATCH * 8, response_bytes=OUT_BYTES)
+        publish(root)
+        os.sched_setaffinity(0, {LOAD_CORE})
+        with serving(servers, "ours", root, SERVER_CORE) as (ours, _), serving(servers, "fbgemm", root, SERVER_CORE) as (peer, _):
+            for case in CASES:
+                rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
+                console.print(*rows[-len(WAYS) - 1 :], sep="\n")
+    if options.quick:
+        console.print(*targets(rows), sep="\n")
+        return
+    title = f"lookups over HTTP, int8 D {DIM}, one worker on one core, {FEW} connections, load on another core"
+    report("http_lookup", title, rows)
+    report("http_lookup_targets", "what the issue asks of them", targets(rows))
 
 
 if __name__ == "__main__":

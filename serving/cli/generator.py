@@ -9,9 +9,9 @@ only.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Literal, get_args
 
 import numpy as np
@@ -56,12 +56,15 @@ def merged(loads: Sequence[Load]) -> Load:
     return Load(seconds, requests, failed, latencies, failure)
 
 
-def run(url: str, requests: Sequence[bytes], *, concurrency: int, seconds: float, check: Check | None = None) -> Load:
+def run(
+    url: str, requests: Sequence[bytes], *, concurrency: int, seconds: float, first: int = 0, check: Check | None = None
+) -> Load:
     """Sends `requests` in turn over `concurrency` connections for `seconds`, each connection one after another.
 
-    ServingError: no server at `url`, or one whose answers have no Content-Length.
+    first: how many of them were sent before, in other runs; this one goes on behind those. ServingError: no server at `url`, or
+    one whose answers have no Content-Length.
     """
-    following = cycle(requests)
+    following = _in_turn(requests, first)
     with connected(url, concurrency, check) as fleet:
         started = time.perf_counter()
         end = started + seconds
@@ -84,15 +87,16 @@ def run_at_rate(
     seconds: float,
     arrivals: Arrivals = "poisson",
     check: Check | None = None,
+    first: int = 0,
     seed: int = 0,
 ) -> Load:
     """Sends `requests` in turn at `rate` a second for `seconds`, over at most `concurrency` connections at once.
 
     A request that is due while all connections wait for answers is sent when one of them is free. Its latency counts from when it
-    was due. The core of this process is kept busy. ServingError: as of `run`.
+    was due. The core of this process is kept busy. first, ServingError: as of `run`.
     """
     due = deque(due_times(rate, seconds, arrivals, seed))
-    following = cycle(requests)
+    following = _in_turn(requests, first)
     with connected(url, concurrency, check) as fleet:
         started = time.perf_counter()
         end, answered = started + seconds, 0
@@ -114,6 +118,10 @@ def due_times(rate: float, seconds: float, arrivals: Arrivals, seed: int = 0) ->
     if arrivals == "even":
         return list((np.arange(count) / rate).tolist())
     return list(np.sort(np.random.default_rng(seed).random(count) * seconds).tolist())
+
+
+def _in_turn(requests: Sequence[bytes], first: int) -> Iterator[bytes]:
+    return islice(cycle(requests), first % len(requests), None)
 
 
 def _measured(fleet: Fleet, seconds: float, answered: int) -> Load:

@@ -86,10 +86,14 @@ def bench(options: argparse.Namespace) -> int:
 def _in_turns(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
     """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
     turns = 1 if len(requests) == 1 else _TURNS
-    common = {"concurrency": options.concurrency, "seconds": options.seconds / turns / len(requests)}
     loads: dict[Form, list[Load]] = {form: [] for form in requests}
     for turn in range(turns):
         for form, prepared in requests.items():
+            common = {
+                "concurrency": options.concurrency,
+                "seconds": options.seconds / turns / len(requests),
+                "first": sum(load.latencies_s.size for load in loads[form]),
+            }
             if options.rate is None:
                 load = run(options.url, prepared, **common)
             else:

@@ -141,6 +141,18 @@ def test_requests_are_sent_in_turn_and_counted() -> None:
     assert checked == [b"hello", b"hello"]
 
 
+def test_a_run_goes_on_behind_the_one_before() -> None:
+    seen: list[bytes] = []
+
+    def answer(sock: socket.socket, data: bytes) -> None:
+        seen.append(data)
+        sock.sendall(OK)
+
+    with scripted(answer) as url:
+        generator.run(url, REQUESTS, concurrency=1, seconds=0.05, first=5)
+    assert seen[:3] == [REQUESTS[2], REQUESTS[0], REQUESTS[1]]
+
+
 def test_an_answer_may_come_in_any_pieces() -> None:
     """Byte by byte, so its head is split everywhere; the body is whole all the same."""
     bodies: list[bytes] = []
