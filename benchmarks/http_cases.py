@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import numpy as np
@@ -149,11 +149,22 @@ def vectors(headers: Mapping[str, str], body: bytes) -> NDArray[np.float32]:
     return np.hstack(found)
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that runs: where, as which process, what it logs to, and the seconds until it was ready."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+    log: IO[str]
+    ready_s: float
+
+
 @contextmanager
-def serving(*command: object) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server in processes of its own, started by Python with these arguments: its url, once it says it, and its process."""
+def serving(*command: object) -> Iterator[Server]:
+    """A server in processes of its own, started by Python with these arguments. It is ready when it prints its url."""
     with TemporaryFile("w+") as log:
         arguments = [sys.executable, *(str(c) for c in command)]
+        started = time.perf_counter()
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             assert process.stdout is not None
@@ -161,7 +172,7 @@ def serving(*command: object) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
             if not (found := re.search(r"http://\S+", line)):
                 log.seek(0)
                 raise SystemExit(f"the server did not start: {line}{log.read()}")
-            yield found[0], process
+            yield Server(found[0], process, log, time.perf_counter() - started)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)

@@ -197,12 +197,12 @@ def main() -> None:
     with shared_folder() as root:
         publish(root)
         os.sched_setaffinity(0, {LOAD_CORE})
-        with serving(servers, "ours", root, SERVER_CORE) as (ours, _), serving(servers, "fbgemm", root, SERVER_CORE) as (peer, _):
+        with serving(servers, "ours", root, SERVER_CORE) as ours, serving(servers, "fbgemm", root, SERVER_CORE) as peer:
             for case in CASES:
-                rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
-                console.print(*rows[-len(WAYS) - 1 :], sep="\n")
+                rows += measure(case, root, (ours.url, peer.url), QUICK if options.quick else FULL)
+                console.print(*map(str, rows[-len(WAYS) - 1 :]), sep="\n")
     if options.quick:
-        console.print(*targets(rows), sep="\n")
+        console.print(*map(str, targets(rows)), sep="\n")
         return
     title = f"lookups over HTTP, int8 D {DIM}, one worker on one core, {FEW} connections, load on another core"
     report("http_lookup", title, rows)
