@@ -185,15 +185,16 @@ def test_a_request_larger_than_the_sockets_take() -> None:
     assert received == load.latencies_s.size * len(request) > 0
 
 
-def test_other_statuses_are_failures_and_the_first_is_told() -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_other_statuses_are_failures_and_the_first_is_told(is_checked: bool) -> None:
     """`check` waits for the first answer that is 200."""
     answers = iter([b"HTTP/1.1 400 Bad\r\ncontent-length: 3\r\n\r\nwhy", b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n"])
     checked: list[bytes] = []
     with scripted(lambda sock, _: sock.sendall(next(answers, OK))) as url:
-        load = generator.run(url, REQUESTS, concurrency=1, seconds=0.1, check=checked.append)
+        load = generator.run(url, REQUESTS, concurrency=1, seconds=0.1, check=checked.append if is_checked else None)
     assert (load.failed, load.failure) == (2, "400: why")
     assert load.latencies_s.size > 2
-    assert checked == [b"hello"]
+    assert checked == [b"hello"] * is_checked
 
 
 @pytest.mark.parametrize(
@@ -279,7 +280,23 @@ def test_the_wait_for_a_connection_counts() -> None:
 
 
 def test_a_connection_that_breaks_between_requests() -> None:
-    """It is counted, and what is due has nowhere to go."""
+    """It is counted, and the other one takes what is due."""
+    broken: list[socket.socket] = []
+
+    def answer(sock: socket.socket, data: bytes) -> None:
+        sock.sendall(OK)
+        if not broken:
+            sock.shutdown(socket.SHUT_WR)
+            broken.append(sock)
+
+    with scripted(answer, 2) as url:
+        load = generator.run_at_rate(url, REQUESTS, rate=20, concurrency=2, seconds=0.5, arrivals="even")
+    assert load.latencies_s.size == 10
+    assert (load.failed, load.failure) == (1, "the server closed the connection")
+
+
+def test_no_connection_is_left() -> None:
+    """What is due has nowhere to go, and is counted."""
 
     def end(sock: socket.socket, data: bytes) -> None:
         sock.sendall(OK)

@@ -162,7 +162,7 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
 
 
 def test_bench_tells_why_requests_fail(server: Any) -> None:
-    """demo has unpooled ids beside fp16 and fp32 vectors, which the compact form does not take: exit code 1, and the error."""
+    """The pooled features of demo give fp32 and fp16, which the compact form does not put side by side: exit code 1."""
     found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--form", "compact")
     assert found.returncode == 1
     assert "failed, the first of: 400: {" in found.stdout
