@@ -171,7 +171,7 @@ def print_throughput(url: str) -> None:
     ids = 32 * 20 * len(FEATURES)
     console.print(
         f"{load.requests_per_s:,.0f} requests/s = {load.requests_per_s * ids:,.0f} lookups/s "
-        f"({len(FEATURES)} features x batch 32 x 20 ids), "
+        f"({len(FEATURES)} features x batch 32 x 20 ids on average), "
         f"p50 {load.percentile_ms(50):.2f} ms, p99 {load.percentile_ms(99):.2f} ms"
     )
 
