@@ -12,10 +12,11 @@ The worker has one core and the load generator another. All of these take turns,
     echo       bodies of as many bytes as named, or compact, and answers of as many bytes, in Tableside's worker
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
-`of the floor` is the time of a request, 1 / (requests/s), over the time of its echo and its lookup. Latencies are measured at
-half the rate that 4 connections reached, over 16 connections, from the time at which a request was due. Requests are due at even
-times, and at random ones (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50
-by its queue alone. Answers are compared with the lookups in process first.
+`busy` is the share of the server's core that its processes used; well below 1, the rate says little of the server. `of the
+floor` is the time of a request, 1 / (requests/s), over the time of its echo and its lookup. Latencies are measured at half the
+rate that 4 connections reached, over 16 connections, from the time at which a request was due. Requests are due at even times,
+and at random ones (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by
+its queue alone. Answers are compared with the lookups in process first.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, console, report, shared_folder
-from http_cases import CASES, DIM, WAYS, Case, InProcess, check, prepare, publish, serving
+from http_cases import CASES, DIM, WAYS, Case, InProcess, Server, check, prepare, publish, serving
 
 from tableside.serving.cli import bench
 from tableside.serving.cli.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
@@ -55,16 +56,26 @@ FULL, QUICK = Timing(5, 0.6, 0.4, 0.8), Timing(3, 0.2, 0.1, 0.15)
 
 @dataclass
 class Way:
-    """One of what takes turns: where its requests go, and what was measured. answer_bytes: of a body."""
+    """One of what takes turns: where its requests go, and what was measured.
 
-    url: str
+    answer_bytes: of a body. sent: requests so far. cpu_s: that the server took for those of `closed`.
+    """
+
+    server: Server
     requests: Sequence[bytes]
     answer_bytes: int
     loads: dict[str, list[Load]] = field(default_factory=dict)
     sent: int = 0
+    cpu_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return self.server.url
 
     def closed(self, connections: int, seconds: float) -> None:
+        before = self.server.cpu_s()
         load = run(self.url, self.requests, concurrency=connections, seconds=seconds, first=self.sent, check=self._check)
+        self.cpu_s[connections] = self.cpu_s.get(connections, 0.0) + self.server.cpu_s() - before
         self._keep(f"{connections}", load)
 
     def half(self, arrivals: Arrivals, seconds: float, turn: int) -> None:
@@ -85,6 +96,10 @@ class Way:
         """Requests a second, the median over the rounds."""
         return statistics.median(load.requests_per_s for load in self.loads[f"{connections}"])
 
+    def busy(self, connections: int) -> float:
+        """The share of its core that the server used."""
+        return self.cpu_s[connections] / sum(load.seconds for load in self.loads[f"{connections}"])
+
     def percentile_ms(self, which: str, percent: float) -> float:
         return merged(self.loads[which]).percentile_ms(percent)
 
@@ -99,28 +114,29 @@ class Way:
             raise SystemExit(f"{self.url}: an answer has {len(body)} bytes; expected {self.answer_bytes}")
 
 
-def echoes(url: str, requests: Sequence[bytes], answer_bytes: int) -> Way:
+def echoes(server: Server, requests: Sequence[bytes], answer_bytes: int) -> Way:
     """Bodies of as many bytes as some requests have, answered with as many bytes as theirs."""
     bodies = [request[request.index(b"\r\n\r\n") + 4 :] for request in requests[:ECHOES]]
     headers = {"Content-Type": "application/octet-stream"}
-    return Way(url, [bench.request_bytes(f"{url}/echo/{answer_bytes}", headers, body) for body in bodies], answer_bytes)
+    url = f"{server.url}/echo/{answer_bytes}"
+    return Way(server, [bench.request_bytes(url, headers, body) for body in bodies], answer_bytes)
 
 
-def ways_of(case: Case, inside: InProcess, ours: str, peer: str) -> dict[str, Way]:
+def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server) -> dict[str, Way]:
     """What takes turns, after the answers of each were compared."""
     ways = {}
-    for way, requests in prepare(case, ours).items():
-        ways[way] = Way(ours, requests, check(case, inside, ours, way, exact=True))
-    ways["fbgemm"] = Way(peer, ways["compact"].requests, check(case, inside, peer, "compact", exact=False))
+    for way, requests in prepare(case, ours.url).items():
+        ways[way] = Way(ours, requests, check(case, inside, ours.url, way, exact=True))
+    ways["fbgemm"] = Way(peer, ways["compact"].requests, check(case, inside, peer.url, "compact", exact=False))
     for way in ("named", "compact"):
         ways[f"echo of {way}"] = echoes(ours, ways[way].requests, ways[way].answer_bytes)
     return ways
 
 
-def measure(case: Case, root: Path, urls: Sequence[str], timing: Timing) -> list[dict[str, Any]]:
+def measure(case: Case, root: Path, servers: tuple[Server, Server], timing: Timing) -> list[dict[str, Any]]:
     """All ways in turns; a row for each."""
     inside = InProcess(root, case)
-    ways = ways_of(case, inside, *urls)
+    ways = ways_of(case, inside, *servers)
     for way in ways.values():
         run(way.url, way.requests, concurrency=FEW, seconds=min(0.2, timing.few_s))
     lookups: list[float] = []
@@ -148,6 +164,7 @@ def row(case: Case, name: str, ways: dict[str, Way], lookup_us: float) -> dict[s
         "way": name,
         "req/s": way.rate(FEW),
         "of same": way.rate(FEW) / ways["same"].rate(FEW),
+        "busy": way.busy(FEW),
         f"req/s, {MANY} conns": way.rate(MANY),
         "us": us,
         "echo us": echo_us,
@@ -199,7 +216,7 @@ def main() -> None:
         os.sched_setaffinity(0, {LOAD_CORE})
         with serving(servers, "ours", root, SERVER_CORE) as ours, serving(servers, "fbgemm", root, SERVER_CORE) as peer:
             for case in CASES:
-                rows += measure(case, root, (ours.url, peer.url), QUICK if options.quick else FULL)
+                rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
                 console.print(*map(str, rows[-len(WAYS) - 1 :]), sep="\n")
     if options.quick:
         console.print(*map(str, targets(rows)), sep="\n")
