@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 from common import console, report, shared_folder
-from http_cases import CASES, WAYS, Case, InProcess, Server, check, prepare, publish, serving
+from http_cases import CASES, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving
 from make_model import publish_random
 
 from tableside.loader.memory import processes_below, pss_bytes
@@ -140,7 +140,7 @@ def http(root: Path, has_gpu: bool) -> list[dict[str, Any]]:
                 for way in WAYS:
                     check(case, inside, server.url, way, exact=name == "cpu")
             rows += http_rows(case, {name: server.url for name, server in servers.items()})
-            console.print(*map(str, rows[-len(WAYS) :]), sep="\n")
+            console.print(*map(line, rows[-len(WAYS) :]), sep="\n")
     return rows
 
 

@@ -150,6 +150,11 @@ def vectors(headers: Mapping[str, str], body: bytes) -> NDArray[np.float32]:
     return np.hstack(found)
 
 
+def line(row: Mapping[str, Any]) -> str:
+    """A row to look at while others are measured."""
+    return ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v is not None)
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that runs: where, as which process, what it logs to, and the seconds until it was ready."""

@@ -12,11 +12,12 @@ The worker has one core and the load generator another. All of these take turns,
     echo       bodies of as many bytes as named, or compact, and answers of as many bytes, in Tableside's worker
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
-`busy` is the share of the server's core that its processes used; well below 1, the rate says little of the server. `of the
-floor` is the time of a request, 1 / (requests/s), over the time of its echo and its lookup. Latencies are measured at half the
-rate that 4 connections reached, over 16 connections, from the time at which a request was due. Requests are due at even times,
-and at random ones (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by
-its queue alone. Answers are compared with the lookups in process first.
+`busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request. Where `busy` is
+well below 1, others used the core, and rates say little of the server. `of the floor` is the time of a request, 1 /
+(requests/s), over the time of its echo and its lookup. Latencies are measured at half the rate that 4 connections reached, over
+16 connections, from the time at which a request was due. Requests are due at even times, and at random ones (Poisson). At
+random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by its queue alone. Answers are
+compared with the lookups in process first.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, console, report, shared_folder
-from http_cases import CASES, DIM, WAYS, Case, InProcess, Server, check, prepare, publish, serving
+from http_cases import CASES, DIM, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving
 
 from tableside.serving.cli import bench
 from tableside.serving.cli.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
@@ -51,7 +52,7 @@ class Timing:
     half_s: float
 
 
-FULL, QUICK = Timing(5, 0.6, 0.4, 0.8), Timing(3, 0.2, 0.1, 0.15)
+FULL, QUICK = Timing(5, 0.6, 0.4, 0.8), Timing(3, 0.15, 0.1, 0.1)
 
 
 @dataclass
@@ -99,6 +100,10 @@ class Way:
     def busy(self, connections: int) -> float:
         """The share of its core that the server used."""
         return self.cpu_s[connections] / sum(load.seconds for load in self.loads[f"{connections}"])
+
+    def cpu_us(self, connections: int) -> float:
+        """Of the server, for one request."""
+        return 1e6 * self.cpu_s[connections] / sum(load.latencies_s.size for load in self.loads[f"{connections}"])
 
     def percentile_ms(self, which: str, percent: float) -> float:
         return merged(self.loads[which]).percentile_ms(percent)
@@ -165,6 +170,7 @@ def row(case: Case, name: str, ways: dict[str, Way], lookup_us: float) -> dict[s
         "req/s": way.rate(FEW),
         "of same": way.rate(FEW) / ways["same"].rate(FEW),
         "busy": way.busy(FEW),
+        "cpu us": way.cpu_us(FEW),
         f"req/s, {MANY} conns": way.rate(MANY),
         "us": us,
         "echo us": echo_us,
@@ -217,9 +223,9 @@ def main() -> None:
         with serving(servers, "ours", root, SERVER_CORE) as ours, serving(servers, "fbgemm", root, SERVER_CORE) as peer:
             for case in CASES:
                 rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
-                console.print(*map(str, rows[-len(WAYS) - 1 :]), sep="\n")
+                console.print(*map(line, rows[-len(WAYS) - 1 :]), sep="\n")
     if options.quick:
-        console.print(*map(str, targets(rows)), sep="\n")
+        console.print(*map(line, targets(rows)), sep="\n")
         return
     title = f"lookups over HTTP, int8 D {DIM}, one worker on one core, {FEW} connections, load on another core"
     report("http_lookup", title, rows)
