@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 from common import console, report, shared_folder
-from http_cases import CASES, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving
+from http_cases import CASES, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving, warm_up
 from make_model import publish_random
 
 from tableside.loader.memory import processes_below, pss_bytes
@@ -148,14 +148,13 @@ def http_rows(case: Case, urls: dict[str, str]) -> list[dict[str, Any]]:
     """A row for each of WAYS, with every server's figures side by side."""
     prepared = prepare(case, next(iter(urls.values())))
     loads: dict[tuple[str, str], list[Load]] = {(way, name): [] for way in WAYS for name in urls}
-    for way, name in loads:
-        run(urls[name], prepared[way], concurrency=CONNECTIONS, seconds=0.2)
+    sent = {(way, name): warm_up(urls[name], prepared[way], CONNECTIONS) for way, name in loads}
     for _ in range(ROUNDS):
         for (way, name), found in loads.items():
-            sent = sum(load.latencies_s.size for load in found)
-            load = run(urls[name], prepared[way], concurrency=CONNECTIONS, seconds=HTTP_S / ROUNDS, first=sent)
+            load = run(urls[name], prepared[way], concurrency=CONNECTIONS, seconds=HTTP_S / ROUNDS, first=sent[way, name])
             if load.failed:
                 raise SystemExit(f"{name}, {case}, {way}: {load.failed} requests failed: {load.failure}")
+            sent[way, name] += load.latencies_s.size
             found.append(load)
     rates = {key: statistics.median(load.requests_per_s for load in found) for key, found in loads.items()}
     rows = []

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,11 @@ from tableside.loader.memory import processes_below
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, choose
 from tableside.serving.cli import bench
+from tableside.serving.cli.generator import run
 from tableside.serving.wire import HEADER_LENGTH
 
 DIM, MAX_ROWS, MODEL_BYTES = 64, 200_000, 1 << 30
+WARM_UP_REQUESTS = 200
 LARGEST = 6.0  # of the models' values, by far
 # What the columns are called: whether all lengths are the same, and the form of the requests.
 WAYS: dict[str, tuple[bool, bench.Form]] = {"same": (True, "named"), "named": (False, "named"), "compact": (False, "compact")}
@@ -136,6 +138,17 @@ def check(case: Case, inside: InProcess, url: str, way: str, exact: bool) -> int
         np.testing.assert_allclose(vectors(reply.headers, reply.content), inside.expected(values, lengths), rtol=0, atol=bound)
         size = len(reply.content)
     return size
+
+
+def warm_up(url: str, requests: Sequence[bytes], connections: int) -> int:
+    """Sends WARM_UP_REQUESTS or more, as a worker learns headers from the first ones that it gets. Returns how many."""
+    sent = 0
+    while sent < WARM_UP_REQUESTS:
+        load = run(url, requests, concurrency=connections, seconds=0.1, first=sent)
+        if load.failed:
+            raise SystemExit(f"{url}: {load.failed} requests failed: {load.failure}")
+        sent += load.latencies_s.size
+    return sent
 
 
 def vectors(headers: Mapping[str, str], body: bytes) -> NDArray[np.float32]:
