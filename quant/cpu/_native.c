@@ -9,8 +9,9 @@
  * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are packed
  *   All three check every id and length before any row is read. They return None, or (job, problem, position, value) for
  *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
- * KIND_FIELDS, PLACE_FIELDS, GATHER_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
+ * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
+ * totals, lay_out, move: see _native_jobs.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -23,6 +24,7 @@
 #include <emmintrin.h>
 #include "_processor.h"
 #endif
+#include "_native_jobs.h"
 #include "_pool.h"
 #include "_rows.h"
 
@@ -46,7 +48,8 @@ typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
 typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
 static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
-static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL};
+static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
+static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
@@ -421,6 +424,9 @@ static PyMethodDef methods[] = {
     {"gather", (PyCFunction)(void (*)(void))py_gather, METH_FASTCALL, NULL},
     {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
+    {"totals", (PyCFunction)(void (*)(void))py_totals, METH_FASTCALL, NULL},
+    {"lay_out", (PyCFunction)(void (*)(void))py_lay_out, METH_FASTCALL, NULL},
+    {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
     {NULL, NULL, 0, NULL},
@@ -444,7 +450,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     open_pool();
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
-        && add_names(made, "GATHER_FIELDS", gather_names))
+        && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
+        && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names))
         return made;
     Py_XDECREF(made);
     return NULL;

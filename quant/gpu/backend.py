@@ -28,7 +28,9 @@ from tableside.quant.contract import (
     Ids,
     Lengths,
     Lookup,
+    LookupKind,
     Plan,
+    Planner,
     Pooling,
     Precision,
     RowSource,
@@ -50,6 +52,7 @@ from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.steady import SteadyLayouts, are_steady
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
@@ -92,8 +95,22 @@ class GpuPlan(Plan):
         if isinstance(result, BadIds):
             raise result
         target = np.frombuffer(outputs, np.uint8)
-        for lk in self.layout.lookups:
+        for lk in self.layout.lookups():
             target[lk.out_at : lk.out_at + lk.out_bytes] = result[lk.out_at : lk.out_at + lk.out_bytes]
+
+
+class _SteadyPlanner(Planner):
+    """Plans lookups for which the device needs their ids alone."""
+
+    def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
+        self._backend, self._threads = backend, threads
+        self._layouts = SteadyLayouts(kinds, backend.configs)
+
+    def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
+        layout = self._layouts.lay_out(places, out_bytes)
+        if layout is None:
+            return self._backend.plan(self._layouts.lookups(places), self._threads, out_bytes)  # which says what is wrong
+        return GpuPlan(self._backend, layout)
 
 
 class GpuBackend(Backend):
@@ -281,6 +298,9 @@ class GpuBackend(Backend):
         threads = max(threads, self.threads)
         layout = lay_out(lookups, self.cpu, threads, configs=self.configs, gather_from=self.gather_from, out_bytes=out_bytes)
         return GpuPlan(self, layout)
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        return _SteadyPlanner(self, kinds, threads) if are_steady(kinds) else super().planner(kinds, threads)
 
     def lookup(
         self,

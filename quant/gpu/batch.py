@@ -23,6 +23,7 @@ from tableside.quant.cache.jobs import ProbeJobs, write_jobs
 from tableside.quant.errors import BadIds
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
+from tableside.quant.gpu.moves import move
 from tableside.quant.gpu.tables import KernelKey
 
 SMALLEST = 4096  # bytes of a buffer
@@ -219,10 +220,7 @@ class Batch:
     def stage(self, n: int, inputs: Any) -> None:
         """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
         layout, base = self._layouts[n], self._bases[n]
-        source = np.frombuffer(inputs, np.uint8)
-        for m in layout.moves_in:
-            at = base.inputs + m.target
-            self._host[at : at + m.bytes] = source[m.source : m.source + m.bytes]
+        move(layout.moves_in, inputs, self._host, 0, base.inputs)
         host, device = self._buffers.host_rows, self._buffers.device_rows
         for gather in layout.gathers:
             start = self._rows_at[n] + gather.target
@@ -277,7 +275,5 @@ class Batch:
         layout, base, answer = self._layouts[n], self._bases[n], self._answers[n]
         if answer is None:
             return outputs[base.outputs : base.outputs + layout.asked_bytes]
-        for m in layout.moves_out:
-            at = base.outputs + m.source
-            answer[m.target : m.target + m.bytes] = outputs[at : at + m.bytes]
+        move(layout.moves_out, outputs, answer, base.outputs, 0)
         return answer

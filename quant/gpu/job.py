@@ -23,13 +23,14 @@ class JobField(IntEnum):
     BAG_LENGTH = 9
     VECTORS = 10  # that the job writes: bags, or ids where it is not pooled
     WEIGHTS_AT = 11  # offset in inputs, fp32 [ids]
-    OUT_AT = 12  # offset in outputs, [VECTORS, DIM] of PRECISION
+    OUT_AT = 12  # offset in outputs, [VECTORS, DIM] of PRECISION, OUT_STEP values apart
     PRECISION = 13  # a Precision
     FIRST_PROGRAM = 14  # of the launch, that works on this job
     STARTS_AT = 15  # index in scratch, int32 [2 + VECTORS]: a verdict, then where each bag starts, then where the last one ends
     HBM_ROWS = 16  # address of slot 0 of the cache, or of the first HBM row of a split table
     LOCATIONS_AT = 17  # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
     HBM_SHARE = 18  # rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split
+    OUT_STEP = 19  # values from one output vector to the next; DIM where they lie one after another
 
 
 FIELDS = len(JobField)

@@ -11,7 +11,7 @@ lies before (`Jobs.shifted`). A request's parts are
     locations  int32 for each id that the cache finds
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 from tableside.quant.row_format import RowFormat
 
@@ -58,22 +59,14 @@ class LaunchConfigs:
     unpooled: LaunchConfig = LaunchConfig(1, 64, 2)
     few: LaunchConfig = LaunchConfig(4, 32, 8, 8)
 
-    def of_pooled(self, lookups: Sequence[Lookup]) -> LaunchConfig:
-        """The configuration for a request's bags, by the mean of their lengths and by how many there are."""
-        pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
-        ids, bags = sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled)
-        if ids >= VERY_LONG * bags and sum(lk.bags * columns(lk.table) for lk in pooled) < FEW_PROGRAMS * self.long.block_columns:
+    def of_pooled(self, ids: int, bags: int, bag_columns: int) -> LaunchConfig:
+        """The configuration for a request's bags, by the mean of their lengths and by how many there are.
+
+        bag_columns: of the vectors of all bags.
+        """
+        if ids >= VERY_LONG * bags and bag_columns < FEW_PROGRAMS * self.long.block_columns:
             return self.few
         return self.long if ids >= LONG * bags else self.short
-
-
-@dataclass(frozen=True)
-class Move:
-    """Bytes that are copied from one buffer to another."""
-
-    source: int
-    target: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -129,17 +122,18 @@ class Jobs:
 class Layout:
     """A request's lookups, laid out.
 
-    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones. moves_out: from its staged outputs to
-    what the caller asked for. gathers: rows that the CPU gathers first. cached: lookups whose rows the cache finds. host: a
-    plan of the lookups that the CPU runs. is_direct: the staged outputs are what the caller asked for, byte for byte.
-    in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's output buffer.
+    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields of Move], as
+    bytes. moves_out: from its staged outputs to what the caller asked for, likewise. gathers: rows that the CPU gathers first.
+    cached: lookups whose rows the cache finds. host: a plan of the lookups that the CPU runs. is_direct: the staged outputs are
+    what the caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes:
+    of the caller's output buffer.
     """
 
-    lookups: tuple[Lookup, ...]
+    lookups: Callable[[], Sequence[Lookup]]
     key: KernelKey
     jobs: tuple[Jobs, Jobs]
-    moves_in: tuple[Move, ...]
-    moves_out: tuple[Move, ...]
+    moves_in: bytes
+    moves_out: bytes
     gathers: tuple[Gather, ...]
     cached: tuple[CachedLookup, ...]
     host: Plan | None
@@ -165,7 +159,7 @@ class Layout:
 
     def problem(self, inputs: Any) -> BadIds | None:
         """The first id or length that is wrong; None: all are right."""
-        for number, lk in enumerate(self.lookups):
+        for number, lk in enumerate(self.lookups()):
             ids = np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at)
             has_lengths = lk.pooling is not Pooling.NONE and lk.lengths_at is not None
             lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at or 0) if has_lengths else None
@@ -194,7 +188,10 @@ def lay_out(
     tables = [on_device(lk.table) for lk in lookups]
     in_host_memory = sum(table.residence.ids_in_host_memory(lk) for lk, table in zip(lookups, tables, strict=True))
     request = _Request(cpu, threads, in_host_memory >= gather_from)
-    jobs = (_JobList(configs.of_pooled(lookups)), _JobList(configs.unpooled))
+    pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
+    bag_columns = sum(lk.bags * columns(lk.table) for lk in pooled)
+    config = configs.of_pooled(sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled), bag_columns)
+    jobs = (_JobList(config), _JobList(configs.unpooled))
     key = KernelKey()
     for lk, table in zip(lookups, tables, strict=True):
         key |= table.key
@@ -205,11 +202,11 @@ def lay_out(
     asked_bytes = max(written, out_bytes)
     is_direct = not request.on_host and moves_out in ((), (Move(0, 0, written),))
     return Layout(
-        lookups=tuple(lookups),
+        lookups=lambda: lookups,
         key=key,
         jobs=(jobs[0].finished(pooled=True), jobs[1].finished(pooled=False)),
-        moves_in=_joined(request.moves_in),
-        moves_out=moves_out,
+        moves_in=as_bytes(_joined(request.moves_in)),
+        moves_out=as_bytes(moves_out),
         gathers=request.gather_plans(),
         cached=tuple(request.cached),
         host=cpu.plan(request.on_host, threads) if request.on_host else None,
@@ -279,6 +276,7 @@ class _Request:
         job[JobField.BAG_LENGTH] = lk.bag_length
         job[JobField.VECTORS] = lk.outputs
         job[JobField.PRECISION] = lk.precision
+        job[JobField.OUT_STEP] = lk.table.dim
         job.offset(JobField.OUT_AT, self.out_bytes)
         job.offset(JobField.STARTS_AT, self.scratch)
         if lk.pooling is not Pooling.NONE:
@@ -286,8 +284,13 @@ class _Request:
             self._stage(job, JobField.WEIGHTS_AT, lk.weights_at, 4 * lk.ids)
         if job[JobField.LENGTHS_AT] >= 0:
             self.scratch += lk.bags + 2
-        self.moves_out.append(Move(self.out_bytes, lk.out_at, lk.out_bytes))
-        self.out_bytes += aligned(lk.out_bytes)
+        size = lk.outputs * lk.vector_bytes
+        if lk.out_row_bytes is None:
+            self.moves_out.append(Move(self.out_bytes, lk.out_at, size))
+        elif size:
+            move = Move(self.out_bytes, lk.out_at, lk.vector_bytes, lk.outputs, lk.vector_bytes, lk.out_row_bytes)
+            self.moves_out.append(move)
+        self.out_bytes += aligned(size)
         return job
 
     def _stage(self, job: Job, field: JobField, source: int | None, size: int) -> None:
@@ -363,8 +366,9 @@ def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     """The same moves; neighbours in both buffers become one."""
     result: list[Move] = []
     for m in moves:
-        if result and (last := result[-1]).source + last.bytes == m.source and last.target + last.bytes == m.target:
-            result[-1] = replace(last, bytes=last.bytes + m.bytes)
+        last = result[-1] if result else Move(-1, -1, 0)
+        if m.rows == last.rows == 1 and last.source + last.bytes == m.source and last.target + last.bytes == m.target:
+            result[-1] = last._replace(bytes=last.bytes + m.bytes)
         elif m.bytes:
             result.append(m)
     return tuple(result)

@@ -40,6 +40,7 @@ from tableside.quant.gpu.kernel_constants import (
     JOB_LOCATIONS_AT,
     JOB_MEAN,
     JOB_OUT_AT,
+    JOB_OUT_STEP,
     JOB_PRECISION,
     JOB_ROW_BYTES,
     JOB_ROWS,
@@ -352,7 +353,7 @@ def _pool(
 
 @triton.jit
 def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT.
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
 
     vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the chunk
     begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as for `_pool`.
@@ -360,7 +361,7 @@ def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.co
     number = value[:, None] + tl.arange(0, VALUES)[None, :]
     is_value = is_real[:, None] & (number >= 0)
     is_value = is_value & (number < dim)
-    at = vector.to(tl.int64) * dim + value
+    at = vector.to(tl.int64) * tl.load(job + JOB_OUT_STEP) + value
     out = outputs + tl.load(job + JOB_OUT_AT)
     precision = tl.load(job + JOB_PRECISION)
     if precision == AS_FP32:

@@ -52,6 +52,9 @@ class Preparation(Protocol):
 class Residence(ABC):
     """Where the rows of one table live for one device."""
 
+    is_steady = False
+    """Whether what it writes into jobs is the same for every lookup of the table, but for where ids and locations are staged."""
+
     @abstractmethod
     def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         """Writes where the lookup's rows are found into `job`, and asks for what must happen before.
@@ -84,6 +87,8 @@ class OnHost(Residence):
 
 class InHbm(Residence):
     """All rows were copied to HBM: uint8 [bytes] in `memory`."""
+
+    is_steady = True
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -166,6 +171,8 @@ class Cached(Residence):
     rows: as for `Mapped`. name: for statistics. QuantError: the cache cannot hold rows of this size.
     """
 
+    is_steady = True
+
     def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
         self._misses = Mapped(table, rows)
         self._cache = cache
@@ -191,6 +198,8 @@ class Split(Residence):
 
     rows: as for `Mapped`.
     """
+
+    is_steady = True
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: there is no room."""

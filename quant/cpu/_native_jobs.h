@@ -1,0 +1,21 @@
+/* Lookups as jobs of the GPU's kernel (`_native_jobs.c`): the fields of what is read and written, int64 each, and the functions. */
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+/* What a lookup that comes again reads. cache_table: its number in the cache, or -1. columns: of one vector, as
+ * quant.gpu.layout.columns has it. out_row_bytes: from one vector to the next, or 0: they lie one after another. */
+#define GPU_KIND_FIELDS(F) \
+    F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) F(cache_table) \
+    F(is_pooled) F(columns) F(out_row_bytes)
+/* The fields of a job, those of quant.gpu.job.JobField. */
+#define JOB_FIELDS(F) \
+    F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(vectors) F(weights_at) \
+    F(out_at) F(precision) F(first_program) F(starts_at) F(hbm_rows) F(locations_at) F(hbm_share) F(out_step)
+/* Parts to be copied: `rows` of `bytes` bytes, so many bytes apart. */
+#define MOVE_FIELDS(F) F(source) F(target) F(bytes) F(rows) F(source_step) F(target_step)
+
+PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n);

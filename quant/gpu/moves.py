@@ -1,0 +1,42 @@
+"""Copies of many small parts from one buffer to another, in one call."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+try:
+    from tableside.quant.cpu import _native
+except ImportError:  # it was not built: parts are copied one by one
+    _native = None  # type: ignore[assignment]
+
+
+class Move(NamedTuple):
+    """Bytes that are copied from one buffer to another: `rows` parts of `bytes`, so many bytes apart."""
+
+    source: int
+    target: int
+    bytes: int
+    rows: int = 1
+    source_step: int = 0
+    target_step: int = 0
+
+
+def as_bytes(moves: Sequence[Move]) -> bytes:
+    """Moves as `move` takes them: int64 [moves, fields of Move]."""
+    return np.array(moves, np.int64).tobytes()
+
+
+def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None:
+    """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one lies elsewhere."""
+    if _native is not None:
+        _native.move(moves, source, target, source_base, target_base)
+        return
+    given, taken = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    for row in np.frombuffer(moves, np.int64).reshape(-1, len(Move._fields)).tolist():
+        m = Move(*row)
+        for n in range(m.rows):
+            start, at = source_base + m.source + n * m.source_step, target_base + m.target + n * m.target_step
+            if start + m.bytes > given.size or at + m.bytes > taken.size:
+                raise ValueError("a part to be copied does not lie in its buffer")
+            taken[at : at + m.bytes] = given[start : start + m.bytes]

@@ -1,0 +1,157 @@
+"""Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes 10 µs a lookup."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tableside.quant.cache.jobs import CachedLookup
+from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, Table, lookup_at
+from tableside.quant.errors import MissingBackend
+from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.layout import Jobs, LaunchConfig, LaunchConfigs, Layout, aligned, columns
+from tableside.quant.gpu.moves import Move
+from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
+
+try:
+    from tableside.quant.cpu import _native
+except ImportError:  # it was not built: each request is laid out anew
+    _native = None  # type: ignore[assignment]
+
+
+def are_steady(kinds: Sequence[LookupKind]) -> bool:
+    """Whether `SteadyLayouts` can lay these out."""
+    return _native is not None and all(on_device(kind.table).residence.is_steady for kind in kinds)
+
+
+class _Kind(NamedTuple):
+    """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the names of JobField."""
+
+    table: int
+    rows: int
+    row_bytes: int
+    dim: int
+    row_format: int
+    mean: int
+    precision: int
+    hbm_rows: int
+    hbm_share: int
+    cache_table: int  # its number in the cache, or -1
+    is_pooled: int
+    columns: int
+    out_row_bytes: int  # from one vector to the next, or 0: they lie one after another
+
+
+class _Asked:
+    """A `Preparation` that notes what a residence asks for, and prepares nothing."""
+
+    def __init__(self) -> None:
+        self.cache_table = -1
+
+    def stage_ids(self, job: Job, lookup: Lookup) -> int:
+        return 0
+
+    def gathers(self, lookup: Lookup) -> bool:
+        return False
+
+    def gather(self, lookup: Lookup, table: Table) -> int:
+        raise AssertionError("a steady residence has no rows gathered")
+
+    def probe(self, table: int, ids_at: int, ids: int) -> int:
+        self.cache_table = table
+        return 0
+
+    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
+        raise AssertionError("a steady residence leaves nothing to the host")
+
+
+def _kind(kind: LookupKind, table: DeviceTable) -> _Kind:
+    job, asked = Job(), _Asked()
+    table.residence.write(job, lookup_at(kind, Place(0, 0, -1, 0, 0, -1, 0)), asked)
+    return _Kind(
+        job[JobField.TABLE],
+        kind.table.rows,
+        kind.table.row_bytes,
+        kind.table.dim,
+        kind.table.row_format,
+        int(kind.pooling is Pooling.MEAN),
+        kind.precision,
+        job[JobField.HBM_ROWS],
+        job[JobField.HBM_SHARE],
+        asked.cache_table,
+        int(kind.pooling is not Pooling.NONE),
+        columns(kind.table),
+        kind.out_row_bytes or 0,
+    )
+
+
+class SteadyLayouts:
+    """Lays out lookups of the same kinds again and again, by a C routine; what `lay_out` does for any lookups.
+
+    The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
+    """
+
+    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs) -> None:
+        # A native kernel of other sources would read other fields.
+        fields = (_native.GPU_KIND_FIELDS, _native.JOB_FIELDS, _native.MOVE_FIELDS)
+        if (_Kind._fields, tuple(f.name.lower() for f in JobField), Move._fields) != fields:
+            raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
+        tables = [on_device(kind.table) for kind in kinds]
+        self._kinds, self._configs = tuple(kinds), configs
+        self._key = KernelKey()
+        for table in tables:
+            self._key |= table.key
+        rows = [_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        self._rows = np.array(rows, np.int64).tobytes()
+
+    def lookups(self, places: Any) -> list[Lookup]:
+        """The lookups at these places."""
+        rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
+        return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
+
+    def lay_out(self, places: Any, out_bytes: int) -> Layout | None:
+        """The layout of lookups at these places; None: `lay_out` says what is wrong with them. out_bytes: as there."""
+        config = self._configs.of_pooled(*_native.totals(self._rows, places))
+        found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
+        if found is None:
+            return None
+        in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, cached, pooled, unpooled = found
+        asked = max(written, out_bytes)
+        return Layout(
+            lookups=lambda: self.lookups(places),
+            key=self._key,
+            jobs=(_jobs(True, config, *pooled), _jobs(False, self._configs.unpooled, *unpooled)),
+            moves_in=moves_in,
+            moves_out=moves_out,
+            gathers=(),
+            cached=tuple(CachedLookup(*row) for row in np.frombuffer(cached, np.int64).reshape(-1, 4).tolist()),
+            host=None,
+            in_bytes=in_bytes,
+            rows_bytes=0,
+            out_bytes=max(staged, aligned(asked)) if is_direct else staged,
+            scratch=scratch,
+            asked_bytes=asked,
+            is_direct=bool(is_direct),
+        )
+
+
+def _jobs(
+    pooled: bool,
+    config: LaunchConfig,
+    rows: bytes,
+    is_offset: bytes,
+    job_of_program: bytes,
+    has_lengths: int,
+    is_weighted: int,
+    is_indirect: int,
+) -> Jobs:
+    return Jobs(
+        pooled,
+        config,
+        np.frombuffer(rows, np.int64).reshape(-1, FIELDS),
+        np.frombuffer(is_offset, np.int64).reshape(-1, FIELDS),
+        np.frombuffer(job_of_program, np.int32),
+        bool(has_lengths),
+        bool(is_weighted),
+        bool(is_indirect),
+    )

@@ -1,0 +1,225 @@
+"""Planners: lookups of the same kinds at other places each time give, bit for bit, what a plan of each request gives."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tables import placed, table_of
+
+from tableside.quant import (
+    Backend,
+    BadIds,
+    LookupKind,
+    Place,
+    Pooling,
+    Precision,
+    QuantError,
+    RowFormat,
+    RowSource,
+    Table,
+    choose,
+)
+from tableside.quant.backends import backend_names
+from tableside.quant.contract import lookup_at
+from tableside.quant.gpu import moves
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.moves import Move, as_bytes, move
+
+FORMATS = (RowFormat.INT8, RowFormat.INT4, RowFormat.FP16)
+ROWS = 60
+
+
+class Drawn:
+    """Kinds of lookups, drawn; `request` draws places, inputs and the size of the outputs for them.
+
+    together: the vectors of pooled lookups lie side by side, those of the others behind them.
+    """
+
+    def __init__(self, seed: int, precisions: Sequence[Precision] = (Precision.FP32, Precision.FP16)) -> None:
+        self.rng = random.Random(seed)
+        self.together = self.rng.random() < 0.5
+        one = self.rng.choice(precisions)
+        self.tables, self.kinds = [], []
+        for k in range(self.rng.randint(1, 5)):
+            table = table_of(self.rng.choice(FORMATS), self.rng.choice([8, 12, 20, 6]), ROWS, seed=k)
+            self.tables.append(table)
+            precision = one if self.together else self.rng.choice(precisions)
+            self.kinds.append(LookupKind(table, self.rng.choice(list(Pooling)), precision))
+        if self.together:
+            pooled = [k for k in self.kinds if k.pooling is not Pooling.NONE]
+            self.row_bytes = sum(k.table.dim * k.precision.bytes for k in pooled)
+            self.kinds = [
+                LookupKind(k.table, k.pooling, k.precision, None if k.pooling is Pooling.NONE else self.row_bytes)
+                for k in self.kinds
+            ]
+
+    def over(self, sources: Sequence[RowSource]) -> list[LookupKind]:
+        """The kinds, with tables that lie elsewhere."""
+        found = zip(self.kinds, sources, strict=True)
+        return [LookupKind(table, k.pooling, k.precision, k.out_row_bytes) for k, table in found]
+
+    def request(self, wrong: bool = False) -> tuple[np.ndarray, bytes, int]:
+        rng = self.rng
+        bags_of_all = rng.randint(0, 5)
+        parts, places, at, out_at, column = [b"x" * rng.choice([0, 3, 8])], [], 0, 0, 0
+        at = len(parts[0])
+        if self.together:
+            out_at = self.row_bytes * bags_of_all
+        for kind in self.kinds:
+            is_pooled = kind.pooling is not Pooling.NONE
+            bags = bags_of_all if self.together else rng.randint(0, 5)
+            fixed = rng.randint(0, 3) if is_pooled and rng.random() < 0.4 else None
+            lengths = [fixed if fixed is not None else rng.randint(0, 4) for _ in range(bags)]
+            count = sum(lengths)
+            ids = [rng.randrange(ROWS) for _ in range(count)]
+            if wrong and ids:
+                ids[rng.randrange(count)] = rng.choice([-1, ROWS, 2**40])
+            weights = is_pooled and rng.random() < 0.4
+            ids_at, lengths_at = at, at + 8 * count
+            parts += [np.array(ids, np.int64).tobytes(), np.array(lengths, np.int32).tobytes()]
+            at = lengths_at + 4 * bags
+            weights_at = -1
+            if weights:
+                weights_at, at = at, at + 4 * count
+                parts.append(np.array([rng.random() for _ in ids], np.float32).tobytes())
+            size = kind.table.dim * kind.precision.bytes
+            outputs = bags if is_pooled else count
+            if self.together and is_pooled:
+                place_at, column = column if bags else 0, column + size
+            else:
+                place_at, out_at = out_at, out_at + outputs * size
+            uses_fixed = fixed is not None
+            found = (-1 if uses_fixed or not is_pooled else lengths_at, fixed if uses_fixed else 0, bags if is_pooled else 0)
+            places.append(Place(ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at))
+        return np.array(places, np.int64), b"".join(parts), out_at
+
+
+def outcome(plan: Any, inputs: bytes, out_bytes: int) -> bytes | str:
+    out = np.full(out_bytes, 0xEE, np.uint8)
+    try:
+        plan.run(inputs, out)
+    except BadIds as error:
+        return f"{error.problem} {error.job} {error.position} {error.value} {error.bound}"
+    return out.tobytes()
+
+
+def planned(backend: Backend, kinds: Sequence[LookupKind], places: np.ndarray, out_bytes: int) -> Any:
+    """A plan of the request's lookups alone."""
+    rows = [Place(*row) for row in places.tolist()]
+    return backend.plan([lookup_at(kind, place) for kind, place in zip(kinds, rows, strict=True)], 1, out_bytes)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_planner_gives_what_plans_give_on_the_cpu(seed: int) -> None:
+    """By every backend of the CPU, for places that differ; and the native kernel's vectors are the reference's or near."""
+    drawn = Drawn(seed)
+    names = [n for n in backend_names() if n != "auto"]
+    planners = {n: choose(n).planner(drawn.kinds, drawn.rng.randint(1, 2)) for n in names}
+    for wrong in (False, False, True):
+        places, inputs, out_bytes = drawn.request(wrong)
+        found = {n: outcome(planners[n].plan(places.tobytes(), out_bytes), inputs, out_bytes) for n in names}
+        for n in names:
+            assert found[n] == outcome(planned(choose(n), drawn.kinds, places, out_bytes), inputs, out_bytes)
+        if isinstance(found["reference"], str):
+            assert set(found.values()) == {found["reference"]}
+
+
+def sources_of(backend: GpuBackend, held: Sequence[Table], rng: random.Random, how: str) -> list[RowSource]:
+    """Tables where a GPU's may lie: hbm and split ones are steady, those that lie in host memory are not."""
+    made: list[RowSource] = []
+    for table in held:
+        where = rng.choice(["hbm", "split"]) if how == "steady" else rng.choice(["hbm", "split", "mapped", "host"])
+        if where == "hbm" or tables.DEVICE != "interpreter":
+            made.append(backend.to_hbm(table))
+        elif where == "split":
+            made.append(backend.split(table, None, 512))
+        else:
+            made.append(backend.map_host(table, None) if where == "mapped" else backend.on_host(table))
+    return made
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["steady", "any"]))
+def test_a_planner_gives_what_plans_give_on_a_gpu(seed: int, how: str) -> None:
+    """Packed or side by side, at any alignment, in HBM or not; the vectors are near the native kernel's."""
+    backend = tables.gpu_backend()
+    assert isinstance(backend, GpuBackend)
+    drawn = Drawn(seed)
+    kinds = drawn.over(sources_of(backend, drawn.tables, drawn.rng, how))
+    planner = backend.planner(kinds)
+    for wrong in (False, True):
+        places, inputs, out_bytes = drawn.request(wrong)
+        found = outcome(planner.plan(places.tobytes(), out_bytes), inputs, out_bytes)
+        assert found == outcome(planned(backend, kinds, places, out_bytes), inputs, out_bytes)
+        native = outcome(planned(choose(), drawn.kinds, places, out_bytes), inputs, out_bytes)
+        assert isinstance(found, str) == isinstance(native, str)
+        if isinstance(found, str):
+            assert found == native
+            continue
+        for kind, row in zip(drawn.kinds, places.tolist(), strict=True):
+            lk = lookup_at(kind, Place(*row))
+            shape, step = (lk.outputs, kind.table.dim), lk.out_row_bytes or lk.vector_bytes
+            if not lk.outputs:
+                continue
+            dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
+            both = [np.ndarray(shape, dtype, x, lk.out_at, (step, dtype.itemsize)).astype(np.float64) for x in (found, native)]
+            terms = np.abs(choose("reference").dequantize(table_at(kind))).max(initial=0.0)
+            bound = 3 * 4 * 8 * terms * 2.0**-24 + (8 * terms * 2.0**-10 + 2.0**-24 if dtype.itemsize == 2 else 0)
+            np.testing.assert_allclose(both[0], both[1], rtol=0, atol=bound)
+
+
+def table_at(kind: LookupKind) -> Table:
+    assert isinstance(kind.table, Table)
+    return kind.table
+
+
+def test_requests_of_one_planner_share_a_batch() -> None:
+    """Each gets its own vectors, and the one with a wrong id its error."""
+    backend = tables.gpu_backend()
+    assert isinstance(backend, GpuBackend)
+    drawn = Drawn(7)
+    planner = backend.planner(drawn.over([placed(t) for t in drawn.tables]))
+    requests = [drawn.request(wrong) for wrong in (False, True, False, False)]
+    plans = [planner.plan(places.tobytes(), out_bytes) for places, _, out_bytes in requests]
+    found = backend.run([(plan, inputs) for plan, (_, inputs, _) in zip(plans, requests, strict=True)])
+    for plan, (_, inputs, out_bytes), answer in zip(plans, requests, found, strict=True):
+        alone = outcome(plan, inputs, out_bytes)
+        if isinstance(alone, str):
+            assert isinstance(answer, BadIds)
+        else:
+            assert not isinstance(answer, BadIds)
+            assert answer.tobytes()[:out_bytes] == alone
+
+
+def test_a_lookup_beyond_a_launch_is_refused_by_a_planner_too() -> None:
+    """The C routine leaves it to Python, which says how many there are."""
+    backend = tables.gpu_backend()
+    table = placed(table_of(RowFormat.INT8, 8))
+    planner = backend.planner([LookupKind(table, Pooling.SUM)])
+    with pytest.raises(QuantError, match="at most 2,147,483,647 of each run on a GPU"):
+        planner.plan(np.array([[0, 2**31, 0, 0, 1, -1, 0]], np.int64).tobytes())
+    with pytest.raises(QuantError, match="3 bags of 2 ids are 6; the lookup has 5"):
+        planner.plan(np.array([[0, 5, -1, 2, 3, -1, 0]], np.int64).tobytes())
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_moves_copy_parts_and_stay_in_their_buffers(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
+    """Parts in a row and parts apart; one that would leave a buffer is refused, with the native kernel and without."""
+    if not is_built:
+        monkeypatch.setattr(moves, "_native", None)
+    source, target = np.arange(40, dtype=np.uint8), np.zeros(40, np.uint8)
+    move(as_bytes([Move(0, 5, 4), Move(10, 20, 2, 3, 4, 6)]), source, target, 1, 2)
+    expected = np.zeros(40, np.uint8)
+    expected[7:11] = source[1:5]
+    for n in range(3):
+        expected[22 + 6 * n : 24 + 6 * n] = source[11 + 4 * n : 13 + 4 * n]
+    np.testing.assert_array_equal(target, expected)
+    for bad in (Move(38, 0, 4), Move(0, 38, 4), Move(0, 0, 2, 9, 5, 1), Move(0, 0, 2, 9, 1, 5)):
+        with pytest.raises(ValueError, match="does not lie in its buffer"):
+            move(as_bytes([bad]), source, target, 0, 0)
