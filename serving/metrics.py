@@ -7,10 +7,11 @@ is collected by the worker that is asked.
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -19,6 +20,7 @@ from tableside.serving import metrics_files, shared_counts
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
 from tableside.serving.request import Request
+from tableside.serving.shared_counts import Tally
 
 if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
@@ -79,8 +81,7 @@ SCRUBS = Counter("tableside_scrubs_total", "Readings of all rows of a served ver
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """When a request's stages began and ended, in seconds of time.perf_counter."""
 
     started: float
@@ -89,24 +90,38 @@ class Stages:
     encoded: float
 
 
+class _Seconds:
+    """A histogram of _SECONDS that is counted in place (`shared_counts.Tally`)."""
+
+    def __init__(self, histogram: Any) -> None:
+        self._sum = Tally(histogram._sum)
+        self._buckets = [Tally(bucket) for bucket in histogram._buckets]
+
+    def observe(self, seconds: float) -> None:
+        self._sum.add(seconds)
+        self._buckets[bisect_left(_SECONDS, seconds)].add(1)
+
+
 class ModelMetrics:
-    """The counters of one model and protocol. Their labels are resolved once."""
+    """The counters of one model and protocol. Their labels are resolved once. Belongs to one event loop."""
 
     def __init__(self, model: str, protocol: str) -> None:
-        self._ok = REQUESTS.labels(model, protocol, "ok")
-        self._stages = tuple(STAGE_SECONDS.labels(model, protocol, s) for s in STAGES)
-        self._counts = tuple(c.labels(model) for c in (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES))
+        self._ok = Tally(REQUESTS.labels(model, protocol, "ok")._value)
+        self._parse, self._lookup, self._encode = (_Seconds(STAGE_SECONDS.labels(model, protocol, s)) for s in STAGES)
+        counters = (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES)
+        self._ids, self._vectors, self._row_bytes, self._in, self._out = (Tally(c.labels(model)._value) for c in counters)
 
     def answered(self, request: Request, body_bytes: int, times: Stages) -> None:
         """Counts a request that was answered."""
-        self._ok.inc()
-        parse, lookup, encode = self._stages
-        parse.observe(times.parsed - times.started)
-        lookup.observe(times.looked_up - times.parsed)
-        encode.observe(times.encoded - times.looked_up)
-        amounts = (request.ids, request.vectors, request.row_bytes, body_bytes, request.out_bytes)
-        for counter, amount in zip(self._counts, amounts, strict=True):
-            counter.inc(amount)
+        self._ok.add(1)
+        self._parse.observe(times.parsed - times.started)
+        self._lookup.observe(times.looked_up - times.parsed)
+        self._encode.observe(times.encoded - times.looked_up)
+        self._ids.add(request.ids)
+        self._vectors.add(request.vectors)
+        self._row_bytes.add(request.row_bytes)
+        self._in.add(body_bytes)
+        self._out.add(request.out_bytes)
 
 
 class GpuMetrics:

@@ -38,13 +38,14 @@ from tableside.serving import metrics
 from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import HOLD, JSON_TYPE, retry_after
-from tableside.serving.http.door import Asked, Door, DoorCycle
+from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.late_timer import LateTimer
 from tableside.serving.settings import ServerSettings
 
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
+_WATCHED = frozenset((*_FRAMING, *READS))
 _CLOSE = b"connection: close\r\n"
 _BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
 
@@ -125,6 +126,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._deadline = LateTimer(self.loop, self.limits.header_timeout_s)  # the nearest deadline that there is
         self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
+        self._watched: list[tuple[bytes, bytes]] = []  # headers that say how the request is read
+        self._head_bytes = 0  # of all headers
         self._body_bytes = 0
         self._received_bytes = 0
         self._in_headers = False
@@ -264,6 +267,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._is_said_again:
             return
         self.url, self.headers, self.expect_100_continue = b"", [], False
+        self._watched, self._head_bytes = [], 0
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
@@ -285,20 +289,19 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         self._in_headers = False
         self._deadline.clear()
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.limits.max_header_bytes:
+        if len(self.url) + self._head_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         elif self._is_over:
             self._refuse(
                 503,
                 f"this worker has {self.limits.max_connections} connections, its limit (max_connections); try again",
             )
-        elif self._declared_bytes() > self.limits.max_body_bytes:
-            self._refuse_body(self._declared_bytes())
+        elif (declared := self._declared_bytes()) > self.limits.max_body_bytes:
+            self._refuse_body(declared)
         elif not self._check_encoding():
             return
         else:
-            request = _Request(Hold(self.in_flight), self.door.asks(self.parser.get_method(), self.url, self.headers))
+            request = _Request(Hold(self.in_flight), self.door.asks(self.parser.get_method(), self.url, self._watched))
             self._open.append(request)
             if request.asked is not None:
                 self._ask_door()
@@ -391,7 +394,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _check_encoding(self) -> bool:
         """Whether the parser reads the body as its headers say; refuses the request otherwise."""
-        codings = [v.strip().lower() for n, v in self.headers if n == b"transfer-encoding"]
+        codings = [v.strip().lower() for n, v in self._watched if n == b"transfer-encoding"]
         if codings and codings != [b"chunked"]:
             self._refuse(501, "the transfer encoding is not chunked alone, which is the only one that this server reads")
         elif codings and self.parser.get_http_version() == "1.0":
@@ -402,7 +405,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._is_said_again:
             return
         if self._in_headers:
-            super().on_header(name, value)
+            name = name.lower()
+            self.headers.append((name, value))
+            self._head_bytes += len(name) + len(value) + 4
+            if name in _WATCHED:
+                self._watched.append((name, value))
+                self.expect_100_continue |= name == b"expect" and value.lower() == b"100-continue"
             return
         self._header_bytes += len(name) + len(value) + 4  # a trailer: counted, and not taken for a header
         if self._header_bytes > self.limits.max_header_bytes:
@@ -469,7 +477,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _declared_bytes(self) -> int:
-        for name, value in self.headers:
+        for name, value in self._watched:
             if name == b"content-length" and value.isdigit():
                 return int(value)
         return 0

@@ -25,6 +25,8 @@ logger = logging.getLogger("tableside")
 _PATH, _INFER = b"/v2/models/", b"/infer"
 _ODD = re.compile(rb"[%?#]")
 _NOT_PLAIN = (b"content-encoding", b"expect", b"transfer-encoding")
+READS = (*_NOT_PLAIN, LENGTH)
+"""The headers that `Door.asks` reads."""
 
 SendWhole = Callable[[bytes, Sequence[Any]], None]
 """Sends a response: its head, but for the empty line that ends it, and the parts of its body."""
@@ -65,7 +67,7 @@ class Door:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Asked | None:
-        """What a request asks for; None: it goes through ASGI."""
+        """What a request asks for; None: it goes through ASGI. headers: its READS, and any others."""
         if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
             return None
         length = None

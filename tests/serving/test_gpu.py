@@ -106,7 +106,7 @@ def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
 
 def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root: Path) -> None:
     """Twelve at once, two of them wrong, in fewer batches: each gets its own answer, and only those two are refused."""
-    server = start(*on_gpu(), "--batch-delay-ms", 200, "--max-batch", 6)
+    server = start(*on_gpu(), "--batch-delay-ms", 200, "--max-batch", 6, "--max-wait-s", 60)
     refused, wrong, ready = [], [], threading.Barrier(12)
 
     def ask(n: int) -> None:
@@ -129,7 +129,7 @@ def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root
     for t in threads:
         t.join()
     assert not wrong
-    assert sorted(n for n, _ in refused) == [3, 8]
+    assert sorted(n for n, _ in refused) == [3, 8], refused
     assert all(f"id {1000 + n} at position 1" in text for n, text in refused)
     text = server.get("/metrics").text
     requests, batches = (float(text.split(f"tableside_gpu_batch_requests_{s}{{")[1].split()[1]) for s in ("sum", "count"))

@@ -82,3 +82,38 @@ def test_prometheus_client_counts_in_these_files_and_notices_a_fork(tmp_path: Pa
         values = {key: value for key, value, _, _ in MmapedDict.read_all_values_from_file(str(file))}  # type: ignore[no-untyped-call]
         found[pid] = [value for key, value in values.items() if "tableside_ids_total" in key]
     assert sorted(found.values()) == [[1.0], [2.0]]
+
+
+TALLYING = """
+import sys
+from pathlib import Path
+from prometheus_client import Counter
+from tableside.serving import metrics, metrics_files
+counts, request = metrics.ModelMetrics("first", "v2"), type("R", (), dict(ids=3, vectors=2, row_bytes=5, out_bytes=7))()
+for turn in range(3):
+    counts.answered(request, 11, metrics.Stages(0.0, 2e-5, 5e-5, 5.0))
+    for model in range(700):
+        metrics.IDS.labels(f"turn{turn}.{model}").inc()  # the file grows and is mapped again
+found = metrics_files.totals(Path(sys.argv[1]))
+for kind in found:
+    for key, value in found[kind].items():
+        if '"first"' in key:
+            print(value, key)
+"""
+
+
+def test_tallies_count_where_metrics_are_read(tmp_path: Path) -> None:
+    """Counts, sums and buckets that are added to in place are what is read, also after their files have grown."""
+    process = python(TALLYING, tmp_path, env={**os.environ, VARIABLE: str(tmp_path)})
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    lines = out.splitlines()
+    values = {
+        name: [line for line in lines if f'"{name}"' in line] for name in ("tableside_ids_total", "tableside_requests_total")
+    }
+    assert [float(v[0].split()[0]) for v in values.values()] == [9.0, 3.0]
+    encode = [line for line in lines if '"encode"' in line]
+    assert sum(float(line.split()[0]) for line in encode if "_sum" in line) == pytest.approx(3 * (5.0 - 5e-5))
+    assert [line.split()[0] for line in encode if '"+Inf"' in line] == ["3.0"]
+    lookup = [line for line in lines if '"lookup"' in line and line.startswith("3.0")]
+    assert len(lookup) == 1 and '"3e-05"' in lookup[0]
