@@ -1,71 +1,20 @@
-"""The client's side of the binary protocol: from features to a request's bytes, from a response's bytes to vectors."""
+"""Infer requests and responses as bytes, for load generators and campaigns, which have connections of their own.
+
+Features go by name (`serving.client.named`). `Client` is what looks up.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
+
+from tableside.serving.client.features import Array, Ids, array, columns
+from tableside.serving.client.features import Jagged as Jagged
+from tableside.serving.client.messages import read_outputs
+from tableside.serving.client.named import NamedForm, vectors
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
-_DTYPES = {"FP32": np.float32, "FP16": np.float16}
-
-
-@dataclass(frozen=True)
-class Jagged:
-    """A feature's ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids].
-
-    Each is an array, a tensor or a list.
-    """
-
-    values: Any
-    lengths: Any = None
-    weights: Any = None
-
-
-Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, or Jagged
-
-
-def is_torch(value: Any) -> bool:
-    """Whether a feature's ids are a torch tensor (torch is not imported to find out)."""
-    found = value.values if isinstance(value, Jagged) else value
-    return type(found).__module__.partition(".")[0] == "torch"
-
-
-class FeatureError(ValueError):
-    """A feature's ids, lengths or weights, or a dense tensor, cannot be sent as they were given."""
-
-
-def _array(value: Any, dtype: type, name: str) -> NDArray[Any]:
-    try:
-        array = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
-    except (ValueError, TypeError) as error:
-        raise FeatureError(f"{name}: not an array of numbers ({error})") from error
-    if array.size and array.dtype.kind not in ("iu" if np.issubdtype(dtype, np.integer) else "iuf"):
-        raise FeatureError(f"{name}: {array.dtype}; expected {np.dtype(dtype)}")
-    converted: NDArray[Any] = np.ascontiguousarray(array, dtype)
-    if converted.dtype.kind == "i" and array.size and array.dtype != converted.dtype and not np.array_equal(converted, array):
-        raise FeatureError(f"{name}: values do not fit in {np.dtype(dtype)}")
-    return converted
-
-
-def _tensors(name: str, value: Ids) -> list[tuple[str, str, NDArray[Any]]]:
-    if isinstance(value, list | tuple):
-        if not all(isinstance(bag, list | tuple | np.ndarray) for bag in value):
-            raise FeatureError(f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)")
-        value = Jagged([i for bag in value for i in bag], [len(bag) for bag in value])
-    if not isinstance(value, Jagged):
-        ids = _array(value, np.int64, name)
-        if ids.ndim != 2:
-            raise FeatureError(f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)")
-        return [(name, "INT64", ids)]
-    tensors = [(f"{name}.values", "INT64", _array(value.values, np.int64, f"{name}.values"))]
-    if value.lengths is not None:
-        tensors.append((f"{name}.lengths", "INT32", _array(value.lengths, np.int32, f"{name}.lengths")))
-    if value.weights is not None:
-        tensors.append((f"{name}.weights", "FP32", _array(value.weights, np.float32, f"{name}.weights")))
-    return tensors
 
 
 def encode(
@@ -75,31 +24,14 @@ def encode(
 
     FeatureError: a feature or a dense tensor cannot be sent.
     """
-    tensors = [t for name, value in features.items() for t in _tensors(name, value)]
-    tensors += [(name, "FP32", _array(value, np.float32, name)) for name, value in (dense or {}).items()]
-    inputs = [
-        {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}} for n, d, a in tensors
-    ]
-    request: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True}}
-    if outputs is not None:
-        request["outputs"] = [{"name": name} for name in outputs]
-    head = orjson.dumps(request)
-    head = head.ljust(-(-len(head) // 8) * 8)  # ids that begin at a multiple of 8 are read a little faster
-    headers = {HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}
-    return headers, head + b"".join(a.tobytes() for _, _, a in tensors)
+    given = columns(features)
+    arrays = {name: array(value, np.dtype("<f4"), name) for name, value in (dense or {}).items()}
+    json_bytes, parts = NamedForm(given.names, given.kinds, tuple(arrays), outputs).encode(given, arrays)
+    return {HEADER_LENGTH: str(json_bytes), "Content-Type": "application/octet-stream"}, b"".join(parts)
 
 
-def decode(header_length: str | None, content: bytes) -> tuple[int, dict[str, NDArray[Any]]]:
-    """The version and the vectors by feature of an infer response. The arrays are read-only views of `content`."""
-    length = len(content) if header_length is None else int(header_length)
-    head = orjson.loads(content[:length])
-    vectors, at = {}, length
-    for output in head["outputs"]:
-        dtype, shape = _DTYPES[output["datatype"]], output["shape"]
-        if "data" in output:
-            vectors[output["name"]] = np.array(output["data"], dtype).reshape(shape)
-            continue
-        count = int(np.prod(shape))
-        vectors[output["name"]] = np.frombuffer(content, dtype, count, at).reshape(shape)
-        at += output["parameters"]["binary_data_size"]
-    return int(head["model_version"]), vectors
+def decode(header_length: str | None, content: bytes) -> tuple[int, dict[str, Array]]:
+    """The version and the vectors by feature of an infer response. The arrays are views of `content`."""
+    head = content if header_length is None else content[: int(header_length)]
+    found = vectors([(run.names, run.view(memoryview(content))) for run in read_outputs(head)], as_torch=False)
+    return int(orjson.loads(head)["model_version"]), found

@@ -1,0 +1,193 @@
+"""The calls of both clients. Each is a generator: it yields requests, is sent responses, and returns what its caller gets.
+
+What is learned of a server is kept here: templates of requests, and the schemas of models. All of it is bounded, and any thread
+may call: an entry that is lost or made twice costs time and nothing else.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+
+from tableside.loader.model import SCORE
+from tableside.serving.client import compact as compact_form
+from tableside.serving.client.compact import Answer, CompactForm, Keyed, Schema
+from tableside.serving.client.errors import ClientError, FeatureError
+from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
+from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
+from tableside.serving.client.messages import Bytes, Call, Request, Response, check_status
+from tableside.serving.client.named import NamedForm, vectors
+
+T = TypeVar("T")
+
+COMPACT_FEATURES = 8  # from as many features on the compact form is picked (benchmarks/client.py)
+_KEPT = 64
+
+
+class _Recent(dict[Hashable, T]):
+    """A memory of what was made for a key. Once it is full it is emptied."""
+
+    def get_or_make(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+        found = self.get(key)
+        if found is None:
+            if len(self) >= _KEPT:
+                self.clear()
+            found = self[key] = make(*arguments)
+        return found
+
+
+@lru_cache(_KEPT)
+def _path(model: str, version: int | None) -> str:
+    return f"/v2/models/{quote(model, safe='')}" + (f"/versions/{version}" if version is not None else "")
+
+
+class Calls:
+    """The calls to one server. retries: how often a request is sent again where its connection broke."""
+
+    def __init__(self, base_url: str, retries: int) -> None:
+        self._base_url, self._retries = base_url, max(0, retries)
+        self._named: _Recent[NamedForm] = _Recent()
+        self._compact: _Recent[CompactForm] = _Recent()
+        self._schemas: _Recent[Schema | bool] = _Recent()  # False: the server does not know the compact form
+
+    def lookup(
+        self,
+        model: str,
+        features: Mapping[str, Ids] | KeyedJagged,
+        outputs: Sequence[str] | None,
+        version: int | None,
+        compact: bool | None,
+    ) -> Call[Any]:
+        path = _path(model, version)
+        if isinstance(features, Mapping):
+            return (yield from self._infer(path, columns(features), {}, outputs, compact))
+        return (yield from self._lookup_keyed(path, features, outputs, compact))
+
+    def score(
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        dense: Mapping[str, Any] | None,
+        version: int | None,
+        compact: bool | None,
+    ) -> Call[Any]:
+        given = columns(features)
+        arrays = {name: array(value, np.dtype("<f4"), name) for name, value in (dense or {}).items()}
+        found = yield from self._infer(_path(model, version), given, arrays, [SCORE], compact)
+        if not given.is_torch and any_torch([*(dense or {}).values()]):
+            import torch
+
+            return torch.from_numpy(found[SCORE])
+        return found[SCORE]
+
+    def models(self) -> Call[list[dict[str, Any]]]:
+        return list((yield from self._get("/v1/models")).json()["models"])
+
+    def metadata(self, model: str) -> Call[dict[str, Any]]:
+        return dict((yield from self._get(_path(model, None))).json())
+
+    def metrics(self) -> Call[str]:
+        return (yield from self._get("/metrics")).text
+
+    def is_ready(self) -> Call[bool]:
+        try:
+            return (yield Request("GET", "/v2/health/ready")).status < 300
+        except OSError:
+            return False
+
+    # ---- both forms ----
+
+    def _infer(
+        self, path: str, given: Columns, dense: Mapping[str, Array], outputs: Sequence[str] | None, compact: bool | None
+    ) -> Call[dict[str, Any]]:
+        if compact or (compact is None and _pays(given, outputs)):
+            obstacle = compact_form.obstacle(given)
+            if not obstacle:
+                found = yield from self._ask_compact(path, compact_form.keyed(given), dense, outputs, compact or False)
+                if not isinstance(found, str):
+                    compact_request, answer = found
+                    return compact_request.vectors(answer, given.is_torch)
+                obstacle = found
+            if compact:
+                raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
+        key = (given.names, given.kinds, tuple(dense), None if outputs is None else tuple(outputs))
+        form = self._named.get_or_make(key, NamedForm, given.names, given.kinds, tuple(dense), outputs)
+        response = yield from self._post(path, *form.encode(given, dense))
+        return vectors(form.decode(check_status(response)), given.is_torch)
+
+    def _lookup_keyed(
+        self, path: str, features: KeyedJagged, outputs: Sequence[str] | None, compact: bool | None
+    ) -> Call[KeyedVectors]:
+        if not isinstance(features, KeyedJagged):
+            raise FeatureError(f"features are a {type(features).__name__}; expected a dict of features or a KeyedJaggedTensor")
+        given, lengths = from_torchrec(features)
+        wanted = given.names if outputs is None else outputs
+        unknown = set(wanted) - set(given.names)
+        found = "compact=False" if compact is False else (yield from self._ask_compact(path, given, {}, wanted, True))
+        if unknown or isinstance(found, str):
+            why = f"output {min(unknown)!r} is none of its keys" if unknown else found
+            raise FeatureError(f"this KeyedJaggedTensor cannot be looked up ({why}); a dict of Jagged features may be")
+        return to_torchrec(found[1], given.names, lengths)
+
+    def _ask_compact(
+        self, path: str, given: Keyed, dense: Mapping[str, Array], outputs: Sequence[str] | None, is_only_way: bool
+    ) -> Call[tuple[CompactForm, Answer] | str]:
+        """Asks in the compact form. Where that cannot be done, a string says why.
+
+        is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new metadata first.
+        """
+        has_weights = given.weights is not None
+        asked = None if outputs is None else tuple(outputs)
+        for attempt in (1, 2):
+            is_new = path not in self._schemas
+            schema = yield from self._schema(path)
+            obstacle = schema.obstacle(given.names, has_weights) if isinstance(schema, Schema) else "the server does not know it"
+            if obstacle and is_only_way and not is_new and attempt == 1:
+                self._schemas.pop(path, None)
+                continue
+            if obstacle or not isinstance(schema, Schema):
+                return obstacle
+            key = (schema.digest, given.names, has_weights, tuple(dense), asked)
+            form = self._compact.get_or_make(key, CompactForm, schema, given.names, has_weights, tuple(dense), asked)
+            response = yield from self._post(path, *form.encode(given, dense))
+            if response.status == 400 and attempt == 1 and compact_form.SCHEMA in response.text:
+                self._schemas.pop(path, None)  # another version is live
+                continue
+            return form, form.read(check_status(response))
+        raise AssertionError("unreachable")
+
+    def _schema(self, path: str) -> Call[Schema | bool]:
+        found = self._schemas.get(path)
+        if found is None:
+            metadata = (yield from self._get(path)).json()
+            found = self._schemas.get_or_make(path, lambda: Schema.of(metadata) or False)
+        return found
+
+    # ---- requests ----
+
+    def _get(self, path: str) -> Call[Response]:
+        return check_status((yield from self._exchange(Request("GET", path))))
+
+    def _post(self, path: str, json_bytes: int, parts: tuple[Bytes, ...]) -> Call[Response]:
+        return (yield from self._exchange(Request("POST", f"{path}/infer", parts, json_bytes)))
+
+    def _exchange(self, request: Request) -> Call[Response]:
+        """The response to a request, which is sent again where a connection broke: it changes nothing."""
+        for attempt in range(self._retries + 1):
+            try:
+                return (yield request)
+            except OSError as error:
+                if attempt == self._retries or isinstance(error, TimeoutError):
+                    raise ClientError(
+                        0, f"{self._base_url} cannot be reached ({error!r}); is `tableside serve` running there?"
+                    ) from error
+        raise AssertionError("unreachable")
+
+
+def _pays(given: Columns, outputs: Sequence[str] | None) -> bool:
+    """Whether the compact form is worth its first look at the metadata, and answers with nothing that is not wanted."""
+    is_jagged = len(set(given.kinds)) == 1 and given.kinds[:1] in ("j", "J")
+    is_whole = outputs is None or set(outputs) >= set(given.names) or list(outputs) == [SCORE]
+    return is_jagged and is_whole and len(given.names) >= COMPACT_FEATURES

@@ -1,0 +1,259 @@
+"""The compact form: all features of a request in two tensors, in the order of TorchRec's KeyedJaggedTensor.
+
+    request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids] where there are weights
+    response   kjt [bags, sum of dims]: the pooled features' vectors side by side
+               kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: the unpooled features' vectors, flat
+
+Which part of `kjt` belongs to a feature follows from the dims, which are the model's. The client learns them from its metadata
+and names them in each request by their digest, so that a version with other dims refuses it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tableside.serving.client.errors import ClientError, FeatureError
+from tableside.serving.client.features import Array, Columns, joined
+from tableside.serving.client.messages import (
+    Bytes,
+    Response,
+    padded,
+    quoted,
+    read_outputs,
+    request_tail,
+    response_head,
+)
+
+POOLED, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"
+SCHEMA = "kjt.schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """dim: elements of a vector. is_pooled: it has one vector a bag, else one an id. datatype: FP32 or FP16."""
+
+    name: str
+    dim: int
+    is_pooled: bool
+    datatype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What the compact form needs to know of a model. digest: what its server calls this."""
+
+    features: Mapping[str, Feature]
+    digest: str
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> "Schema | None":
+        """The schema that a model's metadata holds; None where its server does not know the compact form."""
+        parameters = metadata.get("parameters", {})
+        if "kjt.features" not in parameters or SCHEMA not in parameters:
+            return None
+        found = (Feature(f["name"], f["dim"], f["pooling"] != "none", f["datatype"]) for f in parameters["kjt.features"])
+        return cls({f.name: f for f in found}, parameters[SCHEMA])
+
+    def obstacle(self, names: Sequence[str], has_weights: bool) -> str:
+        """Why these features cannot go in one compact request; empty where they can."""
+        unknown = [n for n in names if n not in self.features]
+        if unknown:
+            return f"the model has no feature {unknown[0]!r}; it has {', '.join(self.features)}"
+        asked = [self.features[n] for n in names]
+        for is_pooled in (True, False):
+            alike = {f.datatype: f.name for f in asked if f.is_pooled is is_pooled}
+            if len(alike) > 1:
+                (one, first), (other, second) = alike.items()
+                return f"{first} has {one} vectors and {second} {other}; ask for them in requests of their own, or by name"
+        unpooled = [f.name for f in asked if not f.is_pooled]
+        if has_weights and unpooled:
+            return f"{unpooled[0]} is not pooled, so it takes no weights; ask for it in a request of its own"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Features in KeyedJaggedTensor's order: feature by feature, bag by bag.
+
+    values: `ids` numbers of `datatype` INT64 or INT32. lengths: int32 [features, bags]. weights: fp32, one an id.
+    """
+
+    names: tuple[str, ...]
+    bags: int
+    ids: int
+    datatype: str
+    values: Bytes
+    lengths: Bytes
+    weights: Bytes | None
+
+
+def obstacle(given: Columns) -> str:
+    """Why these features do not make a `Keyed`; empty where they do."""
+    if "v" in given.kinds.lower():
+        return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
+    if not given.names:
+        return "there are no features"
+    if len(set(given.kinds)) > 1 and len(set(given.kinds.replace("r", "j"))) > 1:
+        return "some features have weights and some have none"
+    bags = [*map(len, _lengths(given))]
+    if len(set(bags)) > 1:
+        other = next(i for i, b in enumerate(bags) if b != bags[0])
+        return f"{given.names[0]} has {bags[0]} bags and {given.names[other]} {bags[other]}"
+    return ""
+
+
+def _lengths(given: Columns) -> list[Array]:
+    if "r" not in given.kinds:
+        return given.lengths
+    lengths = iter(given.lengths)
+    shapes = [v.shape for v in given.values]
+    return [
+        np.full(shape[0], shape[1], np.int32) if kind == "r" else next(lengths)
+        for kind, shape in zip(given.kinds, shapes, strict=True)
+    ]
+
+
+def keyed(given: Columns) -> Keyed:
+    """Features that have no `obstacle`, side by side."""
+    lengths = _lengths(given)
+    itemsize = given.values[0].dtype.itemsize
+    values = joined(given.values)
+    return Keyed(
+        given.names,
+        len(lengths[0]),
+        len(values) // itemsize,
+        "INT64" if itemsize == 8 else "INT32",
+        values,
+        joined(lengths),
+        joined(given.weights) if given.weights else None,
+    )
+
+
+class CompactForm:
+    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of one schema."""
+
+    def __init__(
+        self, schema: Schema, names: tuple[str, ...], has_weights: bool, dense: Sequence[str], outputs: Sequence[str] | None
+    ) -> None:
+        self._names = names
+        asked = [schema.features[n] for n in names]
+        self._pooled = [f for f in asked if f.is_pooled]
+        self._unpooled = [f for f in asked if not f.is_pooled]
+        self._width = sum(f.dim for f in self._pooled)
+        self._wanted = None if outputs is None else [*outputs]
+        tensors = ["kjt.values", "kjt.lengths"] + ["kjt.weights"] * has_weights + [*dense]
+        described = b",".join(b'{"name":' + _escaped(quoted(t)) + _REST for t in tensors)
+        parameters = b',"kjt.schema":%b' % quoted(schema.digest)
+        if names != tuple(schema.features):
+            parameters = b',"kjt.features":%b' % orjson.dumps(names) + parameters
+        self._template = b'{"inputs":[' + described + _escaped(request_tail(self._outputs(), parameters))
+
+    def _outputs(self) -> list[str] | None:
+        """The outputs that the request names, of those that the caller wants."""
+        if self._wanted is None:
+            return None
+        wanted = set(self._wanted)
+        found = [POOLED] if any(f.name in wanted for f in self._pooled) else []
+        found += [SEQUENCES, OFFSETS] if any(f.name in wanted for f in self._unpooled) else []
+        return found + [name for name in self._wanted if name not in self._names]
+
+    def encode(self, given: Keyed, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
+        """The length of the JSON, and the body's parts: the JSON, then the tensors."""
+        shape = b"%d,%d" % (len(given.names), given.bags)
+        numbers = [given.datatype.encode(), b"%d" % given.ids, len(given.values), b"INT32", shape, len(given.lengths)]
+        parts = [given.values, given.lengths]
+        if given.weights is not None:
+            numbers += [b"FP32", b"%d" % given.ids, len(given.weights)]
+            parts.append(given.weights)
+        for each in dense.values():
+            numbers += [b"FP32", b",".join(b"%d" % n for n in each.shape), each.nbytes]
+        if dense:
+            parts.append(joined([*dense.values()]))
+        head = padded(self._template % tuple(numbers))
+        return len(head), (head, *(part for part in parts if len(part)))
+
+    def read(self, response: Response) -> "Answer":
+        """The response's tensors. ClientError: they do not fit what was asked for."""
+        arrays = {r.names[0]: r.view(response.content)[0] for r in read_outputs(response_head(response)) if len(r.names) == 1}
+        pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
+        if pooled is not None and pooled.shape[-1] != self._width:
+            raise ClientError(200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]")
+        if (sequences is None) != (offsets is None) or (offsets is not None and len(offsets) != len(self._unpooled) + 1):
+            raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self._unpooled)} unpooled features")
+        return Answer(self._pooled, pooled, self._unpooled, sequences, offsets, arrays)
+
+    def vectors(self, answer: "Answer", as_torch: bool) -> dict[str, Any]:
+        """name -> vectors, in the order of the request, as views of the response."""
+        found: dict[str, Any] = dict.fromkeys(self._names) if answer.sequences is not None else {}
+        found.update(answer.pooled_vectors(as_torch))
+        found.update(answer.unpooled_vectors(as_torch))
+        found.update({name: _as(array, as_torch) for name, array in answer.others.items()})
+        return found if self._wanted is None else {name: found[name] for name in self._wanted}
+
+
+_REST = b',"datatype":"%b","shape":[%b],"parameters":{"binary_data_size":%d}}'
+
+
+def _escaped(text: bytes) -> bytes:
+    return text.replace(b"%", b"%%")
+
+
+def _as(array: Array, as_torch: bool) -> Any:
+    if not as_torch:
+        return array
+    import torch
+
+    return torch.from_numpy(array)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The response to a compact request.
+
+    pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs
+    that are no feature's, which is `score`.
+    """
+
+    pooled_features: list[Feature]
+    pooled: Array | None
+    unpooled_features: list[Feature]
+    sequences: Array | None
+    offsets: Array | None
+    others: dict[str, Array]
+
+    def pooled_vectors(self, as_torch: bool) -> dict[str, Any]:
+        """name -> [bags, dim]. Neighbours of one dim are split in one go."""
+        found: dict[str, Any] = {}
+        if self.pooled is None:
+            return found
+        at, bags = 0, len(self.pooled)
+        whole = _as(self.pooled, as_torch)
+        for dim, run in groupby(self.pooled_features, lambda f: f.dim):
+            names = [f.name for f in run]
+            block = whole[:, at : at + len(names) * dim].reshape(bags, len(names), dim)
+            blocks = block.unbind(1) if as_torch else block.transpose(1, 0, 2)
+            found.update(zip(names, blocks, strict=True))
+            at += len(names) * dim
+        return found
+
+    def unpooled_vectors(self, as_torch: bool) -> dict[str, Any]:
+        """name -> [ids, dim]."""
+        if self.sequences is None or self.offsets is None:
+            return {}
+        ends, whole = self.offsets.tolist(), _as(self.sequences, as_torch)
+        return {f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.unpooled_features)}
+
+
+def check_keyed(names: Sequence[str], lengths: Array, bags: int) -> None:
+    """FeatureError: a KeyedJaggedTensor's lengths are not [features x bags]."""
+    if not names:
+        raise FeatureError("the KeyedJaggedTensor has no keys")
+    if lengths.size != len(names) * bags:
+        raise FeatureError(
+            f"the KeyedJaggedTensor has {lengths.size} lengths for {len(names)} keys and stride {bags}; "
+            "expected one batch size for all keys (no variable stride)"
+        )

@@ -1,0 +1,182 @@
+"""The features of a request: from what a caller gives to arrays that can be sent.
+
+A request has hundreds of features. So they are checked side by side, a part of all features at a time, and only what is not
+ready to be sent is looked at alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.serving.client.errors import FeatureError
+
+Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, or Jagged
+Array = NDArray[Any]
+
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
+_INT64, _INT32, _FP32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+_ARRAY = {np.ndarray}
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """A feature's ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids].
+
+    Each is an array, a tensor or a list. Integers of other sizes are converted.
+    """
+
+    values: Any
+    lengths: Any = None
+    weights: Any = None
+
+
+class _Rectangle(Jagged):
+    """A feature whose bags all have the same number of ids: values [bags, ids a bag]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The features of a request, part by part, in the features' order.
+
+    kinds: one character for each feature: "r" for values [bags, ids a bag], "v" for values alone, "j" for values with lengths;
+    upper case where there are weights too. values: one array for each feature, all int64 or all int32. lengths: int32 [bags], of
+    each feature that has some. weights: fp32 [ids], of each feature that has some. is_torch: some ids came as a torch tensor.
+    """
+
+    names: tuple[str, ...]
+    kinds: str
+    values: list[Array]
+    lengths: list[Array]
+    weights: list[Array]
+    is_torch: bool
+
+
+def columns(features: Mapping[str, Ids]) -> Columns:
+    """The features' arrays. FeatureError: ids are no integers, have another shape, or do not fit."""
+    names = tuple(features)
+    given: list[Jagged] = list(features.values())
+    is_torch = False
+    if set(map(type, given)) != {Jagged}:
+        is_torch = any(map(_is_torch, given))
+        given = [_as_jagged(name, value) for name, value in features.items()]
+    values = [j.values for j in given]
+    lengths = [j.lengths for j in given]
+    weights = [j.weights for j in given]
+    if not is_torch and set(map(type, values)) != _ARRAY:
+        is_torch = any(map(_is_torch, values))
+    kinds = _kinds(given, lengths, weights)
+    if not kinds.islower():
+        weights = _floats([f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights)
+    else:
+        weights = []
+    return Columns(names, kinds, _ids(names, kinds, values), _lengths(names, lengths), weights, is_torch)
+
+
+def _kinds(given: list[Jagged], lengths: list[Any], weights: list[Any]) -> str:
+    if set(map(type, lengths)) == _ARRAY and set(map(type, weights)) == {type(None)}:
+        return "j" * len(given)
+    found = ["r" if type(j) is _Rectangle else "v" if j.lengths is None else "j" for j in given]
+    return "".join(k if w is None else k.upper() for k, w in zip(found, weights, strict=True))
+
+
+def _as_jagged(name: str, value: Ids) -> Jagged:
+    if isinstance(value, Jagged):
+        return value
+    if isinstance(value, list | tuple):
+        if not set(map(type, value)) <= {list, tuple} and not all(isinstance(b, list | tuple | np.ndarray) for b in value):
+            raise FeatureError(f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)")
+        ids = array([*chain.from_iterable(value)], _INT64, f"{name}.values")
+        return Jagged(ids, np.fromiter(map(len, value), _INT32, len(value)))
+    ids = integers(value, name)
+    if ids.ndim != 2:
+        raise FeatureError(f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)")
+    return _Rectangle(ids)
+
+
+def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
+    """Integer arrays of one type: int32 where all are, else int64."""
+    if _are(values, _INT64) or _are(values, _INT32):
+        return values
+    checked = [integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)]
+    for name, kind, found in zip(names, kinds, checked, strict=True):
+        if kind != "r" and found.ndim != 1:
+            raise FeatureError(f"{name}.values: shape {list(found.shape)}; expected [ids]")
+    if set(map(_DTYPE, checked)) == {_INT32}:
+        return checked
+    return [v.astype(_INT64, copy=False) for v in checked]
+
+
+def _lengths(names: Sequence[str], lengths: list[Any]) -> list[Array]:
+    if _are(lengths, _INT32):
+        return lengths
+    return [
+        _flat(array(each, _INT32, f"{name}.lengths"), f"{name}.lengths", "bags")
+        for name, each in zip(names, lengths, strict=True)
+        if each is not None
+    ]
+
+
+def _floats(names: list[str], weights: list[Any]) -> list[Array]:
+    given = [w for w in weights if w is not None]
+    if _are(given, _FP32):
+        return given
+    return [_flat(array(each, _FP32, name), name, "ids") for name, each in zip(names, given, strict=True)]
+
+
+def _are(arrays: list[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether all are numpy arrays of this type with one dimension."""
+    return set(map(type, arrays)) == _ARRAY and set(map(_DTYPE, arrays)) == {dtype} and set(map(_NDIM, arrays)) == {1}
+
+
+def _flat(found: Array, name: str, what: str) -> Array:
+    if found.ndim != 1:
+        raise FeatureError(f"{name}: shape {list(found.shape)}; expected [{what}]")
+    return found
+
+
+def _is_torch(value: Any) -> bool:
+    """Whether ids are a torch tensor (torch is not imported to find out)."""
+    found = value.values if isinstance(value, Jagged) else value
+    return type(found).__module__.partition(".")[0] == "torch"
+
+
+def any_torch(values: Sequence[Any]) -> bool:
+    """Whether any of these is a torch tensor."""
+    return any(map(_is_torch, values))
+
+
+def integers(value: Any, name: str) -> Array:
+    """An array int64, or int32 where the value is one of that type. FeatureError: no integers, or they do not fit."""
+    found = array(value, None, name)
+    return found if found.dtype == _INT32 else array(found, _INT64, name)
+
+
+def array(value: Any, dtype: np.dtype[Any] | None, name: str) -> Array:
+    """A contiguous array of `dtype` (None: as it comes). FeatureError: the values are of another kind, or do not fit."""
+    try:
+        found = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise FeatureError(f"{name}: not an array of numbers ({error})") from error
+    if dtype is None:
+        return np.asarray(found)
+    if found.size and found.dtype.kind not in ("iu" if dtype.kind == "i" else "iuf"):
+        raise FeatureError(f"{name}: {found.dtype}; expected {dtype}")
+    converted: Array = np.ascontiguousarray(found, dtype)
+    if dtype.kind == "i" and found.size and found.dtype != dtype and not np.array_equal(converted, found):
+        raise FeatureError(f"{name}: values do not fit in {dtype}")
+    return converted
+
+
+def joined(arrays: list[Array]) -> bytes | memoryview:
+    """The bytes of the arrays, one after another; those of a single array are not copied."""
+    if len(arrays) == 1:
+        return memoryview(np.ascontiguousarray(arrays[0]).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    try:
+        return b"".join(arrays)  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):  # not contiguous
+        return b"".join(np.ascontiguousarray(a).data for a in arrays)

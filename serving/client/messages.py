@@ -1,0 +1,127 @@
+"""What a call sends and what it gets: requests and responses, apart from how their bytes travel."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tableside.serving.client.errors import ClientError
+
+T = TypeVar("T")
+
+Array = NDArray[Any]
+Bytes = bytes | memoryview
+
+
+class Request(NamedTuple):
+    """path: below the server's base URL. parts: the body, buffers of single bytes. json_bytes: how many of them are JSON, where
+    binary tensors follow it.
+    """
+
+    method: str
+    path: str
+    parts: tuple[Bytes, ...] = ()
+    json_bytes: int | None = None
+
+
+class Response(NamedTuple):
+    """content: the body. json_bytes: how many of its bytes are JSON; the tensors' begin at a multiple of 16 in memory.
+
+    is_last: the connection cannot be used again.
+    """
+
+    status: int
+    content: memoryview
+    json_bytes: int | None
+    is_last: bool
+
+    @property
+    def text(self) -> str:
+        return bytes(self.content).decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        return orjson.loads(self.content)
+
+
+# A call yields requests, is sent their responses, or is thrown an OSError where there is none, and returns what its caller gets.
+Call = Generator[Request, Response, T]
+
+
+def check_status(response: Response) -> Response:
+    """The response itself. ClientError: the server refused."""
+    if response.status < 300:
+        return response
+    try:
+        message = str(response.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text or _phrase(response.status)
+    raise ClientError(response.status, message)
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "no reason was given"
+
+
+# ---- the response of an infer request: JSON that names the tensors, then their bytes ----
+
+_DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Output tensors that follow each other and have one type and one shape."""
+
+    names: list[str]
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    at: int
+
+    def view(self, content: memoryview) -> Array:
+        """The tensors over a response's bytes: [tensors, *shape]."""
+        return np.ndarray((len(self.names), *self.shape), self.dtype, content, self.at)
+
+
+def read_outputs(head: bytes) -> tuple[Run, ...]:
+    """The tensors that follow a response's JSON. ClientError: it describes none."""
+    runs: list[Run] = []
+    at = len(head)
+    try:
+        for output in orjson.loads(head)["outputs"]:
+            dtype, shape, size = _DTYPES[output["datatype"]], tuple(output["shape"]), output["parameters"]["binary_data_size"]
+            last = runs[-1] if runs else None
+            if last is not None and last.dtype == dtype and last.shape == shape:
+                last.names.append(output["name"])
+            else:
+                runs.append(Run([output["name"]], dtype, shape, at))
+            at += size
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClientError(200, f"the response describes no binary tensors ({error!r}); does Tableside answer here?") from error
+    return tuple(runs)
+
+
+def response_head(response: Response) -> bytes:
+    """The JSON of an infer response."""
+    return bytes(response.content if response.json_bytes is None else response.content[: response.json_bytes])
+
+
+def quoted(name: str) -> bytes:
+    """A JSON string."""
+    return orjson.dumps(name)
+
+
+def request_tail(outputs: Sequence[str] | None, parameters: bytes = b"") -> bytes:
+    """How an infer request's JSON ends, after its inputs. parameters: more of them, each after a comma."""
+    asked = b"" if outputs is None else b',"outputs":[' + b",".join(b'{"name":%b}' % quoted(o) for o in outputs) + b"]"
+    return b'],"parameters":{"binary_data_output":true' + parameters + b"}" + asked + b"}"
+
+
+def padded(head: bytes) -> bytes:
+    """The JSON with blanks behind it: what begins at a multiple of 8 is read a little faster."""
+    return head.ljust(-(-len(head) // 8) * 8)

@@ -1,0 +1,109 @@
+"""Features by name: each feature's ids, lengths and weights are tensors of their own, in a request and its response.
+
+    <feature> INT64 [bags, ids a bag]   or   <feature>.values INT64 [ids] and <feature>.lengths INT32 [bags]
+    <feature>.weights FP32 [ids]
+
+A request's JSON has a hundred bytes for each tensor, of which only a shape and a size change from one request to the next. So
+the rest is kept as a template. The order of tensors is free: all ids come first, then all lengths, then all weights, so that
+each part is joined in one go and begins where its type wants to.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from tableside.serving.client.features import Array, Columns, joined
+from tableside.serving.client.messages import (
+    Bytes,
+    Response,
+    Run,
+    padded,
+    quoted,
+    read_outputs,
+    request_tail,
+    response_head,
+)
+
+_SHAPE = attrgetter("shape")
+_PIECES_KEPT = 1 << 16
+
+
+class _Pieces(dict[int, bytes]):
+    """Number of elements -> the JSON that says so, for tensors of one dimension and one element size."""
+
+    def __init__(self, itemsize: int) -> None:
+        self._itemsize = itemsize
+
+    def __missing__(self, count: int) -> bytes:
+        piece = _piece((count,), count * self._itemsize)
+        if len(self) < _PIECES_KEPT:
+            self[count] = piece
+        return piece
+
+
+def _piece(shape: Sequence[int], size: int) -> bytes:
+    return b'[%b],"parameters":{"binary_data_size":%d}}' % (b",".join(b"%d" % n for n in shape), size)
+
+
+_EIGHT, _FOUR = _Pieces(8), _Pieces(4)
+
+
+class NamedForm:
+    """The named form of requests for the same features, outputs and dense tensors, in the same order.
+
+    It also keeps how the last response was laid out: one that begins with the same bytes is not parsed again.
+    """
+
+    def __init__(self, names: Sequence[str], kinds: str, dense: Sequence[str], outputs: Sequence[str] | None) -> None:
+        tensors = [(n if k == "r" else f"{n}.values", "INT64") for n, k in zip(names, kinds, strict=True)]
+        tensors += [(f"{n}.lengths", "INT32") for n, k in zip(names, kinds, strict=True) if k in "jJ"]
+        tensors += [(f"{n}.weights", "FP32") for n, k in zip(names, kinds, strict=True) if k.isupper()]
+        tensors += [(n, "FP32") for n in dense]
+        template = [b'{"inputs":[']  # what is fixed; after each of it but the last comes a shape and a size
+        for name, datatype in tensors:
+            template[-1] += b'{"name":%b,"datatype":"%b","shape":' % (quoted(name), datatype.encode())
+            template += [b"", b","]
+        template[-1] = template[-1].removesuffix(b",") + request_tail(outputs)
+        self._template = template
+        self._known: tuple[bytes, tuple[Run, ...]] = (b"", ())
+
+    def encode(self, given: Columns, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
+        """The length of the JSON, and the body's parts: the JSON, then the tensors."""
+        values = given.values
+        if values and values[0].dtype.itemsize == 4:
+            values = [v.astype(np.int64) for v in values]
+        if "r" in given.kinds:
+            pieces = [_piece(shape, v.nbytes) for shape, v in zip(map(_SHAPE, values), values, strict=True)]
+        else:
+            pieces = [*map(_EIGHT.__getitem__, map(len, values))]
+        pieces += map(_FOUR.__getitem__, map(len, given.lengths))
+        pieces += map(_FOUR.__getitem__, map(len, given.weights))
+        pieces += [_piece(a.shape, a.nbytes) for a in dense.values()]
+        parts = self._template.copy()
+        parts[1::2] = pieces
+        head = padded(b"".join(parts))
+        body = (joined(part) for part in (values, given.lengths, given.weights, [*dense.values()]) if part)
+        return len(head), (head, *(part for part in body if len(part)))
+
+    def decode(self, response: Response) -> list[tuple[list[str], Array]]:
+        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the response's bytes."""
+        head = response_head(response)
+        known, runs = self._known
+        if known != head:
+            runs = read_outputs(head)
+            self._known = head, runs
+        return [(run.names, run.view(response.content)) for run in runs]
+
+
+def vectors(runs: Sequence[tuple[list[str], Any]], as_torch: bool) -> dict[str, Any]:
+    """name -> vectors, as views of the runs: numpy arrays or torch tensors."""
+    if as_torch:
+        import torch
+
+        runs = [(names, torch.from_numpy(block).unbind(0)) for names, block in runs]
+    found: dict[str, Any] = {}
+    for names, block in runs:
+        found.update(zip(names, block, strict=True))
+    return found

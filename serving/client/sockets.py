@@ -1,0 +1,109 @@
+"""Connections of blocking sockets, for any number of threads."""
+
+import socket
+import ssl
+import time
+from collections import deque
+from contextlib import suppress
+
+from tableside.serving.client.http import Address, ResponseReader, Watch
+from tableside.serving.client.messages import Request, Response
+
+_IDLE_S = 30.0  # a connection that was not used for longer is closed
+
+
+class _Connection:
+    """One connection, used by one thread at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        made = socket.create_connection((address.host, address.port), timeout_s)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if address.is_tls:
+            made = ssl.create_default_context().wrap_socket(made, server_hostname=address.host)
+        self._socket, self._is_tls = made, address.is_tls
+        self._reader = ResponseReader()
+        self._watch = Watch(made.fileno())
+        self.used_at = 0.0
+
+    def is_usable(self) -> bool:
+        return self._watch.is_quiet()
+
+    def exchange(self, head: bytes, request: Request) -> Response:
+        """Sends a request and reads its response."""
+        reader, receive = self._reader, self._socket.recv_into
+        reader.begin()
+        with suppress(BrokenPipeError, ConnectionResetError):  # where it was refused before it was whole, the response says why
+            self._send(head, request)
+        while True:
+            count = receive(reader.buffer())
+            response = reader.take(count) if count else reader.end()
+            if response is not None:
+                return response
+
+    def _send(self, head: bytes, request: Request) -> None:
+        parts = (head, *request.parts)
+        if self._is_tls:
+            self._socket.sendall(b"".join(parts))
+            return
+        sent = self._socket.sendmsg(parts)
+        for part in parts:
+            if sent < len(part):
+                self._socket.sendall(memoryview(part)[sent:])
+            sent = max(0, sent - len(part))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Pool:
+    """The connections to one server: as many as threads ask at the same time."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._idle: deque[_Connection] = deque()  # the one used last is on the right
+        self._is_closed = False
+
+    def send(self, request: Request) -> Response:
+        """The response to a request. OSError: the connection broke, or none could be made."""
+        connection = self._take()
+        try:
+            response = connection.exchange(self._address.head(request), request)
+        except BaseException:
+            connection.close()
+            raise
+        if response.is_last:
+            connection.close()
+        else:
+            self._give(connection)
+        return response
+
+    def _take(self) -> _Connection:
+        if self._is_closed:
+            raise RuntimeError("the client is closed")
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return _Connection(self._address, self._timeout_s)
+            if connection.is_usable():
+                return connection
+            connection.close()
+
+    def _give(self, connection: _Connection) -> None:
+        connection.used_at = now = time.monotonic()
+        self._idle.append(connection)
+        try:
+            if now - self._idle[0].used_at > _IDLE_S:
+                self._idle.popleft().close()
+        except IndexError:
+            return  # other threads took them
+        if self._is_closed:
+            self.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return

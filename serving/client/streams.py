@@ -1,0 +1,147 @@
+"""Connections of asyncio, for the tasks of one event loop."""
+
+import asyncio
+import ssl
+from collections import deque
+from typing import Any
+
+from tableside.serving.client.http import Address, ResponseReader, Watch
+from tableside.serving.client.messages import Request, Response
+
+_CONNECTIONS = 100  # more calls than this at one time wait for each other
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, used by one task at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._reader = ResponseReader()
+        self._transport: Any = None
+        self._watch: Watch | None = None
+        self._waiter: asyncio.Future[Response] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
+
+    def is_usable(self) -> bool:
+        is_ours = self.loop is asyncio.get_running_loop() and not self._transport.is_closing()
+        return is_ours and self._watch is not None and self._watch.is_quiet()
+
+    async def exchange(self, head: bytes, request: Request) -> Response:
+        """Sends a request and waits for its response."""
+        self._reader.begin()
+        self._waiter = self.loop.create_future()
+        self._deadline = self.loop.time() + self._timeout_s
+        self._unsent = 0
+        if self._timer is None:
+            self._timer = self.loop.call_at(self._deadline, self._check_deadline)
+        self._transport.write(b"".join((head, *request.parts)) if request.parts else head)
+        return await self._waiter
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self.loop.is_closed():
+            self._transport.abort()
+
+    def _check_deadline(self) -> None:
+        """One timer serves all requests of a connection: where the deadline has moved, it is set anew."""
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent != self._unsent:  # the server still takes the request
+            self._unsent, self._deadline = unsent, self.loop.time() + self._timeout_s
+        if self.loop.time() >= self._deadline:
+            self._fail(TimeoutError("timed out"))
+        else:
+            self._timer = self.loop.call_at(self._deadline, self._check_deadline)
+
+    # ---- called by the loop ----
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._watch = Watch(transport.get_extra_info("socket").fileno())
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._waiter is None or self._waiter.done():
+            self._transport.abort()  # nothing was asked, or nobody waits for it
+            return
+        self._deadline = self.loop.time() + self._timeout_s
+        try:
+            response = self._reader.take(nbytes)
+        except ConnectionError as error:
+            self._fail(error)
+            return
+        if response is not None:
+            self._waiter.set_result(response)
+
+    def eof_received(self) -> None:
+        if self._waiter is None or self._waiter.done():
+            return
+        try:
+            self._waiter.set_result(self._reader.end())
+        except ConnectionError as error:
+            self._fail(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the connection was closed"))
+
+    def _fail(self, error: OSError) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+
+
+class Pool:
+    """The connections to one server."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._idle: deque[_Connection] = deque()
+        self._room = asyncio.Semaphore(_CONNECTIONS)
+        self._is_closed = False
+
+    async def send(self, request: Request) -> Response:
+        """The response to a request. OSError: the connection broke, or none could be made."""
+        async with self._room:
+            connection = self._take() or await self._connect()
+            try:
+                response = await connection.exchange(self._address.head(request), request)
+            except BaseException:
+                connection.close()
+                raise
+        if response.is_last or self._is_closed:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        return response
+
+    def _take(self) -> _Connection | None:
+        if self._is_closed:
+            raise RuntimeError("the client is closed")
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_usable():
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop, address = asyncio.get_running_loop(), self._address
+        async with asyncio.timeout(self._timeout_s):
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self._timeout_s), address.host, address.port, ssl=self._tls
+            )
+        return connection
+
+    def close(self) -> None:
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().close()
