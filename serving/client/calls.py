@@ -129,7 +129,7 @@ class Calls:
         if unknown or isinstance(found, str):
             why = f"output {min(unknown)!r} is none of its keys" if unknown else found
             raise FeatureError(f"this KeyedJaggedTensor cannot be looked up ({why}); a dict of Jagged features may be")
-        return to_torchrec(found[1], given.names, lengths)
+        return to_torchrec(found[1], features, lengths, wanted)
 
     def _ask_compact(
         self, path: str, given: Keyed, dense: Mapping[str, Array], outputs: Sequence[str] | None, is_only_way: bool
@@ -153,7 +153,7 @@ class Calls:
             form = self._compact.get_or_make(key, CompactForm, schema, given.names, has_weights, tuple(dense), asked)
             response = yield from self._post(path, *form.encode(given, dense))
             if response.status == 400 and attempt == 1 and compact_form.SCHEMA in response.text:
-                self._schemas.pop(path, None)  # another version is live
+                self._schemas.pop(path, None)  # a version with other features is live
                 continue
             return form, form.read(check_status(response))
         raise AssertionError("unreachable")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.serving.client.errors import ClientError, FeatureError
+from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
 from tableside.serving.client.messages import (
     Bytes,
@@ -246,14 +246,3 @@ class Answer:
             return {}
         ends, whole = self.offsets.tolist(), _as(self.sequences, as_torch)
         return {f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.unpooled_features)}
-
-
-def check_keyed(names: Sequence[str], lengths: Array, bags: int) -> None:
-    """FeatureError: a KeyedJaggedTensor's lengths are not [features x bags]."""
-    if not names:
-        raise FeatureError("the KeyedJaggedTensor has no keys")
-    if lengths.size != len(names) * bags:
-        raise FeatureError(
-            f"the KeyedJaggedTensor has {lengths.size} lengths for {len(names)} keys and stride {bags}; "
-            "expected one batch size for all keys (no variable stride)"
-        )

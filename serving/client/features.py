@@ -67,21 +67,21 @@ def columns(features: Mapping[str, Ids]) -> Columns:
     values = [j.values for j in given]
     lengths = [j.lengths for j in given]
     weights = [j.weights for j in given]
-    if not is_torch and set(map(type, values)) != _ARRAY:
-        is_torch = any(map(_is_torch, values))
-    kinds = _kinds(given, lengths, weights)
-    if not kinds.islower():
-        weights = _floats([f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights)
+    if _are(lengths, _INT32) and set(map(type, weights)) == {type(None)}:  # most requests
+        kinds, weights = "j" * len(given), []
     else:
-        weights = []
-    return Columns(names, kinds, _ids(names, kinds, values), _lengths(names, lengths), weights, is_torch)
+        kinds = _kinds(given)
+        weights = _floats([f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights)
+        lengths = _lengths(names, lengths)
+    if not (_are(values, _INT64) or _are(values, _INT32)):
+        is_torch = is_torch or any_torch(values)
+        values = _ids(names, kinds, values)
+    return Columns(names, kinds, values, lengths, weights, is_torch)
 
 
-def _kinds(given: list[Jagged], lengths: list[Any], weights: list[Any]) -> str:
-    if set(map(type, lengths)) == _ARRAY and set(map(type, weights)) == {type(None)}:
-        return "j" * len(given)
+def _kinds(given: list[Jagged]) -> str:
     found = ["r" if type(j) is _Rectangle else "v" if j.lengths is None else "j" for j in given]
-    return "".join(k if w is None else k.upper() for k, w in zip(found, weights, strict=True))
+    return "".join(k if j.weights is None else k.upper() for k, j in zip(found, given, strict=True))
 
 
 def _as_jagged(name: str, value: Ids) -> Jagged:
@@ -100,8 +100,6 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
 
 def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
     """Integer arrays of one type: int32 where all are, else int64."""
-    if _are(values, _INT64) or _are(values, _INT32):
-        return values
     checked = [integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)]
     for name, kind, found in zip(names, kinds, checked, strict=True):
         if kind != "r" and found.ndim != 1:
@@ -112,8 +110,6 @@ def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
 
 
 def _lengths(names: Sequence[str], lengths: list[Any]) -> list[Array]:
-    if _are(lengths, _INT32):
-        return lengths
     return [
         _flat(array(each, _INT32, f"{name}.lengths"), f"{name}.lengths", "bags")
         for name, each in zip(names, lengths, strict=True)

@@ -56,35 +56,6 @@ class Address:
         return first + self.lines + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers + _BINARY
 
 
-class _Message:
-    """What the parser has found in a response."""
-
-    def __init__(self) -> None:
-        self.length: int | None = None
-        self.json_bytes: int | None = None
-        self.encoding = b""
-        self.is_coded = False
-        self.is_complete = False
-        self.chunks: list[bytes] = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name == b"content-length":
-            self.length = int(value)
-        elif name == b"inference-header-content-length":
-            self.json_bytes = int(value)
-        elif name == b"transfer-encoding":
-            self.is_coded = True
-        elif name == b"content-encoding":
-            self.encoding = value
-
-    def on_body(self, body: bytes) -> None:
-        self.chunks.append(body)
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
-
-
 class ResponseReader:
     """Reads the responses of one connection, one after another.
 
@@ -99,11 +70,16 @@ class ResponseReader:
 
     def begin(self) -> None:
         """Waits for a new response."""
-        self._message = _Message()
         self._parser: Any = None
         self._filled = 0
         self._body: memoryview | None = None
         self._missing = 0
+        # What the parser has found.
+        self._length: int | None = None
+        self._json_bytes: int | None = None
+        self._is_chunked = self._keeps_alive = self._is_complete = False
+        self._encoding = b""
+        self._chunks: list[bytes] = []
 
     def buffer(self) -> memoryview:
         """Where the next bytes go."""
@@ -115,7 +91,7 @@ class ResponseReader:
         """`count` bytes have come. The response, where that was its last one."""
         if self._body is not None:
             self._missing -= count
-            return None if self._missing else self._response(self._body, False)
+            return None if self._missing else self._response(self._body)
         if self._parser is not None:
             return self._feed(count)
         self._filled += count
@@ -123,14 +99,13 @@ class ResponseReader:
 
     def end(self) -> Response:
         """The response, where the end of the connection ends it."""
-        message = self._message
-        if self._parser is not None and self._body is None and message.length is None and not message.is_coded:
-            return self._response(memoryview(bytearray().join(message.chunks)), True)
+        if self._parser is not None and self._length is None and not self._is_chunked:
+            return self._response(memoryview(bytearray().join(self._chunks)))
         raise ConnectionResetError("the connection was closed before the response was complete")
 
     def _read_head(self) -> Response | None:
         while (end := self._scratch.find(b"\r\n\r\n", 0, self._filled) + 4) >= 4:
-            self._parser = httptools.HttpResponseParser(self._message)
+            self._parser = httptools.HttpResponseParser(self)
             self._parse(self._view[:end])
             rest = self._filled - end
             if self._parser.get_status_code() >= 200:
@@ -143,40 +118,59 @@ class ResponseReader:
         return None
 
     def _begin_body(self, end: int, rest: int) -> Response | None:
-        message = self._message
-        if message.encoding not in (b"", b"identity"):
-            raise ConnectionAbortedError(f"the response's content-encoding is {message.encoding!r}, which was not asked for")
-        if message.is_complete:  # it has no body
-            return self._response(memoryview(b""), rest > 0)
-        if message.length is None or message.is_coded or message.length > _UPFRONT_LIMIT:
+        if self._encoding not in (b"", b"identity"):
+            raise ConnectionAbortedError(f"the response's content-encoding is {self._encoding!r}, which was not asked for")
+        if self._is_complete:  # it has no body
+            self._keeps_alive &= not rest
+            return self._response(memoryview(b""))
+        if self._length is None or self._is_chunked or self._length > _UPFRONT_LIMIT:
             self._scratch[:rest] = self._scratch[end : self._filled]
             self._filled = 0
             return self._feed(rest) if rest else None
-        length = message.length
-        start = -(message.json_bytes or 0) % _ALIGNMENT
+        length = self._length
+        start = -(self._json_bytes or 0) % _ALIGNMENT
         self._body = memoryview(np.empty(start + length, np.uint8))[start:]  # type: ignore[arg-type]
         here = min(rest, length)
         self._body[:here] = self._view[end : end + here]
         self._missing = length - here
-        return None if self._missing else self._response(self._body, rest > length)
+        self._keeps_alive &= rest <= length
+        return None if self._missing else self._response(self._body)
 
     def _feed(self, count: int) -> Response | None:
         """A part of a body that the parser reads."""
         self._parse(self._view[:count])
-        if not self._message.is_complete:
-            return None
-        return self._response(memoryview(bytearray().join(self._message.chunks)), False)
+        return self._response(memoryview(bytearray().join(self._chunks))) if self._is_complete else None
 
     def _parse(self, data: memoryview) -> None:
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, ValueError) as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionAbortedError(f"what came is no HTTP/1.1 response ({error})") from error
 
-    def _response(self, content: memoryview, is_last: bool) -> Response:
-        parser = self._parser
-        is_last = is_last or not parser.should_keep_alive()
-        return Response(parser.get_status_code(), content, self._message.json_bytes, is_last)
+    def _response(self, content: memoryview) -> Response:
+        return Response(self._parser.get_status_code(), content, self._json_bytes, not self._keeps_alive)
+
+    # ---- called by the parser ----
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"content-length":
+            self._length = int(value)
+        elif name == b"inference-header-content-length":
+            self._json_bytes = int(value)
+        elif name == b"transfer-encoding":
+            self._is_chunked = True
+        elif name == b"content-encoding":
+            self._encoding = value.lower()
+
+    def on_headers_complete(self) -> None:
+        self._keeps_alive = self._parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
 
 
 class Watch:

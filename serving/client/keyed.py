@@ -1,13 +1,17 @@
 """TorchRec's tensors: a KeyedJaggedTensor goes in, a KeyedTensor and JaggedTensors come out.
 
-TorchRec is imported only to build an answer.
+TorchRec is not imported here. The answer is made of the classes that lie beside the one that was given.
 """
 
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from tableside.serving.client.compact import Answer, Keyed, check_keyed
+from tableside.serving.client.compact import Answer, Keyed
+from tableside.serving.client.errors import FeatureError
 from tableside.serving.client.features import Array, array, integers, joined
 
 
@@ -38,31 +42,51 @@ def from_torchrec(given: KeyedJagged) -> tuple[Keyed, Array]:
     names, bags = tuple(given.keys()), given.stride()
     values = integers(given.values(), "values")
     lengths = array(given.lengths(), np.dtype("<i4"), "lengths")
-    check_keyed(names, lengths, bags)
+    if not names:
+        raise FeatureError("the KeyedJaggedTensor has no keys")
+    if lengths.size != len(names) * bags:
+        raise FeatureError(
+            f"the KeyedJaggedTensor has {lengths.size} lengths for {len(names)} keys and stride {bags}; "
+            "expected one batch size for all keys (no variable stride)"
+        )
     weights = given.weights_or_none()
-    return (
-        Keyed(
-            names,
-            bags,
-            values.size,
-            "INT64" if values.itemsize == 8 else "INT32",
-            joined([values]),
-            joined([lengths]),
-            None if weights is None else joined([array(weights, np.dtype("<f4"), "weights")]),
-        ),
-        lengths.reshape(len(names), bags),
+    keyed = Keyed(
+        names,
+        bags,
+        values.size,
+        "INT64" if values.itemsize == 8 else "INT32",
+        joined([values]),
+        joined([lengths]),
+        None if weights is None else joined([array(weights, np.dtype("<f4"), "weights")]),
     )
+    return keyed, lengths.reshape(len(names), bags)
 
 
-def to_torchrec(answer: Answer, names: tuple[str, ...], lengths: Array) -> KeyedVectors:
-    """The answer to a compact request for `names`, as TorchRec has it. lengths: those that were asked with."""
+def to_torchrec(answer: Answer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]) -> KeyedVectors:
+    """The answer to the compact request that was made of `given`, whose lengths are `lengths`: the features that are wanted."""
     import torch
-    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
-    features = answer.pooled_features
-    pooled = torch.empty(lengths.shape[1], 0) if answer.pooled is None else torch.from_numpy(answer.pooled)
-    rows = dict(zip(names, torch.from_numpy(lengths), strict=True))
+    classes = _module_of(given)
+    chosen = [f for f in answer.pooled_features if f.name in wanted]
+    if len(chosen) == len(answer.pooled_features) and answer.pooled is not None:
+        pooled = torch.from_numpy(answer.pooled)
+    elif chosen:
+        vectors = answer.pooled_vectors(as_torch=True)
+        pooled = torch.cat([vectors[f.name] for f in chosen], 1)
+    else:
+        pooled = torch.empty(lengths.shape[1], 0)
+    rows = dict(zip(given.keys(), torch.from_numpy(lengths), strict=True))
+    sequences = {n: v for n, v in answer.unpooled_vectors(as_torch=True).items() if n in wanted}
     return KeyedVectors(
-        KeyedTensor([f.name for f in features], [f.dim for f in features], pooled),
-        {name: JaggedTensor(values=values, lengths=rows[name]) for name, values in answer.unpooled_vectors(True).items()},
+        classes.KeyedTensor([f.name for f in chosen], [f.dim for f in chosen], pooled),
+        {n: classes.JaggedTensor(values=v, lengths=rows[n]) for n, v in sequences.items()},
     )
+
+
+def _module_of(given: KeyedJagged) -> ModuleType:
+    """TorchRec's module of jagged tensors, which is the one that the given class, or a class below it, comes from."""
+    modules = [sys.modules[c.__module__] for c in type(given).__mro__]
+    found = next((m for m in modules if hasattr(m, "KeyedTensor") and hasattr(m, "JaggedTensor")), None)
+    if found is None:
+        raise FeatureError(f"features are a {type(given).__name__}; expected a dict, or TorchRec's KeyedJaggedTensor")
+    return found
