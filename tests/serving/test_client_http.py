@@ -1,0 +1,435 @@
+"""The client's connections: framing of responses, reuse, broken connections, silence. The server is a script on a socket."""
+
+import asyncio
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from support import until
+
+from tableside.serving.client import AsyncClient, Client, ClientError, streams
+from tableside.serving.client.http import Address, ResponseReader
+from tableside.serving.client.messages import Request, Response
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+# ---- reading responses ----
+
+
+def read(data: bytes, step: int, ends: bool = False) -> Response | None:
+    """The response in `data`, which comes `step` bytes at a time; ends: then the server closes."""
+    reader = ResponseReader()
+    for at in range(0, len(data), step):
+        part = data[at : at + step]
+        while part:
+            room = reader.buffer()
+            taken = min(len(room), len(part))
+            room[:taken] = part[:taken]
+            if (response := reader.take(taken)) is not None:
+                return response
+            part = part[taken:]
+    return reader.end() if ends else None
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 64, 1 << 20])
+@pytest.mark.parametrize(
+    ("data", "status", "body", "is_last"),
+    [
+        (OK + b"Content-Length: 5\r\n\r\nhello", 200, b"hello", False),
+        (OK + b"content-length: 0\r\n\r\n", 200, b"", False),
+        (OK + b"Connection: close\r\nContent-Length: 5\r\n\r\nhello", 200, b"hello", True),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello", 200, b"hello", True),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n", 200, b"hello", False),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", False),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", 404, b"no", False),
+    ],
+)
+def test_a_body_is_read_whatever_its_framing(data: bytes, status: int, body: bytes, is_last: bool, step: int) -> None:
+    """However a response is cut into packets, its status and body are the same, and so is what becomes of the connection."""
+    response = read(data, step)
+    assert response is not None
+    assert (response.status, bytes(response.content), response.is_last) == (status, body, is_last)
+
+
+@pytest.mark.parametrize("step", [1, 1 << 20])
+def test_a_body_may_end_with_the_connection(step: int) -> None:
+    response = read(OK + b"\r\nhello", step, ends=True)
+    assert response is not None and bytes(response.content) == b"hello" and response.is_last
+
+
+def test_a_large_body_is_read_whole() -> None:
+    """More than the buffer of heads, and more than one buffer in chunks."""
+    body = np.random.default_rng(1).bytes(300_000)
+    chunked = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:150_000], body[150_000:])) + b"0\r\n\r\n"
+    for data in (OK + b"Content-Length: 300000\r\n\r\n" + body, OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked):
+        for step in (1000, 65_536, 1 << 20):
+            response = read(data, step)
+            assert response is not None and bytes(response.content) == body
+
+
+def test_bytes_after_a_response_end_the_connection() -> None:
+    """What was never asked for is not taken for the next answer."""
+    response = read(OK + b"Content-Length: 5\r\n\r\nhelloHTTP", 1 << 20)
+    assert response is not None and bytes(response.content) == b"hello" and response.is_last
+
+
+@pytest.mark.parametrize("json_bytes", [1, 15, 16, 17, 100])
+def test_tensors_begin_at_a_multiple_of_sixteen(json_bytes: int) -> None:
+    """Vectors are aligned in memory whatever the length of the JSON before them."""
+    head = OK + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (json_bytes, json_bytes + 64)
+    response = read(head + bytes(json_bytes + 64), 1 << 20)
+    assert response is not None and response.json_bytes == json_bytes
+    assert np.frombuffer(response.content, np.uint8, 64, json_bytes).ctypes.data % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP/1.1 response"),
+        (OK + b"Content-Length: x\r\n\r\n", "no HTTP/1.1 response"),
+        (OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello", "no HTTP/1.1 response"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n", "no HTTP/1.1 response"),
+        (OK + b"X: " + b"x" * 70_000, "more than 65536 bytes"),
+        (OK + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello", "content-encoding is b'gzip'"),
+        (OK + b"Content-Length: 6\r\n\r\nhello", "before the response was complete"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n", "before the response was complete"),
+        (b"HTTP/1.1 200 O", "before the response was complete"),
+        (b"", "before the response was complete"),
+    ],
+)
+def test_what_is_no_response_is_a_broken_connection(data: bytes, message: str) -> None:
+    with pytest.raises(ConnectionError, match=message):
+        read(data, 1 << 20, ends=True)
+
+
+def test_addresses() -> None:
+    """A prefix, a user and an IPv6 address of the base URL are used; what is no HTTP URL is refused at once."""
+    address = Address.parse("http://me:p%40ss@[::1]:81/models/")
+    assert (address.host, address.port, address.is_tls) == ("::1", 81, False)
+    head = address.head(Request("GET", "/metrics"))
+    assert head.startswith(b"GET /models/metrics HTTP/1.1\r\nHost: [::1]:81\r\n")
+    assert b"\r\nAuthorization: Basic bWU6cEBzcw==\r\n" in head
+    assert (Address.parse("https://a").port, Address.parse("http://a").port) == (443, 80)
+    for bad in ("127.0.0.1:8000", "ftp://a", "http://", ""):
+        with pytest.raises(ValueError, match="expected http://HOST:PORT"):
+            Client(bad)
+
+
+# ---- connections ----
+
+
+class Script:
+    """A server whose connections are handled by `handle(script, connection)`, each in a thread. heads: of the requests read."""
+
+    def __init__(self, handle: Callable[["Script", socket.socket], None]) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.heads: list[bytes] = []
+        self.connections: list[socket.socket] = []
+        self._handle = handle
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                self.connections.append(connection)
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+                self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            self._handle(self, connection)
+
+    def read(self, connection: socket.socket) -> bytes:
+        """A request's path. OSError: the client has closed."""
+        data = b""
+        while b"\r\n\r\n" not in data:
+            data += received(connection)
+        head, _, body = data.partition(b"\r\n\r\n")
+        lines = dict(line.lower().split(b": ") for line in head.split(b"\r\n")[1:])
+        while len(body) < int(lines.get(b"content-length", 0)):
+            body += received(connection)
+        self.heads.append(head)
+        return head.split(b" ")[1]
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(20)
+
+
+def received(connection: socket.socket) -> bytes:
+    if not (data := connection.recv(1 << 16)):
+        raise ConnectionResetError
+    return data
+
+
+def answer(value: Any, more: bytes = b"") -> bytes:
+    body = orjson.dumps(value)
+    return OK + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+MODELS = answer({"models": []})
+
+
+@contextmanager
+def scripted(handle: Callable[[Script, socket.socket], None]) -> Iterator[Script]:
+    script = Script(handle)
+    try:
+        yield script
+    finally:
+        script.close()
+
+
+class Both:
+    """Either client, with calls that wait: ask(name, *arguments)."""
+
+    def __init__(self, kind: type[Client] | type[AsyncClient], url: str, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.client = self.loop.run_until_complete(self._make(kind, url, options))
+
+    async def _make(self, kind: Any, url: str, options: Any) -> Any:
+        return kind(url, **options)
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        found = getattr(self.client, name)(*arguments)
+        return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+    def close(self) -> None:
+        self.ask("close")
+        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.close()
+
+
+@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Both]]:
+    made: list[Both] = []
+
+    def make(url: str, **options: Any) -> Both:
+        made.append(Both(request.param, url, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_connection_is_used_again(connect: Callable[..., Both]) -> None:
+    def handle(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            connection.sendall(MODELS)
+
+    with scripted(handle) as script:
+        client = connect(script.url)
+        for _ in range(5):
+            assert client.ask("models") == []
+        assert len(script.connections) == 1
+
+
+def test_a_connection_that_the_server_ends_is_not(connect: Callable[..., Both]) -> None:
+    """It said so, or it closed while the connection was idle: no call notices, even without retries."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        says = len(script.connections) % 2 == 0
+        script.read(connection)
+        connection.sendall(answer({"models": []}, b"Connection: close\r\n" if says else b""))
+
+    with scripted(handle) as script:
+        client = connect(script.url, retries=0)
+        for i in range(6):
+            assert client.ask("models") == []
+            until(lambda i=i: script.connections[i].fileno() == -1, what="the server to close the connection")
+        assert len(script.connections) == 6
+
+
+@pytest.mark.parametrize("broken", [b"", OK, MODELS[:-1]], ids=["nothing", "half a head", "half a body"])
+def test_a_request_is_sent_again_where_its_connection_broke(connect: Callable[..., Both], broken: bytes) -> None:
+    """As often as `retries` says, on a new connection each time; then the error says that the server cannot be reached."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        connection.sendall(broken if len(script.heads) % 3 else MODELS)
+
+    with scripted(handle) as script:
+        assert connect(script.url, retries=2).ask("models") == []
+        assert len(script.heads) == 3
+        with pytest.raises(ClientError, match=r"cannot be reached \(Connection.*is `tableside serve` running there\?") as caught:
+            connect(script.url, retries=1).ask("models")
+        assert caught.value.status == 0
+        assert len(script.heads) == 5
+
+
+def test_silence_is_not_asked_again(connect: Callable[..., Both]) -> None:
+    """A server that does not answer in time got one request, whatever `retries` says: it has enough to do."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        received(connection)
+
+    with scripted(handle) as script:
+        with pytest.raises(ClientError, match="TimeoutError") as caught:
+            connect(script.url, retries=5, timeout_s=0.2).ask("models")
+        assert caught.value.status == 0
+        assert len(script.heads) == 1
+
+
+def test_a_slow_response_is_waited_for(connect: Callable[..., Both]) -> None:
+    """timeout_s is for each wait, not for the whole of a response."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        for at in range(0, len(MODELS), 4):
+            connection.sendall(MODELS[at : at + 4])
+            time.sleep(0.05)
+
+    assert len(MODELS) / 4 * 0.05 > 0.6
+    with scripted(handle) as script:
+        assert connect(script.url, retries=0, timeout_s=0.3).ask("models") == []
+
+
+def test_a_refusal_before_the_request_was_read(connect: Callable[..., Both]) -> None:
+    """The server answers and closes while the body is still being sent: its reason arrives."""
+    error = orjson.dumps({"error": "the body is too large"})
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        received(connection)
+        connection.sendall(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(error) + error)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):  # else the kernel resets, and takes the answer back
+            pass
+
+    with scripted(handle) as script, pytest.raises(ClientError, match="413: the body is too large"):
+        connect(script.url, retries=0).ask("lookup", "m", {"a": np.zeros((1000, 1000), np.int64)})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [(b"", "503: Service Unavailable"), (b"busy", "503: busy"), (b'{"detail": 1}', '503: {"detail": 1}')]
+)
+def test_refusals_in_other_shapes(connect: Callable[..., Both], body: bytes, message: str) -> None:
+    """A proxy's error has no {"error": ...}: its text is told, or else what its status means."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    with scripted(handle) as script, pytest.raises(ClientError) as caught:
+        connect(script.url).ask("models")
+    assert str(caught.value) == message
+
+
+def test_an_answer_that_is_no_infer_response(connect: Callable[..., Both]) -> None:
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        connection.sendall(MODELS)
+
+    with scripted(handle) as script, pytest.raises(ClientError, match="describes no binary tensors"):
+        connect(script.url).ask("lookup", "m", {"a": [[1]]})
+
+
+def test_no_proxy_of_the_environment_is_used(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        connection.sendall(MODELS)
+
+    with scripted(handle) as script:
+        assert connect(script.url).ask("models") == []
+
+
+def test_a_closed_client_says_so(connect: Callable[..., Both]) -> None:
+    client = connect("http://127.0.0.1:9")
+    client.ask("close")
+    with pytest.raises(RuntimeError, match="the client is closed"):
+        client.ask("models")
+
+
+def echo(script: Script, connection: socket.socket) -> None:
+    """Answers each request for a model's metadata with its path, after a moment in which others ask."""
+    while path := script.read(connection):
+        time.sleep(0.002)
+        connection.sendall(answer({"name": path.decode()}))
+
+
+def test_threads_share_a_client() -> None:
+    """Each gets its own answers, and there are no more connections than threads."""
+    wrong: list[Any] = []
+    with scripted(echo) as script, Client(script.url) as client:
+
+        def ask(number: int) -> None:
+            for i in range(20):
+                found = client.metadata(f"{number}-{i}")["name"]
+                if found != f"/v2/models/{number}-{i}":
+                    wrong.append((number, i, found))
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(script.heads) == 160 and len(script.connections) <= 8
+    assert not wrong
+
+
+def test_tasks_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets its own answer; more of them than connections wait for each other."""
+    monkeypatch.setattr(streams, "_CONNECTIONS", 4)
+
+    async def ask(url: str) -> list[str]:
+        async with AsyncClient(url) as client:
+            return [found["name"] for found in await asyncio.gather(*(client.metadata(str(i)) for i in range(60)))]
+
+    with scripted(echo) as script:
+        assert asyncio.run(ask(script.url)) == [f"/v2/models/{i}" for i in range(60)]
+        assert len(script.connections) <= 4
+
+
+def test_a_cancelled_call_leaves_no_answer_behind() -> None:
+    """Its connection is closed: what still comes on it is nobody's answer."""
+
+    async def ask(url: str) -> str:
+        async with AsyncClient(url) as client:
+            call = asyncio.create_task(client.metadata("cancelled"))
+            while not script.heads:
+                await asyncio.sleep(0.001)
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await call
+            return str((await client.metadata("next"))["name"])
+
+    with scripted(echo) as script:
+        assert asyncio.run(ask(script.url)) == "/v2/models/next"
+        assert len(script.connections) == 2
+
+
+def test_a_client_of_a_loop_that_ended() -> None:
+    """Its idle connections were the other loop's; it makes new ones."""
+    with scripted(echo) as script:
+
+        async def make() -> AsyncClient:
+            client = AsyncClient(script.url)
+            await client.metadata("a")
+            return client
+
+        async def ask(client: AsyncClient) -> str:
+            found = await client.metadata("b")
+            await client.close()
+            return str(found["name"])
+
+        client = asyncio.run(make())
+        assert asyncio.run(ask(client)) == "/v2/models/b"
