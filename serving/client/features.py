@@ -162,7 +162,7 @@ def array(value: Any, dtype: np.dtype[Any] | None, name: str) -> Array:
         return np.asarray(found)
     if found.size and found.dtype.kind not in ("iu" if dtype.kind == "i" else "iuf"):
         raise FeatureError(f"{name}: {found.dtype}; expected {dtype}")
-    converted: Array = np.ascontiguousarray(found, dtype)
+    converted: Array = np.asarray(found, dtype, order="C")
     if dtype.kind == "i" and found.size and found.dtype != dtype and not np.array_equal(converted, found):
         raise FeatureError(f"{name}: values do not fit in {dtype}")
     return converted
