@@ -6,7 +6,7 @@ may call: an entry that is lost or made twice costs time and nothing else.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -49,8 +49,8 @@ class Calls:
     def __init__(self, base_url: str, retries: int) -> None:
         self._base_url, self._retries = base_url, max(0, retries)
         self._named: _Recent[NamedForm] = _Recent()
-        self._compact: _Recent[CompactForm] = _Recent()
-        self._schemas: _Recent[Schema | bool] = _Recent()  # False: the server does not know the compact form
+        self._compact: _Recent[CompactForm | str] = _Recent()
+        self._schemas: _Recent[Schema | Literal[False]] = _Recent()  # False: the server does not know the compact form
 
     def lookup(
         self,
@@ -138,19 +138,18 @@ class Calls:
 
         is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new metadata first.
         """
-        has_weights = given.weights is not None
         asked = None if outputs is None else tuple(outputs)
         for attempt in (1, 2):
             is_new = path not in self._schemas
             schema = yield from self._schema(path)
-            obstacle = schema.obstacle(given.names, has_weights) if isinstance(schema, Schema) else "the server does not know it"
-            if obstacle and is_only_way and not is_new and attempt == 1:
+            what = (given.names, given.weights is not None, tuple(dense), asked)
+            key = (schema and schema.digest, *what)
+            form = self._compact.get_or_make(key, compact_form.make_form, schema or None, *what)
+            if isinstance(form, str):
+                if not is_only_way or is_new or attempt == 2:
+                    return form
                 self._schemas.pop(path, None)
                 continue
-            if obstacle or not isinstance(schema, Schema):
-                return obstacle
-            key = (schema.digest, given.names, has_weights, tuple(dense), asked)
-            form = self._compact.get_or_make(key, CompactForm, schema, given.names, has_weights, tuple(dense), asked)
             response = yield from self._post(path, *form.encode(given, dense))
             if response.status == 400 and attempt == 1 and compact_form.SCHEMA in response.text:
                 self._schemas.pop(path, None)  # a version with other features is live
@@ -158,7 +157,7 @@ class Calls:
             return form, form.read(check_status(response))
         raise AssertionError("unreachable")
 
-    def _schema(self, path: str) -> Call[Schema | bool]:
+    def _schema(self, path: str) -> Call[Schema | Literal[False]]:
         found = self._schemas.get(path)
         if found is None:
             metadata = (yield from self._get(path)).json()

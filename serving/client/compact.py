@@ -133,6 +133,15 @@ def keyed(given: Columns) -> Keyed:
     )
 
 
+def make_form(
+    schema: Schema | None, names: tuple[str, ...], has_weights: bool, dense: Sequence[str], outputs: Sequence[str] | None
+) -> "CompactForm | str":
+    """The compact form of such requests; why there is none, where there is none."""
+    if schema is None:
+        return "the server does not know it"
+    return schema.obstacle(names, has_weights) or CompactForm(schema, names, has_weights, dense, outputs)
+
+
 class CompactForm:
     """The compact form of requests for the same features, outputs and dense tensors, in the same order, of one schema."""
 
@@ -141,9 +150,10 @@ class CompactForm:
     ) -> None:
         self._names = names
         asked = [schema.features[n] for n in names]
-        self._pooled = [f for f in asked if f.is_pooled]
-        self._unpooled = [f for f in asked if not f.is_pooled]
-        self._width = sum(f.dim for f in self._pooled)
+        self.pooled = [f for f in asked if f.is_pooled]
+        self.unpooled = [f for f in asked if not f.is_pooled]
+        self.runs = _runs(self.pooled)
+        self._width = sum(f.dim for f in self.pooled)
         self._wanted = None if outputs is None else [*outputs]
         tensors = ["kjt.values", "kjt.lengths"] + ["kjt.weights"] * has_weights + [*dense]
         described = b",".join(b'{"name":' + _escaped(quoted(t)) + _REST for t in tensors)
@@ -157,8 +167,8 @@ class CompactForm:
         if self._wanted is None:
             return None
         wanted = set(self._wanted)
-        found = [POOLED] if any(f.name in wanted for f in self._pooled) else []
-        found += [SEQUENCES, OFFSETS] if any(f.name in wanted for f in self._unpooled) else []
+        found = [POOLED] if any(f.name in wanted for f in self.pooled) else []
+        found += [SEQUENCES, OFFSETS] if any(f.name in wanted for f in self.unpooled) else []
         return found + [name for name in self._wanted if name not in self._names]
 
     def encode(self, given: Keyed, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
@@ -178,13 +188,15 @@ class CompactForm:
 
     def read(self, response: Response) -> "Answer":
         """The response's tensors. ClientError: they do not fit what was asked for."""
-        arrays = {r.names[0]: r.view(response.content)[0] for r in read_outputs(response_head(response)) if len(r.names) == 1}
+        arrays: dict[str, Array] = {}
+        for run in read_outputs(response_head(response)):
+            arrays.update(zip(run.names, run.view(response.content), strict=True))
         pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
         if pooled is not None and pooled.shape[-1] != self._width:
             raise ClientError(200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]")
-        if (sequences is None) != (offsets is None) or (offsets is not None and len(offsets) != len(self._unpooled) + 1):
-            raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self._unpooled)} unpooled features")
-        return Answer(self._pooled, pooled, self._unpooled, sequences, offsets, arrays)
+        if (sequences is None) != (offsets is None) or (offsets is not None and len(offsets) != len(self.unpooled) + 1):
+            raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self.unpooled)} unpooled features")
+        return Answer(self, pooled, sequences, offsets, arrays)
 
     def vectors(self, answer: "Answer", as_torch: bool) -> dict[str, Any]:
         """name -> vectors, in the order of the request, as views of the response."""
@@ -196,6 +208,16 @@ class CompactForm:
 
 
 _REST = b',"datatype":"%b","shape":[%b],"parameters":{"binary_data_size":%d}}'
+
+
+def _runs(features: Sequence[Feature]) -> list[tuple[list[str], int, int]]:
+    """Neighbours of one dim: their names, the dim, and the column in which the first begins."""
+    found, at = [], 0
+    for dim, run in groupby(features, lambda f: f.dim):
+        names = [f.name for f in run]
+        found.append((names, dim, at))
+        at += len(names) * dim
+    return found
 
 
 def _escaped(text: bytes) -> bytes:
@@ -212,15 +234,14 @@ def _as(array: Array, as_torch: bool) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The response to a compact request.
+    """The response to a compact request of a form.
 
     pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs
     that are no feature's, which is `score`.
     """
 
-    pooled_features: list[Feature]
+    form: CompactForm
     pooled: Array | None
-    unpooled_features: list[Feature]
     sequences: Array | None
     offsets: Array | None
     others: dict[str, Array]
@@ -230,14 +251,11 @@ class Answer:
         found: dict[str, Any] = {}
         if self.pooled is None:
             return found
-        at, bags = 0, len(self.pooled)
-        whole = _as(self.pooled, as_torch)
-        for dim, run in groupby(self.pooled_features, lambda f: f.dim):
-            names = [f.name for f in run]
+        bags, whole = len(self.pooled), _as(self.pooled, as_torch)
+        for names, dim, at in self.form.runs:
             block = whole[:, at : at + len(names) * dim].reshape(bags, len(names), dim)
             blocks = block.unbind(1) if as_torch else block.transpose(1, 0, 2)
             found.update(zip(names, blocks, strict=True))
-            at += len(names) * dim
         return found
 
     def unpooled_vectors(self, as_torch: bool) -> dict[str, Any]:
@@ -245,4 +263,4 @@ class Answer:
         if self.sequences is None or self.offsets is None:
             return {}
         ends, whole = self.offsets.tolist(), _as(self.sequences, as_torch)
-        return {f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.unpooled_features)}
+        return {f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.form.unpooled)}

@@ -67,8 +67,8 @@ def to_torchrec(answer: Answer, given: KeyedJagged, lengths: Array, wanted: Sequ
     import torch
 
     classes = _module_of(given)
-    chosen = [f for f in answer.pooled_features if f.name in wanted]
-    if len(chosen) == len(answer.pooled_features) and answer.pooled is not None:
+    chosen = [f for f in answer.form.pooled if f.name in wanted]
+    if len(chosen) == len(answer.form.pooled) and answer.pooled is not None:
         pooled = torch.from_numpy(answer.pooled)
     elif chosen:
         vectors = answer.pooled_vectors(as_torch=True)

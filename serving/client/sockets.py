@@ -80,14 +80,11 @@ class Pool:
     def _take(self) -> _Connection:
         if self._is_closed:
             raise RuntimeError("the client is closed")
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return _Connection(self._address, self._timeout_s)
-            if connection.is_usable():
-                return connection
-            connection.close()
+        with suppress(IndexError):  # none is idle
+            while not (connection := self._idle.pop()).is_usable():
+                connection.close()
+            return connection
+        return _Connection(self._address, self._timeout_s)
 
     def _give(self, connection: _Connection) -> None:
         connection.used_at = now = time.monotonic()
