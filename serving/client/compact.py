@@ -11,22 +11,14 @@ and names them in each request by their digest, so that a version with other dim
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 
 from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import (
-    Bytes,
-    Response,
-    padded,
-    quoted,
-    read_outputs,
-    request_tail,
-    response_head,
-)
+from tableside.serving.client.messages import Bytes, Outputs, Response, padded, quoted, request_tail
 
 POOLED, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"
 SCHEMA = "kjt.schema"
@@ -75,8 +67,7 @@ class Schema:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Keyed:
+class Keyed(NamedTuple):
     """Features in KeyedJaggedTensor's order: feature by feature, bag by bag.
 
     values: `ids` numbers of `datatype` INT64 or INT32. lengths: int32 [features, bags]. weights: fp32, one an id.
@@ -93,16 +84,18 @@ class Keyed:
 
 def obstacle(given: Columns) -> str:
     """Why these features do not make a `Keyed`; empty where they do."""
-    if "v" in given.kinds.lower():
-        return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
-    if not given.names:
+    kinds = set(given.kinds)
+    if not kinds:
         return "there are no features"
-    if len(set(given.kinds)) > 1 and len(set(given.kinds.replace("r", "j"))) > 1:
+    if kinds & {"v", "V"}:
+        return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
+    if "J" in kinds and len(kinds) > 1:
         return "some features have weights and some have none"
-    bags = [*map(len, _lengths(given))]
-    if len(set(bags)) > 1:
-        other = next(i for i, b in enumerate(bags) if b != bags[0])
-        return f"{given.names[0]} has {bags[0]} bags and {given.names[other]} {bags[other]}"
+    lengths = _lengths(given)
+    if len(set(map(len, lengths))) > 1:
+        first, *others = ((n, len(each)) for n, each in zip(given.names, lengths, strict=True))
+        other = next(o for o in others if o[1] != first[1])
+        return f"{first[0]} has {first[1]} bags and {other[0]} {other[1]}"
     return ""
 
 
@@ -155,14 +148,15 @@ class CompactForm:
         self.runs = _runs(self.pooled)
         self._width = sum(f.dim for f in self.pooled)
         self._wanted = None if outputs is None else [*outputs]
+        self._outputs = Outputs()
         tensors = ["kjt.values", "kjt.lengths"] + ["kjt.weights"] * has_weights + [*dense]
         described = b",".join(b'{"name":' + _escaped(quoted(t)) + _REST for t in tensors)
         parameters = b',"kjt.schema":%b' % quoted(schema.digest)
         if names != tuple(schema.features):
             parameters = b',"kjt.features":%b' % orjson.dumps(names) + parameters
-        self._template = b'{"inputs":[' + described + _escaped(request_tail(self._outputs(), parameters))
+        self._template = b'{"inputs":[' + described + _escaped(request_tail(self._asked(), parameters))
 
-    def _outputs(self) -> list[str] | None:
+    def _asked(self) -> list[str] | None:
         """The outputs that the request names, of those that the caller wants."""
         if self._wanted is None:
             return None
@@ -188,9 +182,7 @@ class CompactForm:
 
     def read(self, response: Response) -> "Answer":
         """The response's tensors. ClientError: they do not fit what was asked for."""
-        arrays: dict[str, Array] = {}
-        for run in read_outputs(response_head(response)):
-            arrays.update(zip(run.names, run.view(response.content), strict=True))
+        arrays = {name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)}
         pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
         if pooled is not None and pooled.shape[-1] != self._width:
             raise ClientError(200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]")
@@ -232,8 +224,7 @@ def _as(array: Array, as_torch: bool) -> Any:
     return torch.from_numpy(array)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """The response to a compact request of a form.
 
     pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs

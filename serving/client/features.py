@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +39,7 @@ class _Rectangle(Jagged):
     """A feature whose bags all have the same number of ids: values [bags, ids a bag]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(NamedTuple):
     """The features of a request, part by part, in the features' order.
 
     kinds: one character for each feature: "r" for values [bags, ids a bag], "v" for values alone, "j" for values with lengths;

@@ -106,9 +106,20 @@ def read_outputs(head: bytes) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def response_head(response: Response) -> bytes:
-    """The JSON of an infer response."""
-    return bytes(response.content if response.json_bytes is None else response.content[: response.json_bytes])
+class Outputs:
+    """Reads the responses to requests of one form. One whose JSON is the last one's is not parsed again."""
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, tuple[Run, ...]] = (b"", ())
+
+    def read(self, response: Response) -> list[tuple[list[str], Array]]:
+        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the response's bytes."""
+        head = bytes(response.content[: response.json_bytes])
+        known, runs = self._known
+        if known != head:
+            runs = read_outputs(head)
+            self._known = head, runs
+        return [(run.names, run.view(response.content)) for run in runs]
 
 
 def quoted(name: str) -> bytes:

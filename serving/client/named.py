@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import (
-    Bytes,
-    Response,
-    Run,
-    padded,
-    quoted,
-    read_outputs,
-    request_tail,
-    response_head,
-)
+from tableside.serving.client.messages import Bytes, Outputs, padded, quoted, request_tail
 
 _SHAPE = attrgetter("shape")
 _PIECES_KEPT = 1 << 16
@@ -53,7 +44,7 @@ _EIGHT, _FOUR = _Pieces(8), _Pieces(4)
 class NamedForm:
     """The named form of requests for the same features, outputs and dense tensors, in the same order.
 
-    It also keeps how the last response was laid out: one that begins with the same bytes is not parsed again.
+    outputs: reads their responses.
     """
 
     def __init__(self, names: Sequence[str], kinds: str, dense: Sequence[str], outputs: Sequence[str] | None) -> None:
@@ -67,7 +58,7 @@ class NamedForm:
             template += [b"", b","]
         template[-1] = template[-1].removesuffix(b",") + request_tail(outputs)
         self._template = template
-        self._known: tuple[bytes, tuple[Run, ...]] = (b"", ())
+        self.outputs = Outputs()
 
     def encode(self, given: Columns, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
         """The length of the JSON, and the body's parts: the JSON, then the tensors."""
@@ -86,15 +77,6 @@ class NamedForm:
         head = padded(b"".join(parts))
         body = (joined(part) for part in (values, given.lengths, given.weights, [*dense.values()]) if part)
         return len(head), (head, *(part for part in body if len(part)))
-
-    def decode(self, response: Response) -> list[tuple[list[str], Array]]:
-        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the response's bytes."""
-        head = response_head(response)
-        known, runs = self._known
-        if known != head:
-            runs = read_outputs(head)
-            self._known = head, runs
-        return [(run.names, run.view(response.content)) for run in runs]
 
 
 def vectors(runs: Sequence[tuple[list[str], Any]], as_torch: bool) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_vectors_are_views_of_the_response() -> None:
             (f"f{i}", d, rng.random(s).astype(DTYPES[d])) for i, s in enumerate(shapes) for d in ("FP32" if i % 3 else "FP16",)
         ]
         got = response(outputs)
-        found = {name: array for names, block in form.decode(got) for name, array in zip(names, block, strict=True)}
+        found = {name: array for names, block in form.outputs.read(got) for name, array in zip(names, block, strict=True)}
         same(found, {n: a for n, _, a in outputs})
         assert all(found[n].dtype == a.dtype for n, _, a in outputs)
         assert all(np.shares_memory(a, np.frombuffer(got.content, np.uint8)) for a in found.values() if a.size)
