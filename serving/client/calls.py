@@ -124,11 +124,15 @@ class Calls:
             raise FeatureError(f"features are a {type(features).__name__}; expected a dict of features or a KeyedJaggedTensor")
         given, lengths = from_torchrec(features)
         wanted = given.names if outputs is None else outputs
-        unknown = set(wanted) - set(given.names)
-        found = "compact=False" if compact is False else (yield from self._ask_compact(path, given, {}, wanted, True))
-        if unknown or isinstance(found, str):
-            why = f"output {min(unknown)!r} is none of its keys" if unknown else found
-            raise FeatureError(f"this KeyedJaggedTensor cannot be looked up ({why}); a dict of Jagged features may be")
+        found: tuple[CompactForm, Answer] | str
+        if compact is False:
+            found = "it has the compact form, and compact=False"
+        elif unknown := set(wanted) - set(given.names):
+            found = f"output {min(unknown)!r} is none of its keys"
+        else:
+            found = yield from self._ask_compact(path, given, {}, wanted, True)
+        if isinstance(found, str):
+            raise FeatureError(f"this KeyedJaggedTensor cannot be looked up: {found}; a dict of Jagged features may be")
         return to_torchrec(found[1], features, lengths, wanted)
 
     def _ask_compact(
