@@ -31,6 +31,8 @@ $(VENV)/.dev: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside with what its tests need into $(VENV) (torch is large; a few minutes the first time)"
 	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --no-deps torchrec==1.8.0  # it requires FBGEMM's build for CUDA; tests use its tensors alone
+	@$(PIP) install tensordict torchmetrics==1.0.3 pyre-extensions tqdm
 	@touch $(VENV)/.base $@
 
 demo: setup      ## make a model, load it, serve it with two workers, look up, compare, print a table
