@@ -11,8 +11,8 @@ import orjson
 
 from tableside.serving.client.features import Array, Ids, array, columns
 from tableside.serving.client.features import Jagged as Jagged
-from tableside.serving.client.messages import read_outputs
-from tableside.serving.client.named import NamedForm, vectors
+from tableside.serving.client.messages import DTYPES
+from tableside.serving.client.named import NamedForm
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -31,7 +31,15 @@ def encode(
 
 
 def decode(header_length: str | None, content: bytes) -> tuple[int, dict[str, Array]]:
-    """The version and the vectors by feature of an infer response. The arrays are views of `content`."""
-    head = content if header_length is None else content[: int(header_length)]
-    found = vectors([(run.names, run.view(memoryview(content))) for run in read_outputs(head)], as_torch=False)
-    return int(orjson.loads(head)["model_version"]), found
+    """The version and the vectors by feature of an infer response. Those that came as bytes are views of `content`."""
+    length = len(content) if header_length is None else int(header_length)
+    head = orjson.loads(content[:length])
+    vectors, at = {}, length
+    for output in head["outputs"]:
+        dtype, shape = DTYPES[output["datatype"]], output["shape"]
+        if "data" in output:
+            vectors[output["name"]] = np.array(output["data"], dtype).reshape(shape)
+            continue
+        vectors[output["name"]] = np.ndarray(shape, dtype, content, at)
+        at += output["parameters"]["binary_data_size"]
+    return int(head["model_version"]), vectors

@@ -71,7 +71,7 @@ def _phrase(status: int) -> str:
 
 # ---- the response of an infer request: JSON that names the tensors, then their bytes ----
 
-_DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
+DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def read_outputs(head: bytes) -> tuple[Run, ...]:
     at = len(head)
     try:
         for output in orjson.loads(head)["outputs"]:
-            dtype, shape, size = _DTYPES[output["datatype"]], tuple(output["shape"]), output["parameters"]["binary_data_size"]
+            dtype, shape, size = DTYPES[output["datatype"]], tuple(output["shape"]), output["parameters"]["binary_data_size"]
             last = runs[-1] if runs else None
             if last is not None and last.dtype == dtype and last.shape == shape:
                 last.names.append(output["name"])
