@@ -3,12 +3,16 @@
 import asyncio
 import gc
 import inspect
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +20,7 @@ import orjson
 import pytest
 from support import until
 
-from tableside.serving.client import AsyncClient, Client, ClientError, streams
+from tableside.serving.client import AsyncClient, Client, ClientError, sockets, streams
 from tableside.serving.client.http import Address, ResponseReader
 from tableside.serving.client.messages import Request, Response
 
@@ -304,15 +308,12 @@ def test_a_slow_response_is_waited_for(connect: Callable[..., Both]) -> None:
 
 
 def test_a_refusal_before_the_request_was_read(connect: Callable[..., Both]) -> None:
-    """The server answers and closes while the body is still being sent: its reason arrives."""
+    """The server answers and closes while the body is still being sent, which resets the connection: its reason arrives."""
     error = orjson.dumps({"error": "the body is too large"})
 
     def handle(script: Script, connection: socket.socket) -> None:
         received(connection)
         connection.sendall(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(error) + error)
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(1 << 16):  # else the kernel resets, and takes the answer back
-            pass
 
     with scripted(handle) as script, pytest.raises(ClientError, match="413: the body is too large"):
         connect(script.url, retries=0).ask("lookup", "m", {"a": np.zeros((1000, 1000), np.int64)})
@@ -354,6 +355,36 @@ def test_no_proxy_of_the_environment_is_used(connect: Callable[..., Both], monke
         assert connect(script.url).ask("models") == []
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bodies larger than a TLS record arrive, connections are used again, and a certificate that nobody signed is refused."""
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run([*made, *files, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    large = answer({"models": ["x" * 300_000]})
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        with context.wrap_socket(connection, server_side=True) as secret:
+            while path := script.read(secret):
+                secret.sendall(large if path == b"/v1/models" else answer({"error": "no"}).replace(b"200 OK", b"400 No"))
+
+    with scripted(handle) as script:
+        url = script.url.replace("http://127.0.0.1", "https://localhost")
+        with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
+            connect(url, retries=0).ask("models")
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        client = connect(url, retries=0)
+        before = len(script.connections)
+        for _ in range(3):
+            assert client.ask("models") == ["x" * 300_000]
+            with pytest.raises(ClientError, match="400: no"):
+                client.ask("lookup", "m", {"a": np.zeros((100, 1000), np.int64)})
+        assert len(script.connections) - before == 1
+        client.ask("close")  # before the script waits for its threads
+
+
 def test_a_closed_client_says_so(connect: Callable[..., Both]) -> None:
     client = connect("http://127.0.0.1:9")
     client.ask("close")
@@ -388,6 +419,51 @@ def test_threads_share_a_client() -> None:
     assert not wrong
 
 
+def test_connections_that_were_idle_for_long_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that many threads once needed do not stay open while one is used."""
+    both = threading.Barrier(2)
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        while path := script.read(connection):
+            if path.endswith(b"both"):
+                both.wait(20)
+            connection.sendall(MODELS)
+
+    with scripted(handle) as script, Client(script.url) as client:
+        threads = [threading.Thread(target=client.metadata, args=("both",)) for _ in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        client.models()
+        assert [c.fileno() == -1 for c in script.connections] == [False, False]
+        monkeypatch.setattr(sockets, "_IDLE_S", 0.0)
+        client.models()
+        until(lambda: sum(c.fileno() == -1 for c in script.connections) == 1, what="the idle connection to be closed")
+        assert len(script.connections) == 2
+
+
+def test_a_client_that_is_closed_during_a_call() -> None:
+    """The call gets its answer; then its connection is closed too."""
+    closed, found = threading.Event(), []
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            closed.wait(20)
+            connection.sendall(MODELS)
+
+    with scripted(handle) as script:
+        client = Client(script.url)
+        thread = threading.Thread(target=lambda: found.append(client.models()))
+        thread.start()
+        until(lambda: script.heads, what="the request")
+        client.close()
+        closed.set()
+        thread.join(20)
+        assert found == [[]]
+        until(lambda: script.connections[0].fileno() == -1, what="the connection to be closed")
+
+
 def test_tasks_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets its own answer; more of them than connections wait for each other."""
     monkeypatch.setattr(streams, "_CONNECTIONS", 4)
@@ -402,7 +478,13 @@ def test_tasks_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cancelled_call_leaves_no_answer_behind() -> None:
-    """Its connection is closed: what still comes on it is nobody's answer."""
+    """Its connection is closed at once: what still comes on it is nobody's answer."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        while path := script.read(connection):
+            if path.endswith(b"cancelled"):
+                received(connection)
+            connection.sendall(answer({"name": path.decode()}))
 
     async def ask(url: str) -> str:
         async with AsyncClient(url) as client:
@@ -412,9 +494,10 @@ def test_a_cancelled_call_leaves_no_answer_behind() -> None:
             call.cancel()
             with suppress(asyncio.CancelledError):
                 await call
+            await asyncio.to_thread(until, lambda: script.connections[0].fileno() == -1, what="the connection to be closed")
             return str((await client.metadata("next"))["name"])
 
-    with scripted(echo) as script:
+    with scripted(handle) as script:
         assert asyncio.run(ask(script.url)) == "/v2/models/next"
         assert len(script.connections) == 2
 
