@@ -191,6 +191,6 @@ class Calls:
 
 def _pays(given: Columns, outputs: Sequence[str] | None) -> bool:
     """Whether the compact form is worth its first look at the metadata, and answers with nothing that is not wanted."""
-    is_jagged = len(set(given.kinds)) == 1 and given.kinds[:1] in ("j", "J")
-    is_whole = outputs is None or set(outputs) >= set(given.names) or list(outputs) == [SCORE]
-    return is_jagged and is_whole and len(given.names) >= COMPACT_FEATURES
+    if len(given.names) < COMPACT_FEATURES or not given.is_uniform or given.kinds[0] not in "jJ":
+        return False
+    return outputs is None or set(outputs) >= set(given.names) or list(outputs) == [SCORE]

@@ -84,8 +84,8 @@ class Keyed(NamedTuple):
 
 def obstacle(given: Columns) -> str:
     """Why these features do not make a `Keyed`; empty where they do."""
-    kinds = set(given.kinds)
-    if not kinds:
+    kinds = {given.kinds[:1]} if given.is_uniform else {*given.kinds}
+    if not given.names:
         return "there are no features"
     if kinds & {"v", "V"}:
         return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
@@ -192,9 +192,9 @@ class CompactForm:
 
     def vectors(self, answer: "Answer", as_torch: bool) -> dict[str, Any]:
         """name -> vectors, in the order of the request, as views of the response."""
-        found: dict[str, Any] = dict.fromkeys(self._names) if answer.sequences is not None else {}
-        found.update(answer.pooled_vectors(as_torch))
-        found.update(answer.unpooled_vectors(as_torch))
+        found = answer.pooled_vectors(as_torch)
+        if answer.sequences is not None:
+            found = {**dict.fromkeys(self._names), **found, **answer.unpooled_vectors(as_torch)}
         found.update({name: _as(array, as_torch) for name, array in answer.others.items()})
         return found if self._wanted is None else {name: found[name] for name in self._wanted}
 

@@ -54,6 +54,11 @@ class Columns(NamedTuple):
     weights: list[Array]
     is_torch: bool
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all features are of one kind."""
+        return self.kinds.count(self.kinds[:1]) >= len(self.kinds)
+
 
 def columns(features: Mapping[str, Ids]) -> Columns:
     """The features' arrays. FeatureError: ids are no integers, have another shape, or do not fit."""

@@ -16,7 +16,7 @@ import numpy as np
 from tableside.serving import VERSION
 from tableside.serving.client.messages import Request, Response
 
-_HEAD_LIMIT = 1 << 16
+_HEAD_LIMIT = 1 << 15  # what is read with a head is copied once more
 _UPFRONT_LIMIT = 1 << 30  # a longer body takes memory only as it comes
 _ALIGNMENT = 16
 _BINARY = b"Content-Type: application/octet-stream\r\n\r\n"
