@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.c quant/cpu/*.h)
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.c quant/cpu/*.h serving/http/*.c)
 
 .PHONY: help setup dev demo serve minilm dlrm test quick test-gpu check wheel bench campaign clean
 
@@ -31,8 +31,8 @@ $(VENV)/.dev: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside with what its tests need into $(VENV) (torch is large; a few minutes the first time)"
 	@$(PIP) install --editable '.[dev]'
-	@$(PIP) install --no-deps torchrec==1.8.0  # it requires FBGEMM's build for CUDA; tests use its tensors alone
 	@$(PIP) install tensordict torchmetrics==1.0.3 pyre-extensions tqdm
+	@$(PIP) install --no-deps torchrec==1.8.0  # it requires FBGEMM's build for CUDA; tests use its tensors alone
 	@touch $(VENV)/.base $@
 
 demo: setup      ## make a model, load it, serve it with two workers, look up, compare, print a table
@@ -52,7 +52,8 @@ test: dev        ## all tests
 
 QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
-	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_admission.py tests/serving/test_watch.py
+	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_client_forms.py \
+	tests/serving/test_client_reading.py tests/serving/test_templates.py tests/serving/test_admission.py tests/serving/test_watch.py
 quick: dev       ## a part of the tests, in under two minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
 
