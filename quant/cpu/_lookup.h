@@ -10,8 +10,6 @@
 
 #define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
 #define HAS_SCALE(format) ((format) <= INT8)
-#define USED_BYTES(format, dim)                                                                                 \
-    ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 ? 2 * (dim) : 4 * (dim))
 #define ROW_BYTES(format, dim) ((USED_BYTES(format, dim) + 15) / 16 * 16)
 
 /* Adds `blocks` vectors of one row, from column `column` on, to sum. */

@@ -152,11 +152,11 @@ static void work(const void *shares, int part) {
     }
 }
 
-static verdict execute(const job *jobs, int64_t n, int threads) {
+static verdict execute(const job *jobs, int64_t n, int64_t wanted_threads) {
     verdict v = check(jobs, n);
     if (v.problem || !n) return v;
     share shares[MAX_THREADS];
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    int threads = wanted_threads < MAX_THREADS ? (int)wanted_threads : MAX_THREADS;
     for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
     run_parts(threads, threads, work, shares);
     return v;
@@ -249,6 +249,9 @@ static int fits(const char *what, int64_t offset, int64_t count, int64_t size, c
     return 0;
 }
 
+/* A format or pooling as an int; -1, which is none, for a number that an int would make another of. */
+static int choice(int64_t value) { return value >= 0 && value < INT32_MAX ? (int)value : -1; }
+
 /* What the kernels rely on, but for the ids and lengths themselves. */
 static int is_sound(const job *j, int64_t threads) {
     int64_t total, item = j->out_half ? 2 : 4;
@@ -271,8 +274,8 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         || (args[8] != Py_None && PyObject_GetBuffer(args[8], &weights, PyBUF_SIMPLE)))
         goto done;
     job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
-             .format = (int)a[4], .pooling = (int)a[5], .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
-             .weights = weights.buf, .out = out.buf, .out_half = (int)half_threads[0]};
+             .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
+             .weights = weights.buf, .out = out.buf, .out_half = half_threads[0] != 0};
     j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
     j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.len / 4;
     if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
@@ -280,7 +283,7 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         goto done;
     verdict v;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(&j, 1, (int)half_threads[1]);
+    v = execute(&j, 1, half_threads[1]);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
@@ -307,26 +310,32 @@ static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buf
                        job *j) {
     const uint8_t *inputs = in->buf;
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
-               .format = (int)f->row_format, .pooling = (int)f->pooling, .ids = inputs + p->ids_at, .n_ids = p->ids,
-               .lengths = p->lengths_at < 0 || f->pooling == POOL_NONE ? NULL : inputs + p->lengths_at,
-               .fixed_length = p->bag_length, .n_bags = p->bags, .weights = p->weights_at < 0 ? NULL : inputs + p->weights_at,
-               .out = (uint8_t *)out->buf + p->out_at, .out_row_bytes = f->out_row_bytes, .out_half = (int)f->out_half};
+               .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids, .fixed_length = p->bag_length,
+               .n_bags = p->bags, .out_row_bytes = f->out_row_bytes, .out_half = f->out_half != 0};
+    int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    return is_sound(j, threads) && fits("inputs (ids)", p->ids_at, p->ids, 8, in)
-           && (!j->lengths || fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
-           && (!j->weights || fits("inputs (weights)", p->weights_at, p->ids, 4, in))
-           && vectors_fit(p->out_at, outputs, f->out_row_bytes, f->dim * (f->out_half ? 2 : 4), out);
+    if (!is_sound(j, threads) || !fits("inputs (ids)", p->ids_at, p->ids, 8, in)
+        || (has_lengths && !fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
+        || (has_weights && !fits("inputs (weights)", p->weights_at, p->ids, 4, in))
+        || !vectors_fit(p->out_at, outputs, f->out_row_bytes, f->dim * (j->out_half ? 2 : 4), out))
+        return 0;
+    j->ids = inputs + p->ids_at;
+    j->lengths = has_lengths ? inputs + p->lengths_at : NULL;
+    j->weights = has_weights ? inputs + p->weights_at : NULL;
+    j->out = (uint8_t *)out->buf + p->out_at;
+    return 1;
 }
 
 static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
-    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
-               .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
-               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
     if (f->rows < 0 || f->row_bytes <= 0 || f->ids < 0 || threads < 1) {
         PyErr_SetString(PyExc_ValueError, "a gather's sizes or threads are out of range");
         return 0;
     }
-    return fits("inputs (ids)", f->ids_at, f->ids, 8, in) && fits("outputs", f->out_at, f->ids, f->row_bytes, out);
+    if (!fits("inputs (ids)", f->ids_at, f->ids, 8, in) || !fits("outputs", f->out_at, f->ids, f->row_bytes, out)) return 0;
+    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
+               .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
+               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
+    return 1;
 }
 
 /* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
@@ -348,7 +357,7 @@ static PyObject *run_jobs(const Py_buffer *kinds, const Py_buffer *places, const
     }
     verdict v;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(jobs, count, (int)threads);
+    v = execute(jobs, count, threads);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
@@ -381,8 +390,9 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (n != 7) return PyErr_Format(PyExc_TypeError, "quantize takes 7 arguments, got %zd", n);
     if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes)) return NULL;
     if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE) || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
-    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1 || shape[1] > INT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "quantize: format, source or dim are out of range");
+    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1 || shape[1] > INT32_MAX
+        || row_bytes < USED_BYTES(kind[0], shape[1])) {
+        PyErr_SetString(PyExc_ValueError, "quantize: format, source, dim or row_bytes are out of range");
         goto done;
     }
     if (!fits("values", 0, shape[0], shape[1] * (kind[1] == FP32 ? 4 : 2), &values) || !fits("out", 0, shape[0], row_bytes, &out))

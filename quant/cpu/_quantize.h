@@ -104,9 +104,13 @@ INLINE int pack_float(int format, const float *x, int64_t dim, extent e, uint8_t
     return 1;
 }
 
-/* fp16 or bf16 values -> scratch; fp32 values stay where they are. */
+/* fp16 or bf16 values -> scratch; fp32 values stay where they are, if floats may lie there. */
 INLINE const float *as_floats(int source, const uint8_t *values, int64_t dim, float *scratch) {
-    if (source == FP32) return (const float *)values;
+    if (source == FP32) {
+        if ((uintptr_t)values % sizeof(float) == 0) return (const float *)values;
+        memcpy(scratch, values, (size_t)dim * 4);
+        return scratch;
+    }
     for (int64_t i = 0; i < dim; i++) {
         uint16_t h;
         memcpy(&h, values + 2 * i, 2);

@@ -5,6 +5,10 @@
 enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
 enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
 
+/* The bytes of a row of `dim` values, scale and bias included, without what it is padded with. */
+#define USED_BYTES(format, dim)                                                                                 \
+    ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 ? 2 * (dim) : 4 * (dim))
+
 /* One lookup in one table. Addresses are absolute. */
 typedef struct {
     const uint8_t *table; /* [rows, row_bytes] */
