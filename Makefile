@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.c quant/cpu/*.h serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu check wheel bench campaign clean
+.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu test-sanitized check wheel bench campaign clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -61,6 +61,13 @@ GPU_TESTS := tests/quant tests/loader/test_registration.py $(addprefix tests/ser
 	test_eval.py)
 test-gpu:        ## all tests that a GPU can run, on this machine's first GPU, with the torch that is here
 	@$(PYTHON) -m pytest --device cuda:0 $(GPU_TESTS)
+
+# no:faulthandler: it would take the signals that the sanitizers report.
+WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no:faulthandler
+test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
+	@$(BIN)/python -m pytest tests/test_sanitizers.py
+	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
+	@$(WATCHED) tests/serving/test_validation.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
