@@ -1,11 +1,10 @@
 """The friendly JSON interface: POST /v1/lookup, GET /v1/models, GET /health, GET /metrics, and FastAPI's /docs."""
 
 import asyncio
+import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import orjson
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -15,23 +14,27 @@ from starlette.exceptions import HTTPException
 
 from tableside.serving import metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, bad_request, short
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
+    JSON_TYPE,
     Disconnected,
+    Receive,
+    Scope,
+    Send,
     check_json_answer,
     check_json_size,
     holding,
-    json_object,
     read_body,
+    respond,
+    respond_error,
     retry_after,
 )
-from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs, from_list
+from tableside.serving.http.v1_request import Layouts, encode, parse
 from tableside.serving.metrics import ModelMetrics, Stages
-from tableside.serving.places import DenseInput, Output
-from tableside.serving.request import Request
 from tableside.serving.service import Service
-from tableside.serving.version import ServedVersion
+
+logger = logging.getLogger("tableside")
 
 
 class Jagged(BaseModel):
@@ -85,53 +88,93 @@ class Health(BaseModel):
     models: dict[str, int]
 
 
-def make_app(service: Service) -> FastAPI:
-    """The FastAPI application of a worker."""
-    app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
-    counts = {name: ModelMetrics(name, "v1") for name in service.engines}
-    _answer_errors(app)
+class V1:
+    """ASGI: answers everything but /v2. Lookups and scores go a short path; FastAPI describes them, and answers the rest."""
 
-    async def answer(http: HttpRequest, score: bool) -> Response:
-        with holding(http.scope, service.in_flight) as hold:
-            limit = service.settings.max_json_bytes
-            body = await read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
-            check_json_size(len(body), limit)
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._counts = {name: ModelMetrics(name, "v1") for name in service.engines}
+        self._layouts = Layouts()
+        self._app = _make_fastapi(service, self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        score = _IS_SCORE.get(scope["path"])
+        if score is None or scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            await self._answer_or_refuse(scope, receive, send, score)
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send, score: bool) -> None:
+        try:
+            await respond(send, 200, (JSON_TYPE,), await self.answer(scope, receive, score))
+        except ApiError as error:
+            metrics.refused(_model_of(scope), "v1", error.kind)
+            await respond_error(send, error)
+        except Disconnected:
+            logger.debug("a client left before its request was complete")
+        except Exception:
+            metrics.refused(_model_of(scope), "v1", Kind.INTERNAL)
+            await respond_error(send, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
+            raise
+
+    async def answer(self, scope: Scope, receive: Receive, score: bool) -> bytes:
+        """The JSON of the answer to a lookup or a score. ApiError: the request is refused."""
+        service = self._service
+        with holding(scope, service.in_flight) as hold:
+            body = await read_body(scope, receive, service.settings.max_body_bytes, hold)
+            check_json_size(len(body), service.settings.max_json_bytes)
             await service.slices.take()
-            return await work_on(http, body, score, hold)
+            return await self._work_on(scope, body, score, hold)
 
-    async def work_on(http: HttpRequest, body: bytes, score: bool, hold: Hold) -> Response:
-        started = time.perf_counter()
-        is_large = len(body) > JSON_BESIDE_BYTES
+    async def _work_on(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> bytes:
+        service, started = self._service, time.perf_counter()
+        is_large = len(text) > JSON_BESIDE_BYTES
         more = ("dense",) if score else ()
-        raw = await service.beside(_parse, body, more) if is_large else _parse(body, more)
-        served = service.live(raw["model"])
-        http.state.model = served.header.model
-        if raw.get("version") is not None:
-            served = await service.version(raw["model"], raw["version"])
-        arguments = (served, raw["features"], raw.get("dense", {}), score)
-        request, inputs = await service.beside(_lay_out, *arguments) if is_large else _lay_out(*arguments)
+        body = await service.beside(parse, text, more) if is_large else parse(text, more)
+        model, version = body.fields["model"], body.fields.get("version")
+        served = service.live(model)
+        scope[_MODEL] = served.header.model
+        if version is not None:
+            served = await service.version(model, version)
+        arguments = (served, body, score)
+        laid_out = await service.beside(self._layouts.lay_out, *arguments) if is_large else self._layouts.lay_out(*arguments)
+        request = laid_out.request
         check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
-        buffer = await service.executor.run(request, inputs)
+        buffer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
-        found: dict[str, Any] = {"model": served.header.model, "version": served.version}
-        if request.scoring is not None:
-            found["scores"] = request.scoring.output.view(buffer)
-        else:
-            found["vectors"] = {o.feature: _vectors(o, buffer) for o in request.outputs}
-        response = Response(orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+        answer = encode(served.header.model, served.version, laid_out, buffer)
         times = Stages(started, parsed, looked_up, time.perf_counter())
-        counts[served.header.model].answered(request, len(body), times)
-        return response
+        self._counts[served.header.model].answered(request, len(text), times)
+        return answer
+
+
+_IS_SCORE = {"/v1/lookup": False, "/v1/score": True}
+_MODEL = "tableside.model"  # the key of the model that a request named, in its scope
+
+
+def _model_of(scope: Scope) -> str:
+    return str(scope.get(_MODEL, metrics.UNKNOWN))
+
+
+def make_app(service: Service) -> V1:
+    """The application of a worker, but for /v2."""
+    return V1(service)
+
+
+def _make_fastapi(service: Service, v1: V1) -> FastAPI:
+    """FastAPI's part. Requests of /v1/lookup and /v1/score go by it; it describes them, and refuses other methods."""
+    app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
+    _answer_errors(app)
 
     @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=_takes(LookupRequest), summary="Look ids up")
     async def lookup(http: HttpRequest) -> Response:
-        return await answer(http, score=False)
+        return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
 
     @app.post("/v1/score", response_model=ScoreResponse, openapi_extra=_takes(ScoreRequest), summary="Score rows")
     async def score(http: HttpRequest) -> Response:
-        return await answer(http, score=True)
+        return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
 
     @app.get("/v1/models", summary="What is served")
     async def models() -> Response:
@@ -180,7 +223,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
-        metrics.refused(getattr(http.state, "model", metrics.UNKNOWN), "v1", error.kind)
+        metrics.refused(_model_of(http.scope), "v1", error.kind)
         headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
         return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
 
@@ -195,7 +238,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: HttpRequest, error: Exception) -> Response:
-        metrics.refused(getattr(http.state, "model", metrics.UNKNOWN), "v1", Kind.INTERNAL)
+        metrics.refused(_model_of(http.scope), "v1", Kind.INTERNAL)
         return _json({"error": INTERNAL_ERROR}, 500)
 
     @app.exception_handler(Disconnected)
@@ -205,70 +248,6 @@ def _answer_errors(app: FastAPI) -> None:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-def _vectors(output: Output, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return output.view(buffer).astype(np.float32, copy=False)
-
-
-def _parse(body: bytes, more: tuple[str, ...]) -> dict[str, Any]:
-    raw = json_object(body)
-    known = ("model", "version", "features", *more)
-    if unknown := sorted(set(raw) - set(known)):
-        raise bad_request(f"field {short(unknown[0])} is unknown; expected {', '.join(known)}")
-    for field in ("model", "features"):
-        if field not in raw:
-            raise bad_request(f"field {field!r} is missing")
-    if raw.get("version") is not None and type(raw["version"]) is not int:
-        raise bad_request(f"version is {short(raw['version'])}; expected a number from 1")
-    return raw
-
-
-def _lay_out(served: ServedVersion, features: Any, dense: Any, score: bool) -> tuple[Request, bytes]:
-    if not isinstance(features, dict) or not features:
-        raise bad_request("features: expected an object of feature to ids, with at least one feature")
-    tensors, parts, at = [], [], 0
-    for feature, value in features.items():
-        served.feature(feature)
-        for part, array in _arrays(feature, value):
-            name = f"{feature}.{part}"
-            tensors.append(Tensor(name, DATATYPES[part], (array.size,), at))
-            parts.append(array.tobytes())
-            at += array.nbytes
-    given = []
-    for name, array in _dense(served, dense):
-        given.append(DenseInput(name, at, *array.shape))
-        parts.append(array.tobytes())
-        at += array.nbytes
-    return served.lay_out(feature_inputs(tensors), given, score), b"".join(parts)
-
-
-def _dense(served: ServedVersion, raw: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    widths = {} if served.scorer is None else served.scorer.dense
-    if not isinstance(raw, dict):
-        raise bad_request("dense: expected an object of dense tensor to rows")
-    for name, rows in raw.items():
-        if name not in widths:
-            raise bad_request(f"dense tensor {short(name)} is unknown; the scorer has: {', '.join(widths) or 'none'}")
-        if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) == widths[name] for r in rows):
-            raise bad_request(f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each")
-        yield name, from_list(name, "FP32", rows).reshape(len(rows), widths[name])
-
-
-def _arrays(feature: str, value: Any) -> list[tuple[str, np.ndarray[Any, Any]]]:
-    """The values, lengths and weights of a feature, from its JSON. ApiError: it is something else."""
-    if isinstance(value, list):
-        if not all(isinstance(bag, list) for bag in value):
-            raise bad_request(f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths")
-        lengths = np.array([len(bag) for bag in value], np.int32)
-        return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
-    if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
-        raise bad_request(f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights")
-    parts = [part for part in ("values", "lengths", "weights") if value.get(part) is not None]
-    for part in parts:
-        if isinstance(value[part], list) and any(isinstance(x, list) for x in value[part][:1]):
-            raise bad_request(f"{short(f'{feature}.{part}')}: expected a list of numbers, not of lists")
-    return [(part, from_list(f"{feature}.{part}", DATATYPES[part], value[part])) for part in parts]
 
 
 def _describe(service: Service, name: str) -> dict[str, Any]:

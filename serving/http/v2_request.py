@@ -15,7 +15,8 @@ import orjson
 from tableside.loader.model import SCORE
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http import kjt
-from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, from_list, widened
+from tableside.serving.http.json_lists import from_list
+from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
 from tableside.serving.places import Buffer, DenseInput, Output
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
