@@ -30,9 +30,10 @@ from tableside.serving.http.asgi import (
     respond_error,
     retry_after,
 )
-from tableside.serving.http.v1_request import Layouts, encode, parse
+from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
 from tableside.serving.metrics import ModelMetrics, Stages
 from tableside.serving.service import Service
+from tableside.serving.version import ServedVersion
 
 logger = logging.getLogger("tableside")
 
@@ -129,15 +130,13 @@ class V1:
     async def _work_on(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> bytes:
         service, started = self._service, time.perf_counter()
         is_large = len(text) > JSON_BESIDE_BYTES
-        more = ("dense",) if score else ()
-        body = await service.beside(parse, text, more) if is_large else parse(text, more)
-        model, version = body.fields["model"], body.fields.get("version")
-        served = service.live(model)
-        scope[_MODEL] = served.header.model
-        if version is not None:
-            served = await service.version(model, version)
-        arguments = (served, body, score)
-        laid_out = await service.beside(self._layouts.lay_out, *arguments) if is_large else self._layouts.lay_out(*arguments)
+        arguments = (scope, text, score)
+        body, understood = await service.beside(self._understand, *arguments) if is_large else self._understand(*arguments)
+        if understood is None:
+            served = await service.version(body.fields["model"], body.fields["version"])
+            laid_out = await service.beside(self._layouts.lay_out, served, body, score)
+        else:
+            served, laid_out = understood
         request = laid_out.request
         check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
@@ -148,6 +147,18 @@ class V1:
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times)
         return answer
+
+    def _understand(self, scope: Scope, text: bytes, score: bool) -> tuple[Body, tuple[ServedVersion, JsonRequest] | None]:
+        """A request's JSON, and the request for the live version; None: it names another, which may have to be attached.
+
+        Runs on the event loop or beside it, at once: each change of threads costs as much as parsing a thousand ids.
+        """
+        body = parse(text, ("dense",) if score else ())
+        served = self._service.live(body.fields["model"])
+        scope[_MODEL] = served.header.model
+        if body.fields.get("version") is not None:
+            return body, None
+        return body, (served, self._layouts.lay_out(served, body, score))
 
 
 _IS_SCORE = {"/v1/lookup": False, "/v1/score": True}
