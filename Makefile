@@ -67,7 +67,7 @@ WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
-	@$(WATCHED) tests/serving/test_validation.py
+	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
