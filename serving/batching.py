@@ -82,7 +82,15 @@ class Batcher(Executor):
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
+    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+        if not request.is_small:
+            return None
+        request.check(inputs)
+        return request.run(inputs)
+
     async def _run(self, request: Request, inputs: Any) -> Buffer:
+        if request.is_small:
+            return request.run(inputs)
         if self._lost is not None:
             raise self._lost
         future: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()

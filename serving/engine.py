@@ -17,7 +17,7 @@ from tableside.serving.errors import ApiError, Kind, ServingError, not_found
 from tableside.serving.placement import Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
-from tableside.serving.version import ServedVersion
+from tableside.serving.version import Beside, ServedVersion
 
 if TYPE_CHECKING:
     from tableside.quant.cache.cache import Cache  # imports torch, which a worker on the CPU does without
@@ -40,9 +40,12 @@ class Engine:
         verify: Verify,
         max_response_bytes: int,
         scorer_limits: ScorerLimits = NO_LIMITS,
+        gpu_from_ids: int = 0,
     ) -> None:
+        """gpu_from_ids: where versions are on a GPU, the CPU looks up requests of fewer ids."""
         self.model, self._scorer_limits = model, scorer_limits
         self._placer = placer
+        self._gpu_from_ids = gpu_from_ids
         self._backend, self._threads, self._verify = backend, threads, verify
         self._max_response_bytes = max_response_bytes
         self._served: ServedVersion | None = None
@@ -91,6 +94,7 @@ class Engine:
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
                 verified_at=time.time() if self._verify == "full" else 0.0,
+                beside=Beside(self._backend, self._gpu_from_ids) if self._placer.gpu is not None and self._gpu_from_ids else None,
             )
             served.warm_up()
         except (LoaderError, QuantError, ServingError, OSError):

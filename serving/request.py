@@ -45,6 +45,7 @@ class Request:
     __slots__ = (
         "features",
         "ids",
+        "is_small",
         "model",
         "out_bytes",
         "outputs",
@@ -70,14 +71,16 @@ class Request:
         outputs: tuple[Output, ...] = (),
         unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
+        is_small: bool = False,
     ) -> None:
         """features: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are read.
         outputs: vectors and scores by name; () where whoever laid the request out knows their places otherwise.
-        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet."""
+        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
+        beside a device looks it up."""
         self.model, self.version, self.features = model, version, features
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
-        self.unpooled_bags = unpooled_bags
+        self.unpooled_bags, self.is_small = unpooled_bags, is_small
 
     @property
     def staged_bytes(self) -> int:

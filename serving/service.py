@@ -52,6 +52,7 @@ class Service:
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
+                gpu_from_ids=settings.gpu_from_ids,
                 scorer_limits=ScorerLimits(
                     settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
                 ),

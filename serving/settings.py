@@ -94,6 +94,9 @@ class ServerSettings(RootSettings):
     ready_timeout_s: int = Field(
         600, ge=1, description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up"
     )
+    gpu_from_ids: int = Field(
+        4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
+    )
     inline_rows: int = Field(
         200_000,
         ge=0,

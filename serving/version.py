@@ -1,21 +1,30 @@
 """One version that is served: attached, placed and warmed up. It lays requests out."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tableside.loader.model import SCORE, Feature
 from tableside.loader.segment import Segment
-from tableside.quant import Backend, LookupKind, Planner, Pooling, Precision, RowSource
+from tableside.quant import Backend, CpuBackend, LookupKind, Plan, Planner, Pooling, Precision, RowSource
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
 from tableside.serving.places import DenseInput, Output
 from tableside.serving.request import KJT, OFFSETS, SEQUENCES, FeatureInput, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
+
+
+class Beside(NamedTuple):
+    """The CPU's backend beside a device's: it looks up requests of fewer than `below_ids` ids, sooner than the device would."""
+
+    backend: CpuBackend
+    below_ids: int
+
 
 _PLANNERS = 64  # sets of features whose planners a version keeps
 
@@ -55,6 +64,23 @@ class BoundFeature:
             raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
 
 
+class Planners(NamedTuple):
+    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids for the CPU."""
+
+    device: Planner
+    host: Planner | None
+    device_from_ids: int
+
+    def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> tuple[Plan, bool]:
+        """The plan of a request, and whether it is one for the CPU beside a device. places, out_bytes: as for `Planner.plan`.
+
+        score: its vectors are scored, which is done where the scorer is.
+        """
+        if self.host is not None and ids < self.device_from_ids and not score:
+            return self.host.plan(places, out_bytes), True
+        return self.device.plan(places, out_bytes), False
+
+
 class ServedVersion:
     """One version, attached and ready to answer. Nothing that it answers changes; any thread may call.
 
@@ -72,13 +98,15 @@ class ServedVersion:
         threads: int = 1,
         max_response_bytes: int | None = None,
         verified_at: float = 0.0,
+        beside: Beside | None = None,
     ) -> None:
         """max_response_bytes: of one request's output; None: any. verified_at: when all rows were last held against their
-        checksums, of time.time(); 0: never."""
+        checksums, of time.time(); 0: never. beside: what looks small requests up where `backend` is a device's."""
         self.segment, self.header, self.version = segment, segment.header, segment.header.version
         self.backend, self.placed, self.scorer = backend, placed, scorer
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
-        self._planners: dict[tuple[tuple[str, ...], bool], Planner] = {}
+        self._beside = beside
+        self._planners: dict[tuple[tuple[str, ...], bool], Planners] = {}
         self.features = {
             f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
         }
@@ -93,27 +121,46 @@ class ServedVersion:
         """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it needs."""
         return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
 
-    def planner(self, features: tuple[str, ...], together: bool = False) -> Planner:
+    def planners(self, features: tuple[str, ...], together: bool = False) -> Planners:
         """What plans requests that read these features. together: as for `lay_out`; the vectors of those that are pooled lie
         side by side. Those asked for before are kept, `_PLANNERS` of them."""
         key = (features, together)
         if (known := self._planners.get(key)) is None:
-            bound = [self.features[f] for f in features]
-            apart = sum(b.vector_bytes for b in bound if b.is_pooled) if together else None
-            kinds = [LookupKind(b.table, b.pooling, b.precision, apart if b.is_pooled else None) for b in bound]
-            known = self.backend.planner(kinds, self.threads)
+            device, host = self.backend.planner(self._kinds(features, together), self.threads), None
+            if self._beside is not None:
+                host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
+            known = Planners(device, host, 0 if self._beside is None else self._beside.below_ids)
             if len(self._planners) >= _PLANNERS:
                 self._planners.clear()
             self._planners[key] = known
         return known
 
+    def _kinds(
+        self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None
+    ) -> list[LookupKind]:
+        """tables: by name; None: those that were placed."""
+        bound = [self.features[f] for f in features]
+        apart = sum(b.vector_bytes for b in bound if b.is_pooled) if together else None
+        return [
+            LookupKind(
+                b.table if tables is None else tables[b.feature.table], b.pooling, b.precision, apart if b.is_pooled else None
+            )
+            for b in bound
+        ]
+
     def lay_out(
-        self, inputs: Sequence[FeatureInput], dense: Sequence[DenseInput] = (), score: bool = False, together: bool = False
+        self,
+        inputs: Sequence[FeatureInput],
+        dense: Sequence[DenseInput] = (),
+        score: bool = False,
+        together: bool = False,
+        warms_up: bool = False,
     ) -> Request:
         """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`.
 
         together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
-        come those of the others, one feature after another, then room for where each of these begins.
+        come those of the others, one feature after another, then room for where each of these begins. warms_up: the request goes
+        to the device, however small it is.
         ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
         is larger than a response may be.
         """
@@ -137,18 +184,21 @@ class ServedVersion:
             )
         places = np.array([_place(i, o.at) for i, o in zip(inputs, outputs, strict=True)], np.int64)
         names = tuple(i.feature for i in inputs)
+        ids = sum(i.ids for i in inputs)
+        plan, is_small = self.planners(names, together).plan(places, out_bytes, ids, score or warms_up)
         return Request(
             self.header.model,
             self.version,
             names,
-            self.planner(names, together).plan(places, out_bytes),
-            ids=sum(i.ids for i in inputs),
+            plan,
+            ids=ids,
             vectors=sum(_vectors(b, i) for b, i in zip(bound, inputs, strict=True)),
             row_bytes=sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True)),
             out_bytes=out_bytes,
             outputs=tuple(shown),
             unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
             scoring=scoring,
+            is_small=is_small,
         )
 
     def _together(self, bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
@@ -199,11 +249,12 @@ class ServedVersion:
         for name, bound in self.features.items():
             for count in self.backend.warm_up_bags:
                 ids = np.resize(np.array([0, bound.table.rows - 1], np.int64), count)
-                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)]).run(ids.tobytes())
+                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(ids.tobytes())
                 if bound.is_pooled:
                     inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
                     at = ids.nbytes
-                    self.lay_out([FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)]).run(inputs)
+                    weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
+                    self.lay_out([weighted], warms_up=True).run(inputs)
 
 
 def _vectors(bound: BoundFeature, i: FeatureInput) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from tableside.loader.model import SCORE
-from tableside.quant import Place, Planner
+from tableside.quant import Place
 from tableside.serving.http import kjt
 from tableside.serving.http.tensors import DTYPES, split_name
 from tableside.serving.http.v2_request import InferRequest
@@ -29,7 +29,7 @@ from tableside.serving.places import DenseInput, Output
 from tableside.serving.request import KJT, OFFSETS, SEQUENCES, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
-from tableside.serving.version import ServedVersion
+from tableside.serving.version import Planners, ServedVersion
 
 try:
     from tableside.serving.http import _headers
@@ -65,7 +65,7 @@ class Template:
     model: str
     version: int
     features: tuple[str, ...]
-    planner: Planner
+    planners: Planners
     compiled: Any
     size: int
     scorer: Scorer | None
@@ -77,16 +77,18 @@ class Template:
         if found is None:
             return None
         places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets, dense, rows = found
+        plan, is_small = self.planners.plan(places, out_bytes, ids, self.scorer is not None)
         request = Request(
             self.model,
             self.version,
             self.features,
-            self.planner.plan(places, out_bytes),
+            plan,
             ids=ids,
             vectors=vectors,
             row_bytes=row_bytes,
             out_bytes=out_bytes,
             scoring=None if self.scorer is None else self._scoring(self.scorer, places, dense, rows, out_bytes),
+            is_small=is_small,
         )
         return InferRequest(request, body if inputs is None else inputs, head, parts, offsets)
 
@@ -219,7 +221,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         request.model,
         request.version,
         request.features,
-        served.planner(request.features, together),
+        served.planners(request.features, together),
         _headers.template(np.array(words, np.int64).tobytes(), text),
         8 * len(words) + len(text),
         scorer,

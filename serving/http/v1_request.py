@@ -14,14 +14,14 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tableside.quant import Place, Planner
+from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.json_lists import Counts, FeatureLists, are_all, bags_of, from_list, jagged_of, starts_of
 from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs
 from tableside.serving.places import Buffer, DenseInput, Output
 from tableside.serving.request import FeatureInput, Request
-from tableside.serving.version import ServedVersion
+from tableside.serving.version import Planners, ServedVersion
 
 _NAMES = 64  # orders of features that are remembered of each version
 _PLACE = np.dtype([(name, np.int64) for name in Place._fields])
@@ -49,7 +49,7 @@ class _Names:
     """Features that requests name in one order, and what their lookups need: arrays of one value a feature."""
 
     features: tuple[str, ...]
-    planner: Planner
+    planners: Planners
     is_pooled: NDArray[np.bool_]
     vector_bytes: Counts
     row_bytes: Counts
@@ -139,15 +139,18 @@ class Layouts:
         out_bytes = int(names.vector_bytes @ counts)
         if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
             return _one_by_one(served, features, dense, score)
+        ids = int(lists.id_counts.sum())
+        plan, is_small = names.planners.plan(places.view(np.int64).reshape(len(places), -1), out_bytes, ids)
         request = Request(
             served.header.model,
             served.version,
             names.features,
-            names.planner.plan(places.view(np.int64).reshape(len(places), -1), out_bytes),
-            ids=int(lists.id_counts.sum()),
+            plan,
+            ids=ids,
             vectors=int(counts.sum()),
             row_bytes=int(names.row_bytes @ lists.id_counts),
             out_bytes=out_bytes,
+            is_small=is_small,
         )
         return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
 
@@ -160,7 +163,7 @@ class Layouts:
             bound = [served.features[f] for f in features]
             known = _Names(
                 features,
-                served.planner(features),
+                served.planners(features),
                 np.array([b.is_pooled for b in bound]),
                 np.array([b.vector_bytes for b in bound], np.int64),
                 np.array([b.table.row_bytes for b in bound], np.int64),

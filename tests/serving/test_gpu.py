@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tables
@@ -30,7 +31,7 @@ Start = Callable[..., Any]
 
 
 def on_gpu(workers: int = 1) -> tuple[object, ...]:
-    return ("--workers", workers, "--devices", tables.serve_device())
+    return ("--workers", workers, "--devices", tables.serve_device(), "--gpu-from-ids", 0)
 
 
 def expected(root: Path, features: dict[str, list[list[int]]], version: int | None = None) -> dict[str, np.ndarray]:
@@ -266,3 +267,28 @@ def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: 
     ended.is_ready = True
     supervisor._replace_ended(1, ended)
     assert supervisor.workers[1] is not ended and supervisor.workers[1].device == "7"
+
+
+def test_small_requests_of_a_gpu_worker_are_the_cpus(start: Start, root: Path) -> None:
+    """Fewer than gpu_from_ids ids: bit for bit the CPU's answer, and no batch; as many or more: a batch of the GPU. JSON too."""
+    server = start("--devices", tables.serve_device(), "--gpu-from-ids", 6)
+    small, large = {"user": [[1, 2], [3]], "text": [[4, 5]]}, {"user": [[1, 2], [3]], "text": [[4, 5, 6]]}
+
+    def batches() -> float:
+        text = server.get("/metrics").text
+        return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith("tableside_gpu_batch_requests_count"))
+
+    with Client(server.url, retries=0) as client:
+        before = batches()
+        wanted = expected(root, small)
+        for _ in range(4):  # by the slow path, then by a template
+            found = client.lookup("demo", small)
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+        body = {"model": "demo", "features": small}
+        json = httpx.post(server.url + "/v1/lookup", json=body).json()["vectors"]
+        assert all(np.array_equal(np.array(json[name], np.float32), wanted[name].astype(np.float32)) for name in wanted)
+        with pytest.raises(ClientError, match=r"feature 'user': id 1000 at position 0 is outside the table's rows \[0, 1000\)"):
+            client.lookup("demo", {"user": [[1000]]})
+        assert batches() == before
+        assert_close(client.lookup("demo", large), expected(root, large))
+        assert batches() == before + 1
