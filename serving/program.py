@@ -1,4 +1,4 @@
-"""Scorers that are exported programs: the one file of this room that runs torch."""
+"""Scorers that are exported programs of any kind: the one file of this room that runs torch."""
 
 from contextlib import suppress
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.header import StoredScorer
-from tableside.loader.program import read_program
+from tableside.loader.program import Program
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
 from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
 
@@ -33,25 +33,23 @@ class ProgramScorer(Scorer):
     def __init__(
         self,
         stored: StoredScorer,
-        archive: bytes,
+        program: Program,
         device: str = "cpu",
         threads: int = 1,
         limits: ScorerLimits = NO_LIMITS,
     ) -> None:
-        self.inputs, self.limits = stored.inputs, limits
+        self.inputs, self.limits, self._program = stored.inputs, limits, program
+        self.runs_on = f"torch {torch.__version__} on {device}"
         torch.set_num_threads(threads)
         self._device = torch.device(device)
         self._most_bytes = _UNLIMITED_BYTES if limits.bytes is None else limits.bytes
         try:
-            # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
-            self._program = read_program(archive)
-            check_shapes(self._program)
-            self._meter = Meter(self._program, self._most_bytes)
-            self._runner = Runner(
-                self._program, weight_tensors(self._program.weights, self._device), self._device, self._most_bytes
-            )
+            # Again, where it is loaded: no wild reads for who can write to shared memory.
+            check_shapes(program)
+            self._meter = Meter(program, self._most_bytes)
+            self._runner = Runner(program, weight_tensors(program.weights, self._device), self._device, self._most_bytes)
             self._costs: dict[int, Cost | str] = {}
-            first, second = self._program.trial_rows()
+            first, second = program.trial_rows()
             small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (first, second))
         except (ProgramError, *_REFUSED) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error

@@ -4,6 +4,7 @@ The scorers that there are lie in `serving.scorers`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.header import ScorerInput
+from tableside.loader.program.layers import Source
 
 Floats = NDArray[np.float32]
+InPlace = Callable[[Any, Any], int]  # (inputs, outputs) -> the first row with a score that is not finite, or -1
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class Scorer(ABC):
     """Any thread may call.
 
     inputs: what `run` takes, in order. width: scores of a row where there are several, else None. is_row_wise: a row's score does
-    not depend on the rows beside it. model, version: whose scorer it is.
+    not depend on the rows beside it. model, version: whose scorer it is. runs_on: what computes the scores, for a person.
     """
 
     kind: str
+    runs_on: str = "numpy"
     model: str = ""
     version: int = 0
     limits: ScorerLimits = NO_LIMITS
@@ -48,6 +52,13 @@ class Scorer(ABC):
     @abstractmethod
     def run(self, arrays: list[Floats]) -> Floats:
         """Takes fp32 [rows, width] for each input; returns fp32 [rows], or [rows, self.width]."""
+
+    def in_place(self, sources: Sequence[Source], rows: int, scores_at: int) -> InPlace | None:
+        """What reads a request's buffers where its inputs lie, and writes fp32 scores at byte `scores_at` of the second.
+
+        None: this scorer takes arrays, by `run`. sources: of each of `inputs`, with `rows` rows each.
+        """
+        return None
 
     def admit(self, rows: int) -> int:
         """The work of a call with `rows` rows, in multiplications. ApiError: the call would take more memory than it may."""
@@ -69,6 +80,7 @@ class Scorer(ABC):
         return tuple(i.feature for i in self.inputs if i.feature is not None)
 
     def describe(self) -> dict[str, Any]:
-        """Kind, inputs and shape of the scores, for metadata."""
+        """Kind, what it runs on, inputs and shape of the scores, for metadata."""
         inputs = [{"name": i.name, "feature": i.feature, "shape": [-1, i.width]} for i in self.inputs]
-        return {"kind": self.kind, "inputs": inputs, "shape": [-1] if self.width is None else [-1, self.width]}
+        shape = [-1] if self.width is None else [-1, self.width]
+        return {"kind": self.kind, "runs_on": self.runs_on, "inputs": inputs, "shape": shape}

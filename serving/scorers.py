@@ -1,13 +1,21 @@
-"""The scorers that there are: `dot` or `cosine` of two features, here, and exported programs, in `serving.program`.
+"""The scorers that there are: `dot` or `cosine` of two features, and exported programs.
 
-`open_scorer` opens what a version was published with. Only a program makes it import torch.
+A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any on a GPU, runs by
+torch, in `serving.program`. `open_scorer` opens what a version was published with. It imports torch only where it has to.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
-from tableside.loader.header import StoredScorer
+from tableside.loader.errors import ProgramError
+from tableside.loader.header import ScorerInput, StoredScorer
+from tableside.loader.program import Program, ProgramInput, read_program
+from tableside.loader.program.layers import PackedLayers, Source, kernel_name, pack_sources, runnable_layers
+from tableside.loader.program.recognize import Layer
 from tableside.loader.segment import Segment
-from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
+from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
+from tableside.serving.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
 
 class Similarity(Scorer):
@@ -25,19 +33,93 @@ class Similarity(Scorer):
         return scores
 
 
+class LayersScorer(Scorer):
+    """A program that is dense layers alone, on the CPU and without torch. A row's scores do not depend on the rows beside it."""
+
+    kind = "program"
+
+    def __init__(
+        self,
+        stored: StoredScorer,
+        program: Program,
+        found: Sequence[Layer],
+        threads: int = 1,
+        limits: ScorerLimits = NO_LIMITS,
+    ) -> None:
+        """found: the program's layers. ServingError: the program takes something else than was published beside it."""
+        if [i.width for i in stored.inputs] != [i.width for i in program.inputs]:
+            raise ServingError(
+                f"the scorer's inputs are {_widths(stored.inputs)} wide where its program takes {_widths(program.inputs)}; "
+                "publish the model again"
+            )
+        self.inputs, self.limits = stored.inputs, limits
+        self._layers, self._rows = PackedLayers(found, threads), program.rows
+        self.width = self._layers.width if self._layers.width > 1 else None
+        self.runs_on = f"dense layers ({kernel_name()})"
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        rows, at, sources = len(arrays[0]), 0, []
+        for array in arrays:
+            sources.append(Source(False, at, False))
+            at += array.nbytes
+        scores = np.empty((rows, self._layers.width), np.float32)
+        self._layers.run(pack_sources(sources), b"".join(a.tobytes() for a in arrays), scores, rows, 0)
+        return scores[:, 0] if self.width is None else scores
+
+    def in_place(self, sources: Sequence[Source], rows: int, scores_at: int) -> InPlace:
+        run, packed = self._layers.run, pack_sources(sources)
+        return lambda inputs, outputs: run(packed, inputs, outputs, rows, scores_at)
+
+    def admit(self, rows: int) -> int:
+        least, most = self._rows
+        if not least <= rows <= most:
+            raise bad_request(
+                f"the scorer does not take {rows:,} rows: the program was exported for {least:,} to {most:,} rows; found {rows:,}"
+            )
+        cost = self._layers.cost(rows)
+        if self.limits.bytes is not None and cost.bytes > self.limits.bytes:
+            raise ApiError(
+                413,
+                Kind.TOO_LARGE,
+                f"{rows:,} rows are too many for the scorer: a call takes {cost.bytes:,} bytes; the limit is "
+                f"{self.limits.bytes:,} (max_scorer_bytes)",
+            )
+        return cost.work
+
+
 def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1, limits: ScorerLimits = NO_LIMITS) -> Scorer | None:
-    """A version's scorer, tried once on zeros; None where it has none. device, threads: what a program runs on.
+    """A version's scorer, ready to run; None where it has none. device, threads: what a program runs on.
 
     LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or gives no scores.
     """
     stored = segment.header.scorer
     if stored is None:
         return None
-    if stored.kind == "program":
-        from tableside.serving.program import ProgramScorer
-
-        scorer: Scorer = ProgramScorer(stored, segment.program(), device, threads, limits)
-    else:
-        scorer = Similarity(stored)
+    is_program = stored.kind == "program"
+    scorer = _open_program(stored, segment.program(), device, threads, limits) if is_program else Similarity(stored)
     scorer.model, scorer.version = segment.header.model, segment.header.version
     return scorer
+
+
+def _open_program(stored: StoredScorer, archive: bytes, device: str, threads: int, limits: ScorerLimits) -> Scorer:
+    try:
+        # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
+        program = read_program(archive)
+    except ProgramError as error:
+        raise ServingError(f"the scorer does not run: {error}") from error
+    found = runnable_layers(program) if device == "cpu" else None
+    if found is not None:
+        return LayersScorer(stored, program, found, threads, limits)
+    from tableside.serving.program import ProgramScorer
+
+    return ProgramScorer(stored, program, device, threads, limits)
+
+
+def needs_torch(segment: Segment) -> bool:
+    """Whether a version's scorer runs by torch on a CPU. LoaderError: its bytes are not those that were published."""
+    stored = segment.header.scorer
+    return stored is not None and stored.kind == "program" and runnable_layers(read_program(segment.program())) is None
+
+
+def _widths(inputs: Sequence[ScorerInput | ProgramInput]) -> str:
+    return ", ".join(str(i.width) for i in inputs)

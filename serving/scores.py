@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tableside.loader.program.layers import Source
 from tableside.serving.errors import ApiError, Kind, bad_request
 from tableside.serving.places import Buffer, DenseInput, Output
-from tableside.serving.scorer import Floats, Scorer
+from tableside.serving.scorer import Floats, InPlace, Scorer
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,22 @@ class Scoring:
     def run(self, inputs: Any, buffer: Buffer) -> None:
         """Reads the request's inputs and its vectors in `buffer`, writes its scores there. ApiError: as `score_together`."""
         score_together([ToScore(self, inputs, buffer)])
+
+    @property
+    def rows(self) -> int:
+        """Rows that get scores."""
+        return self.output.shape[0]
+
+    @cached_property
+    def in_place(self) -> InPlace | None:
+        """The scorer's function for this layout, where it reads the request's buffers themselves. Made for the first request."""
+        sources = [Source(True, s.at, s.half) if isinstance(s, Output) else Source(False, s.at, False) for s in self.sources]
+        return self.scorer.in_place(sources, self.rows, self.output.at)
+
+    def run_in_place(self, in_place: InPlace, inputs: Any, buffer: Buffer) -> None:
+        """As `run`, by that function."""
+        if in_place(inputs, buffer) >= 0:
+            self.check(self.arrays(inputs, buffer), self.output.view(buffer))
 
     def check(self, given: Sequence[Floats], scores: Floats) -> None:
         """ApiError: a score is not finite. It is a 400 where a dense tensor of the request is not finite either, else a 500."""
@@ -59,11 +77,21 @@ def score_together(requests: Sequence[ToScore]) -> None:
 
     ApiError: the call would take too much memory, the scorer refuses it, or a score is not finite.
     """
+    scorer = requests[0].scoring.scorer
+    scorer.admit(requests[0].scoring.rows if len(requests) == 1 else sum(r.scoring.rows for r in requests))
+    for scoring, inputs, buffer in requests:
+        if (in_place := scoring.in_place) is None:
+            break
+        scoring.run_in_place(in_place, inputs, buffer)
+    else:
+        return
+    _score_arrays(scorer, requests)
+
+
+def _score_arrays(scorer: Scorer, requests: Sequence[ToScore]) -> None:
     arrays = [scoring.arrays(inputs, buffer) for scoring, inputs, buffer in requests]
     together = arrays[0] if len(requests) == 1 else [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
-    rows = [scoring.output.shape[0] for scoring, _, _ in requests]
-    scorer = requests[0].scoring.scorer
-    scorer.admit(sum(rows))
+    rows = [scoring.rows for scoring, _, _ in requests]
     try:
         # An array is copied only where its memory is not aligned, or the scorer may not write to it.
         scores = scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])

@@ -1,0 +1,217 @@
+"""Finds out whether a program is dense layers alone: linear maps with an activation, over inputs and layers side by side.
+
+Most dense parts of ranking models are: an MLP over the features' vectors and dense tensors, towers whose outputs are put side by
+side, DLRM's bottom and top MLP without products between features. `loader.program.layers` runs these without torch.
+
+    columns = an input | columns side by side (cat) | activation(columns W^T + b) | a dropout, which does nothing
+    scores  = the columns of one layer, or the one column of one, as [batch]
+
+`recognize` follows a program's calls by what they are said to do, with sizes and types of its own: a call, an argument or a size
+that is not written here makes it another program.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.program.graph import FP32, Node, Program, TensorRef, Weight
+from tableside.loader.program.operators import aten_name
+
+Floats = NDArray[np.float32]
+ACTIVATIONS = ("", "relu", "sigmoid", "tanh")
+_NOTHING = ("dropout", "detach", "clone", "contiguous")  # give what they are given
+
+
+@dataclass(frozen=True)
+class FromInput:
+    """All columns of an input, by its number."""
+
+    number: int
+    width: int
+
+
+@dataclass(frozen=True)
+class FromLayer:
+    """All outputs of a layer, by its number."""
+
+    number: int
+    width: int
+
+
+Piece = FromInput | FromLayer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """activation(x W^T + b) of its pieces side by side. weights [width, depth], bias [width], both fp32."""
+
+    pieces: tuple[Piece, ...]
+    weights: Floats
+    bias: Floats
+    activation: str = ""
+
+    @property
+    def width(self) -> int:
+        """Its outputs a row."""
+        return int(self.weights.shape[0])
+
+    @property
+    def depth(self) -> int:
+        """Its inputs a row."""
+        return int(self.weights.shape[1])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A value of the program: [batch, n], or [batch] where it is one column and is_flat."""
+
+    pieces: tuple[Piece, ...]
+    is_flat: bool = False
+
+    @property
+    def width(self) -> int:
+        return sum(p.width for p in self.pieces)
+
+
+class _AnotherProgram(Exception):
+    """The program is something else than dense layers."""
+
+
+def _expect(is_so: bool) -> None:
+    if not is_so:
+        raise _AnotherProgram
+
+
+def recognize(program: Program) -> tuple[Layer, ...] | None:
+    """The layers of a program, of which the last gives the scores; None where it is something else than dense layers.
+
+    A layer stands behind those that it reads. Weights are views of the program's bytes, in any order of their values.
+    """
+    try:
+        return _Reader(program).layers()
+    except _AnotherProgram:
+        return None
+
+
+class _Reader:
+    """Follows the calls of one program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._layers: list[Layer] = []
+        self._values: dict[str, Columns | Floats] = {w.name: _weight(w) for w in program.weights if w.dtype == FP32}
+        for number, (name, i) in enumerate(zip(program.values, program.inputs, strict=True)):
+            self._values[name] = Columns((FromInput(number, i.width),))
+
+    def layers(self) -> tuple[Layer, ...]:
+        for node in self._program.nodes:
+            call = _CALLS.get(node.target.removeprefix("torch.ops.aten."))
+            made = node.outputs[0] if len(node.outputs) == 1 else None
+            if call is None or not isinstance(made, TensorRef):
+                raise _AnotherProgram
+            self._values[made.name] = call(self, node, dict(node.arguments))
+        result = self.columns(self._program.result)
+        _expect(len(result.pieces) == 1)
+        _expect(result.pieces[0] == FromLayer(len(self._layers) - 1, result.width))
+        return tuple(self._layers)
+
+    def columns(self, value: Any) -> Columns:
+        found = self._values.get(value.name) if isinstance(value, TensorRef) else None
+        if not isinstance(found, Columns):
+            raise _AnotherProgram
+        return found
+
+    def weight(self, value: Any) -> Floats:
+        found = self._values.get(value.name) if isinstance(value, TensorRef) else None
+        if not isinstance(found, np.ndarray):
+            raise _AnotherProgram
+        return found
+
+    # ---- calls ----
+
+    def cat(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        _expect(a.get("dim") in (1, -1) and a.keys() <= {"tensors", "dim"})
+        parts = [self.columns(t) for t in a["tensors"]]
+        _expect(not any(p.is_flat for p in parts))
+        return Columns(tuple(piece for p in parts for piece in p.pieces))
+
+    def linear(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        _expect(a.keys() <= {"input", "weight", "bias"})
+        return self._layer(a["input"], self.weight(a["weight"]), a.get("bias"))
+
+    def addmm(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        _expect(a.keys() <= {"self", "mat1", "mat2"})
+        weights = self.weight(a["mat2"])
+        _expect(weights.ndim == 2)
+        return self._layer(a["mat1"], weights.T, a["self"])
+
+    def mm(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        _expect(a.keys() <= {"self", "mat2"})
+        weights = self.weight(a["mat2"])
+        _expect(weights.ndim == 2)
+        return self._layer(a["self"], weights.T, None)
+
+    def _layer(self, given: Any, weights: Floats, bias: Any) -> Columns:
+        x = self.columns(given)
+        _expect(not x.is_flat and weights.ndim == 2 and min(weights.shape) > 0 and weights.shape[1] == x.width)
+        added = np.zeros(len(weights), np.float32) if bias is None else self.weight(bias)
+        _expect(added.shape == (len(weights),))
+        self._layers.append(Layer(x.pieces, weights, added))
+        return Columns((FromLayer(len(self._layers) - 1, len(weights)),))
+
+    def transposed(self, node: Node, a: Mapping[str, Any]) -> Floats:
+        """Of a weight alone: `t`, and `permute` with [1, 0], which are the same."""
+        weights = self.weight(a["self"])
+        _expect(weights.ndim == 2 and (a == {"self": a["self"]} or (a.get("dims") == (1, 0) and len(a) == 2)))
+        return weights.T
+
+    def activation(self, node: Node, a: Mapping[str, Any]) -> Columns:
+        """Becomes part of the layer that it follows. What the layer gave before is gone: no call before or behind may read it."""
+        x = self.columns(a["self"])
+        _expect(len(x.pieces) == 1 and a.keys() == {"self"})
+        (piece,) = x.pieces
+        _expect(isinstance(piece, FromLayer) and not any(piece in layer.pieces for layer in self._layers))
+        layer = self._layers[piece.number]
+        _expect(layer.activation == "")
+        self._layers[piece.number] = replace(layer, activation=aten_name(node.target)[0])
+        self._values = {k: v for k, v in self._values.items() if not (isinstance(v, Columns) and piece in v.pieces)}
+        return x
+
+    def nothing(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        _expect(a.keys() <= {"self", "input", "p", "train"})
+        return self.columns(a.get("self", a.get("input")))
+
+    def flattened(self, node: Node, a: Mapping[str, Any]) -> Columns:
+        """[batch, 1] -> [batch]."""
+        x = self.columns(a["self"])
+        given = {name: value for name, value in a.items() if name != "self"}
+        _expect(x.width == 1 and not x.is_flat and given in _FLATTENS[aten_name(node.target)[0]])
+        return replace(x, is_flat=True)
+
+
+# What makes one column of [batch, 1], by the arguments beside `self`.
+_FLATTENS: Mapping[str, list[dict[str, Any]]] = {
+    "squeeze": [{"dim": 1}, {"dim": -1}, {"dim": (1,)}, {"dim": (-1,)}],
+    "select": [{"dim": d, "index": n} for d in (1, -1) for n in (0, -1)],
+    "view": [{"size": (-1,)}],
+    "reshape": [{"shape": (-1,)}],
+    "flatten": [{}, {"start_dim": 0}, {"start_dim": 0, "end_dim": -1}, {"start_dim": 0, "end_dim": 1}],
+}
+_CALLS: Mapping[str, Callable[[_Reader, Node, Mapping[str, Any]], Columns | Floats]] = {
+    **dict.fromkeys(("cat.default", "concat.default", "concatenate.default"), _Reader.cat),
+    **{"linear.default": _Reader.linear, "addmm.default": _Reader.addmm, "mm.default": _Reader.mm},
+    **dict.fromkeys(("t.default", "permute.default"), _Reader.transposed),
+    **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Reader.activation),
+    **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Reader.nothing),
+    **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"), _Reader.flattened),
+    "flatten.using_ints": _Reader.flattened,
+}
+
+
+def _weight(weight: Weight) -> Floats:
+    """A weight over its bytes, which `read_program` saw it lie in."""
+    strides = [4 * n for n in weight.strides]
+    return np.ndarray(weight.sizes, np.float32, weight.content, 4 * weight.offset, strides)
