@@ -115,10 +115,12 @@ def _open_program(stored: StoredScorer, archive: bytes, device: str, threads: in
     return ProgramScorer(stored, program, device, threads, limits)
 
 
-def needs_torch(segment: Segment) -> bool:
-    """Whether a version's scorer runs by torch on a CPU. LoaderError: its bytes are not those that were published."""
+def needs_torch(segment: Segment, device: str = "cpu") -> bool:
+    """Whether a version's scorer runs by torch. LoaderError: its bytes are not those that were published, or no program."""
     stored = segment.header.scorer
-    return stored is not None and stored.kind == "program" and runnable_layers(read_program(segment.program())) is None
+    if stored is None or stored.kind != "program":
+        return False
+    return device != "cpu" or runnable_layers(read_program(segment.program())) is None
 
 
 def _widths(inputs: Sequence[ScorerInput | ProgramInput]) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -133,8 +132,8 @@ def read(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows
 def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
     with pq.ParquetFile(shard.file) as file:
         _check_columns(shard.file, columns, file.schema_arrow.names)
-        at = shard.start
-        for batch in file.iter_batches(batch_rows, range(shard.first, shard.last), list(columns)):
+        at, groups = shard.start, range(shard.first, shard.last)
+        for batch in file.iter_batches(batch_rows, groups, list(columns), use_threads=pa.cpu_count() > 1):
             yield Rows(shard.file, at, {name: _plain(batch.column(name)) for name in columns})
             at += batch.num_rows
 
@@ -174,42 +173,54 @@ def _is_list(column: Any) -> bool:
     return bool(pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type))
 
 
-def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """A feature's column -> ids int64 [ids], lengths int32 [rows]."""
+def _list_lengths(column: Any) -> Any:
+    """Of each list; null where there is none."""
+    import pyarrow.compute as pc  # takes as long to import as numpy, and most columns do without
+
+    return pc.list_value_length(column)
+
+
+def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
+    """A feature's column -> ids int64 [ids], lengths int32 [rows]; None where each row has one id."""
     column = rows.columns[name]
     if pa.types.is_null(column.type):
         return np.empty(0, np.int64), np.zeros(len(column), np.int32)
     if _is_list(column):
         values = column.flatten()
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        lengths = _list_lengths(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
         values = values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     else:
-        values = column.drop_null()
-        lengths = column.is_valid().to_numpy(zero_copy_only=False)
+        values = column.drop_null() if column.null_count else column
+        lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) if column.null_count else None
     if not pa.types.is_integer(values.type) or values.null_count:
         raise DataError(
             f"{rows.where(0)}: column {name!r} holds {column.type}; expected ids (int64), or lists of them without null"
         )
-    return np.ascontiguousarray(values.cast(pa.int64()).to_numpy(zero_copy_only=False)), lengths.astype(np.int32)
+    ids = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
+    return np.ascontiguousarray(ids.to_numpy(zero_copy_only=False)), lengths
 
 
 def floats_of(rows: Rows, names: Sequence[str], width: int) -> NDArray[np.float32]:
     """A dense tensor's columns -> fp32 [rows, width]: one of lists, or `width` of numbers."""
     if len(names) == 1 and _is_list(column := rows.columns[names[0]]):
-        lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+        lengths = _list_lengths(column).to_numpy(zero_copy_only=False)
         if (odd := np.flatnonzero(~(lengths == width))).size:
             raise DataError(f"{rows.where(int(odd[0]))}: column {names[0]!r} has {lengths[odd[0]]} numbers; expected {width}")
         return _numbers(rows, names[0], column.flatten()).reshape(-1, width)
     if len(names) != width:
         raise DataError(f"columns {', '.join(names)} are {len(names)}; the scorer's dense tensor has {width} numbers a row")
-    return np.stack([_numbers(rows, name, rows.columns[name]) for name in names], 1)
+    numbers = np.empty((rows.size, width), np.float32)
+    for n, name in enumerate(names):
+        numbers[:, n] = _numbers(rows, name, rows.columns[name])
+    return numbers
 
 
 def _numbers(rows: Rows, name: str, values: Any) -> NDArray[np.float32]:
     is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_boolean(values.type)
     if not is_number or values.null_count:
         raise DataError(f"{rows.where(0)}: column {name!r} holds {values.type} with {values.null_count} null; expected numbers")
-    return np.ascontiguousarray(values.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False))
+    with np.errstate(over="ignore"):  # a number beyond fp32 is infinite, and its score an error
+        return np.ascontiguousarray(values.to_numpy(zero_copy_only=False), np.float32)
 
 
 def labels_of(rows: Rows, name: str) -> NDArray[np.float32]:
@@ -225,4 +236,4 @@ def texts_of(rows: Rows, name: str) -> Any:
     column = rows.columns[name]
     if _is_list(column):
         raise DataError(f"column {name!r} holds {column.type}; expected one value a row to slice by")
-    return pc.fill_null(column.cast(pa.string()), "null")
+    return column.cast(pa.string()).fill_null("null")

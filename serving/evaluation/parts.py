@@ -34,7 +34,7 @@ def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
     path = job.part(shard)
     partial = path.with_suffix(f".partial-{os.getpid()}")
     buffer = io.BytesIO()
-    pq.write_table(table, buffer)
+    pq.write_table(table, buffer, use_dictionary=False)  # scores and row numbers hardly repeat
     try:
         _checksum_file(path).write_text(_checksum_line(path, buffer.getbuffer()))
         partial.write_bytes(buffer.getbuffer())

@@ -90,7 +90,7 @@ class Pool:
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
         self._context = multiprocessing.get_context("forkserver")
-        programs = ["tableside.serving.program"] if job.has_program else []  # torch takes seconds
+        programs = ["tableside.serving.program"] if job.needs_torch else []
         self._context.set_forkserver_preload(["tableside.serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
 

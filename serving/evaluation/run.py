@@ -28,6 +28,7 @@ from tableside.serving.evaluation.pool import Pool
 from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 from tableside.serving.evaluation.work import Candidate, Job
+from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 
 Progress = Callable[[int, int], None]  # (rows done, rows in all)
@@ -85,12 +86,13 @@ def evaluate(
     segments = [Model(server.root, c.model, server.owner).attach(c.version, "header") for c in candidates]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
+    by_torch = any(needs_torch(s, "cuda" if server.devices else "cpu") for s in segments)
     data, out = settings.data.resolve(), settings.out.resolve()
     if data.is_relative_to(out):
         raise ServingError(f"{settings.out} holds the data; choose another --out")
     settings = replace(settings, data=data, out=out)
-    job = _job(candidates, headers, settings, server)
-    if job.has_program:
+    job = replace(_job(candidates, headers, settings, server), needs_torch=by_torch)
+    if by_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if server.devices:
         require("--devices", "torch", "triton", extra="gpu")
@@ -203,7 +205,6 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
             if i.feature is not None and len(found) != 1:
                 raise ServingError(f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}")
     parts = settings.out / "parts"
-    has_program = any(h.scorer.kind == "program" for h in headers if h.scorer)
     return Job(
         server.root,
         tuple(candidates),
@@ -214,7 +215,6 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
         parts,
         server,
         settings.stash,
-        has_program,
     )
 
 

@@ -44,7 +44,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Job:
     """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data. stash: tables leave
-    the GPU's memory while the dense part runs. has_program: a scorer is a program, for which workers import torch."""
+    the GPU's memory while the dense part runs. needs_torch: a scorer runs by torch, which takes seconds to import."""
 
     root: Path
     candidates: tuple[Candidate, ...]
@@ -55,7 +55,7 @@ class Job:
     parts: Path
     settings: ServerSettings
     stash: bool = False
-    has_program: bool = True
+    needs_torch: bool = True
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -192,8 +192,13 @@ class Evaluator:
                 at += values.nbytes
                 continue
             ids, lengths = ids_of(rows, columns[0])
-            features.append(FeatureInput(i.feature, at, ids.size, rows.size, 0, at + ids.nbytes))
-            parts += [ids, lengths]
+            parts.append(ids)
+            if lengths is None:
+                features.append(FeatureInput(i.feature, at, ids.size, rows.size, bag_length=1))
+                at += ids.nbytes
+                continue
+            features.append(FeatureInput(i.feature, at, ids.size, rows.size, lengths_at=at + ids.nbytes))
+            parts.append(lengths)
             at += ids.nbytes + lengths.nbytes
         try:
             request = served.lay_out(features, dense, score=True)
