@@ -22,6 +22,7 @@ from tableside.loader.program.operators import aten_name
 
 Floats = NDArray[np.float32]
 ACTIVATIONS = ("", "relu", "sigmoid", "tanh")
+_END = (1 << 63) - 1  # how export writes "to the end"
 _NOTHING = ("dropout", "detach", "clone", "contiguous")  # give what they are given
 
 
@@ -184,6 +185,11 @@ class _Reader:
         _expect(a.keys() <= {"self", "input", "p", "train"})
         return self.columns(a.get("self", a.get("input")))
 
+    def whole(self, _: Node, a: Mapping[str, Any]) -> Columns:
+        """A slice of all rows, which `[:, 0]` begins with."""
+        _expect({"dim": 0, "start": 0, **a} == {"self": a["self"], "dim": 0, "start": 0, "end": _END})
+        return self.columns(a["self"])
+
     def flattened(self, node: Node, a: Mapping[str, Any]) -> Columns:
         """[batch, 1] -> [batch]."""
         x = self.columns(a["self"])
@@ -207,7 +213,7 @@ _CALLS: Mapping[str, Callable[[_Reader, Node, Mapping[str, Any]], Columns | Floa
     **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Reader.activation),
     **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Reader.nothing),
     **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"), _Reader.flattened),
-    "flatten.using_ints": _Reader.flattened,
+    **{"flatten.using_ints": _Reader.flattened, "slice.Tensor": _Reader.whole},
 }
 
 
