@@ -1,10 +1,10 @@
-"""Runs a program's graph: one call of torch after another, each checked first. Imports torch.
+"""Runs a program's graph: one call of torch after another, each checked before it is made for the first time. Imports torch.
 
 The operators are taken from the list, by name, and nothing of the program is evaluated. No call writes into a tensor that was
 there before, so any number of threads may run one program. Values are let go after their last use.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from tableside.loader.program.checks import CHECKS, Check
 from tableside.loader.program.graph import TYPES, DType, MemoryFormat, Node, NumberRef, OwnDevice, Program, TensorRef, Weight
 from tableside.loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name
 
+_MOST_PROVEN = 1 << 16  # numbers of rows that are remembered
 _FORMATS = {1: torch.contiguous_format, 4: torch.preserve_format}
 Tensors = Mapping[str, torch.Tensor]
 
@@ -41,27 +42,80 @@ def over(memory: Any, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class _Arguments:
+    """A call's arguments: constants, and the slots of the values that stand among them or in lists of theirs."""
+
+    constants: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]  # (place, slot)
+    lists: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (place of a list, as above)
+
+    def read(self, values: list[Any]) -> list[Any]:
+        """The arguments, with values from their slots."""
+        found = list(self.constants)
+        for place, slot in self.slots:
+            found[place] = values[slot]
+        for place, slots in self.lists:
+            items = found[place] = found[place].copy()
+            for at, slot in slots:
+                items[at] = values[slot]
+        return found
+
+
+@dataclass(frozen=True)
 class _Call:
-    """One call, ready to be made. references: where arguments name values; dead: values that no later call reads."""
+    """One call, ready to be made. positional: how many arguments have no keyword; names: of all, keywords behind; dead: slots of
+    values that no later call reads; outputs: (slot, whether it is a tensor) of each result."""
 
     function: Callable[..., Any]
     check: Check | None
-    names: tuple[str, ...]  # of `arguments`, then of `keywords`
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
-    outputs: tuple[Any, ...]
-    dead: tuple[str, ...]
+    positional: int
+    names: tuple[str, ...]
+    arguments: _Arguments
+    outputs: tuple[tuple[int, bool], ...]
+    dead: tuple[int, ...]
+
+    def make(self, values: list[Any], is_proven: bool, most_bytes: int) -> None:
+        """Makes the call and keeps its results. is_proven: one with arguments of the same types and sizes passed the checks."""
+        given = self.arguments.read(values)
+        if self.check is not None and not is_proven:
+            self.check(dict(zip(self.names, given, strict=False)), most_bytes)
+        if len(given) == self.positional:
+            found = self.function(*given)
+        else:
+            keywords = dict(zip(self.names[self.positional :], given[self.positional :], strict=True))
+            found = self.function(*given[: self.positional], **keywords)
+        if self.outputs:
+            results = found if isinstance(found, tuple | list) else (found,)
+            if not is_proven:
+                self._check_results(results)
+            for (slot, _), result in zip(self.outputs, results, strict=True):
+                values[slot] = result
+        for slot in self.dead:
+            values[slot] = None
+
+    def _check_results(self, results: Sequence[Any]) -> None:
+        if len(results) != len(self.outputs):
+            raise ValueError(f"a call gives {len(results)} values where the program names {len(self.outputs)}")
+        for (_, is_tensor), result in zip(self.outputs, results, strict=True):
+            if isinstance(result, torch.Tensor) is not is_tensor:
+                raise ValueError(f"a call gives no {'tensor' if is_tensor else 'number'} where the program names one")
 
 
 class Runner:
     """A program on one device. most_bytes: of one result whose size is a number in the program.
 
-    ValueError: an operator has no such argument.
+    Checks look at types, sizes and numbers computed of sizes, which are the same for every batch of as many rows. So they are
+    made for the first batch of each number of rows, and not again. ValueError: an operator has no such argument.
     """
 
     def __init__(self, program: Program, weights: Tensors, device: torch.device, most_bytes: int) -> None:
-        self._program, self._weights, self._device, self._most_bytes = program, weights, device, most_bytes
+        self._program, self._device, self._most_bytes = program, device, most_bytes
+        given = [*weights, *program.values]
+        made = [ref.name for n in program.nodes for ref in _results(n)]
+        self._slots = {name: slot for slot, name in enumerate([*given, *made])}
+        self._weights = list(weights.values())
         self._calls = [self._bind(n, dead) for n, dead in zip(program.nodes, _last_uses(program), strict=True)]
+        self._proven: set[int] = set()  # numbers of rows
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """fp32 [rows, width] of each input -> what the program returns.
@@ -71,39 +125,49 @@ class Runner:
         least, most = self._program.rows
         if not least <= (rows := len(inputs[0])) <= most:
             raise ValueError(f"the program was exported for {least:,} to {most:,} rows; found {rows:,}")
-        values: dict[str, Any] = dict(self._weights)
-        values.update(zip(self._program.values, inputs, strict=True))
+        for given, i in zip(inputs, self._program.inputs, strict=True):
+            if given.shape != (rows, i.width):
+                raise ValueError(f"input {i.name!r} is {list(given.shape)}; expected {[rows, i.width]}")
+        values: list[Any] = [*self._weights, *inputs, *([None] * (len(self._slots) - len(self._weights) - len(inputs)))]
+        is_proven, most_bytes = rows in self._proven, self._most_bytes
         for call in self._calls:
-            arguments = [_resolve(a, values) for a in call.arguments]
-            keywords = {name: _resolve(a, values) for name, a in call.keywords.items()}
-            if call.check is not None:
-                call.check({**dict(zip(call.names, arguments, strict=False)), **keywords}, self._most_bytes)
-            _keep(call, call.function(*arguments, **keywords), values)
-            for name in call.dead:
-                del values[name]
-        found: torch.Tensor = values[self._program.result.name]
+            call.make(values, is_proven, most_bytes)
+        if len(self._proven) < _MOST_PROVEN:
+            self._proven.add(rows)
+        found: torch.Tensor = values[self._slots[self._program.result.name]]
         return found
 
     def _bind(self, node: Node, dead: tuple[str, ...]) -> _Call:
+        outputs = tuple((self._slots[ref.name], isinstance(ref, TensorRef)) for ref in _results(node))
+        gone = tuple(self._slots[name] for name in dead)
         if (function := ARITHMETIC.get(node.target)) is not None:
-            arguments = tuple(self._constant(value) for _, value in node.arguments)
-            return _Call(_on_numbers(function), None, (), arguments, {}, node.outputs, dead)
+            numbers = self._arguments([value for _, value in node.arguments])
+            return _Call(_on_numbers(function), None, len(node.arguments), (), numbers, outputs, gone)
         name, overload = aten_name(node.target)
         operator = getattr(getattr(torch.ops.aten, name), overload)
-        given = {argument: self._constant(value) for argument, value in node.arguments}
-        names, arguments_, keywords = [], [], {}
-        for argument in operator._schema.arguments:
+        given = dict(node.arguments)
+        schema = sorted(operator._schema.arguments, key=lambda a: a.kwarg_only)
+        values = []
+        for argument in schema:
             if argument.name not in given and not argument.has_default_value():
                 raise ValueError(f"{node.target} is called without {argument.name}")
-            value = given.pop(argument.name, argument.default_value)
-            if argument.kwarg_only:
-                keywords[argument.name] = value
-            else:
-                names.append(argument.name)
-                arguments_.append(value)
+            values.append(given.pop(argument.name, argument.default_value))
         if given:
             raise ValueError(f"{node.target} is called with {next(iter(given))}, which it does not take")
-        return _Call(operator, CHECKS.get(name), tuple(names), tuple(arguments_), keywords, node.outputs, dead)
+        positional = sum(not a.kwarg_only for a in schema)
+        names = tuple(a.name for a in schema)
+        return _Call(operator, CHECKS.get(name), positional, names, self._arguments(values), outputs, gone)
+
+    def _arguments(self, values: Sequence[Any]) -> _Arguments:
+        slots, lists = self._references(values), []
+        for place, value in enumerate(values):
+            if isinstance(value, tuple) and (inside := self._references(value)):
+                lists.append((place, inside))
+        return _Arguments(tuple(self._constant(v) for v in values), slots, tuple(lists))
+
+    def _references(self, values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """The places that name a value, with its slot."""
+        return tuple((n, self._slots[v.name]) for n, v in enumerate(values) if isinstance(v, TensorRef | NumberRef))
 
     def _constant(self, value: Any) -> Any:
         """An argument with everything but references as torch wants it."""
@@ -119,14 +183,6 @@ class Runner:
         return value
 
 
-def _resolve(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, TensorRef | NumberRef):
-        return values[value.name]
-    if type(value) is list:
-        return [values[item.name] if isinstance(item, TensorRef | NumberRef) else item for item in value]
-    return value
-
-
 def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     """Python's numbers have no end: those that a program computes of sizes do."""
 
@@ -137,22 +193,6 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return call
-
-
-def _keep(call: _Call, found: Any, values: dict[str, Any]) -> None:
-    """Puts a call's results under their names."""
-    if not call.outputs:
-        return
-    if len(call.outputs) == 1 and isinstance(call.outputs[0], tuple):
-        results, names = found, call.outputs[0]
-    else:
-        results, names = found if isinstance(found, tuple | list) else (found,), call.outputs
-    if len(results) != len(names):
-        raise ValueError(f"a call gives {len(results)} values where the program names {len(names)}")
-    for ref, result in zip(names, results, strict=True):
-        if isinstance(result, torch.Tensor) is not isinstance(ref, TensorRef):
-            raise ValueError(f"a call gives no {'tensor' if isinstance(ref, TensorRef) else 'number'} for {ref.name!r}")
-        values[ref.name] = result
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:
@@ -167,6 +207,9 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
 
 
 def _references(node: Node) -> list[TensorRef | NumberRef]:
-    groups = [*(value for _, value in node.arguments), *node.outputs]
-    items = [item for group in groups for item in (group if isinstance(group, tuple) else (group,))]
-    return [item for item in items if isinstance(item, TensorRef | NumberRef)]
+    items = [item for _, value in node.arguments for item in (value if isinstance(value, tuple) else (value,))]
+    return [*(item for item in items if isinstance(item, TensorRef | NumberRef)), *_results(node)]
+
+
+def _results(node: Node) -> list[TensorRef | NumberRef]:
+    return [ref for out in node.outputs for ref in (out if isinstance(out, tuple) else (out,))]
