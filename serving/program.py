@@ -73,7 +73,9 @@ class ProgramScorer(Scorer):
 
     def run(self, arrays: list[Floats]) -> Floats:
         with torch.inference_mode():
-            given = [torch.from_numpy(a).to(self._device) for a in arrays]
+            given = [torch.from_numpy(a) for a in arrays]
+            if self._device.type != "cpu":
+                given = [tensor.to(self._device) for tensor in given]
             scores: Floats = self._runner(*given).to("cpu", torch.float32).numpy()
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 

@@ -6,6 +6,7 @@ The scorers that there are lie in `serving.scorers`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,11 @@ class Scorer(ABC):
     def name(self) -> str:
         """Whose scorer it is, for logs and errors."""
         return f"{self.model} version {self.version}"
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Of the inputs, in order."""
+        return [i.width for i in self.inputs]
 
     @property
     def dense(self) -> dict[str, int]:

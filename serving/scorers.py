@@ -59,7 +59,9 @@ class LayersScorer(Scorer):
 
     def run(self, arrays: list[Floats]) -> Floats:
         rows, at, sources = len(arrays[0]), 0, []
-        for array in arrays:
+        for array, i in zip(arrays, self.inputs, strict=True):
+            if array.shape != (rows, i.width):
+                raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
             sources.append(Source(False, at, False))
             at += array.nbytes
         scores = np.empty((rows, self._layers.width), np.float32)

@@ -32,7 +32,13 @@ class Scoring:
 
     @cached_property
     def in_place(self) -> InPlace | None:
-        """The scorer's function for this layout, where it reads the request's buffers themselves. Made for the first request."""
+        """The scorer's function for this layout, where it reads the request's buffers themselves. Made for the first request.
+
+        None as well where a source is of another width than the scorer takes: `run` says so.
+        """
+        widths = [s.shape[1] if isinstance(s, Output) else s.width for s in self.sources]
+        if widths != self.scorer.widths:
+            return None
         sources = [Source(True, s.at, s.half) if isinstance(s, Output) else Source(False, s.at, False) for s in self.sources]
         return self.scorer.in_place(sources, self.rows, self.output.at)
 
@@ -94,12 +100,15 @@ def _score_arrays(scorer: Scorer, requests: Sequence[ToScore]) -> None:
     rows = [scoring.rows for scoring, _, _ in requests]
     try:
         # An array is copied only where its memory is not aligned, or the scorer may not write to it.
-        scores = scorer.run([np.require(a, requirements=["C", "A", "W"]) for a in together])
+        scores = scorer.run([a if a.flags.carray else a.copy() for a in together])
     except (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
     if scores.shape != (expected := (sum(rows), *requests[0].scoring.output.shape[1:])):
         raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
-    for (scoring, _, buffer), given, part in zip(requests, arrays, np.split(scores, np.cumsum(rows)[:-1]), strict=True):
+    start = 0
+    for (scoring, _, buffer), given in zip(requests, arrays, strict=True):
+        part = scores[start : start + scoring.rows]
         scoring.check(given, part)
         scoring.output.view(buffer)[:] = part
+        start += scoring.rows

@@ -185,6 +185,17 @@ def test_a_batch_that_the_program_was_not_exported_for_is_refused(root: Path, tm
         assert refused.value.status == 400
 
 
+def test_an_input_of_another_width_is_refused(root: Path, tmp_path: Path) -> None:
+    """400 as from torch, and no row is read at a wrong place."""
+    publish(root, tmp_path)
+    request = one(opened(root), 4)
+    user, context = request.scoring.sources
+    scoring = replace(request.scoring, sources=(user, replace(context, width=2)))
+    with pytest.raises(ApiError, match=r"does not take these 4 rows: input 'context' is \[4, 2\]; expected \[4, 3\]") as refused:
+        score_together([request._replace(scoring=scoring)])
+    assert refused.value.status == 400
+
+
 def test_inputs_of_other_widths_than_the_programs_are_refused(root: Path, tmp_path: Path) -> None:
     """A header that somebody changed in shared memory does not make a worker read rows at wrong places."""
     publish(root, tmp_path)
