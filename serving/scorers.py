@@ -62,7 +62,7 @@ class LayersScorer(Scorer):
         for array, i in zip(arrays, self.inputs, strict=True):
             if array.shape != (rows, i.width):
                 raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
-            sources.append(Source(False, at, False))
+            sources.append(Source(False, at, 4 * i.width, False))
             at += array.nbytes
         scores = np.empty((rows, self._layers.width), np.float32)
         self._layers.run(pack_sources(sources), b"".join(a.tobytes() for a in arrays), scores, rows, 0)

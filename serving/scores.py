@@ -39,7 +39,12 @@ class Scoring:
         widths = [s.shape[1] if isinstance(s, Output) else s.width for s in self.sources]
         if widths != self.scorer.widths:
             return None
-        sources = [Source(True, s.at, s.half) if isinstance(s, Output) else Source(False, s.at, False) for s in self.sources]
+        sources = [
+            Source(True, s.at, s.shape[1] * (2 if s.half else 4) if s.row_bytes is None else s.row_bytes, s.half)
+            if isinstance(s, Output)
+            else Source(False, s.at, s.width * 4, False)
+            for s in self.sources
+        ]
         return self.scorer.in_place(sources, self.rows, self.output.at)
 
     def run_in_place(self, in_place: InPlace, inputs: Any, buffer: Buffer) -> None:

@@ -36,8 +36,9 @@ static int n_available;
 #define LAYER_FIELDS(F) F(depth) F(width) F(weights_at) F(activation) F(pieces)
 /* of: the number of a source, or -1 - the number of a layer. */
 #define PIECE_FIELDS(F) F(of) F(width)
-/* at: bytes in the request's output buffer where is_output, else in its input buffer. is_half: fp16, else fp32. */
-#define SOURCE_FIELDS(F) F(is_output) F(at) F(is_half)
+/* at: bytes in the request's output buffer where is_output, else in its input buffer. row_bytes: from one row to the next.
+ * is_half: fp16, else fp32. */
+#define SOURCE_FIELDS(F) F(is_output) F(at) F(row_bytes) F(is_half)
 #define MEMBER(name) int64_t name;
 #define FIELD_NAME(name) #name,
 typedef struct { LAYER_FIELDS(MEMBER) } layer_fields;
@@ -71,11 +72,10 @@ static int64_t padded(int64_t width) { return (width + PANEL / 2 - 1) / (PANEL /
 
 static void gather_source(const call *c, const piece_fields *p, int64_t row, int64_t rows, float *to, int64_t stride) {
     const source_fields *s = c->sources + p->of;
-    const int64_t row_bytes = p->width * (s->is_half ? 2 : 4);
-    const uint8_t *from = (s->is_output ? c->outputs : c->inputs) + s->at + row * row_bytes;
-    for (int64_t r = 0; r < rows; r++, from += row_bytes, to += stride) {
+    const uint8_t *from = (s->is_output ? c->outputs : c->inputs) + s->at + row * s->row_bytes;
+    for (int64_t r = 0; r < rows; r++, from += s->row_bytes, to += stride) {
         if (s->is_half) active->from_half(from, p->width, to);
-        else memcpy(to, from, (size_t)row_bytes);
+        else memcpy(to, from, (size_t)p->width * sizeof(float));
     }
 }
 
@@ -150,10 +150,11 @@ static int unsound(const char *what) {
     return 0;
 }
 
-/* Whether `rows` rows of `bytes` bytes each lie in a buffer at `at`. */
-static int lies_in(int64_t at, int64_t rows, int64_t bytes, const Py_buffer *b) {
-    int64_t total, end;
-    return at >= 0 && !__builtin_mul_overflow(rows, bytes, &total) && !__builtin_add_overflow(at, total, &end) && end <= b->len;
+/* Whether `rows` rows of `bytes` bytes each, `row_bytes` from one to the next, lie in a buffer at `at`. */
+static int lies_in(int64_t at, int64_t rows, int64_t bytes, int64_t row_bytes, const Py_buffer *b) {
+    int64_t last, end;
+    return at >= 0 && row_bytes >= 0 && !__builtin_mul_overflow(rows > 0 ? rows - 1 : 0, row_bytes, &last)
+           && !__builtin_add_overflow(at, last, &end) && !__builtin_add_overflow(end, rows > 0 ? bytes : 0, &end) && end <= b->len;
 }
 
 /* Whether a piece is a source that lies in its buffer, or a layer before layer `number`, of this width. */
@@ -162,7 +163,7 @@ static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, 
     if (p->of < 0) return p->of >= -number && c->layers[-1 - p->of].width == p->width;
     if (p->of >= c->n_sources) return 0;
     const source_fields *s = c->sources + p->of;
-    return lies_in(s->at, c->rows, p->width * (s->is_half ? 2 : 4), s->is_output ? out : in);
+    return lies_in(s->at, c->rows, p->width * (s->is_half ? 2 : 4), s->row_bytes, s->is_output ? out : in);
 }
 
 /* Checks all sizes and finds how much scratch a row takes; 0 with ValueError set where a size does not fit. */
@@ -180,13 +181,14 @@ static int check(call *c, const Py_buffer *weights, const Py_buffer *in, const P
             if (!is_sound_piece(c, p, n, in, out)) return unsound("layers: a piece does not lie in its buffer, or is no layer before");
             depth += p->width;
         }
-        if (depth != l->depth || !lies_in(l->weights_at * 4, padded(l->width), (depth + 1) * 4, weights))
+        if (depth != l->depth || !lies_in(l->weights_at * 4, padded(l->width), (depth + 1) * 4, (depth + 1) * 4, weights))
             return unsound("layers: a layer's weights do not lie in their buffer");
         if (is_gathered && depth > c->gathered) c->gathered = depth;
         c->row_floats += padded(l->width);
     }
     c->row_floats += c->gathered;
-    if (!lies_in(c->scores_at, c->rows, c->layers[c->n_layers - 1].width * 4, out))
+    const int64_t score_bytes = c->layers[c->n_layers - 1].width * 4;
+    if (!lies_in(c->scores_at, c->rows, score_bytes, score_bytes, out))
         return unsound("layers: the scores do not lie in the output buffer");
     return 1;
 }

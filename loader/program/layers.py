@@ -49,10 +49,14 @@ class _PieceFields(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input buffer."""
+    """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input buffer.
+
+    row_bytes: from one row to the next. is_half: the values are fp16, else fp32.
+    """
 
     is_output: bool
     at: int
+    row_bytes: int
     is_half: bool
 
 

@@ -97,7 +97,7 @@ def run(packed: PackedLayers, inputs: list[Floats]) -> Floats:
     """Scores [rows, n] of inputs that lie one after another, at an odd byte."""
     rows, at, sources = len(inputs[0]), 1, []
     for values in inputs:
-        sources.append(Source(False, at, values.dtype == np.float16))
+        sources.append(Source(False, at, values.itemsize * values.shape[1], values.dtype == np.float16))
         at += values.nbytes
     scores = np.full((rows, packed.width), np.nan, np.float32)
     given = b"?" + b"".join(v.tobytes() for v in inputs)
@@ -279,7 +279,7 @@ def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     expected = run(packed, inputs)
     inputs[0][150, 3], inputs[0][90, 0] = np.nan, np.inf
     scores = np.zeros((200, packed.width), np.float32)
-    sources = pack_sources([Source(False, 0, False), Source(False, inputs[0].nbytes, False)])
+    sources = pack_sources([Source(False, 0, 32, False), Source(False, inputs[0].nbytes, 12, False)])
     assert packed.run(sources, b"".join(v.tobytes() for v in inputs), scores, 200, 0) == 90
     assert np.flatnonzero(~np.isfinite(scores).all(1)).tolist() == [90, 150]
     assert np.array_equal(np.delete(scores, [90, 150], 0), np.delete(expected, [90, 150], 0))
@@ -290,11 +290,21 @@ def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
     packed, inputs = PackedLayers(found_in(program(mlp))), inputs_of(5)
     outputs = np.full(2 + inputs[0].nbytes + 20 + 1, 7, np.uint8)
     outputs[2 : 2 + inputs[0].nbytes] = inputs[0].view(np.uint8).ravel()
-    sources = pack_sources([Source(True, 2, False), Source(False, 0, False)])
+    sources = pack_sources([Source(True, 2, 32, False), Source(False, 0, 12, False)])
     assert packed.run(sources, inputs[1].tobytes(), outputs, 5, 2 + inputs[0].nbytes) == -1
     assert np.array_equal(outputs[-21:-1].copy().view(np.float32), run(packed, inputs)[:, 0])
     assert outputs[:2].tolist() == [7, 7] and outputs[-1] == 7
     assert np.array_equal(outputs[2 : 2 + inputs[0].nbytes], inputs[0].view(np.uint8).ravel())
+
+
+def test_rows_may_lie_apart(isa: str) -> None:
+    """Vectors of several features side by side, as a kjt's are: each feature's rows begin a whole row of all of them apart."""
+    packed, (user, context) = PackedLayers(found_in(program(mlp))), inputs_of(70)
+    between = np.hstack([np.full((70, 1), np.nan, np.float32), user, np.full((70, 2), np.nan, np.float32)])
+    scores = np.zeros((70, 1), np.float32)
+    sources = pack_sources([Source(False, 4, 4 * 11, False), Source(False, between.nbytes, 12, False)])
+    assert packed.run(sources, between.tobytes() + context.tobytes(), scores, 70, 0) == -1
+    assert np.array_equal(scores, run(packed, [user, context]))
 
 
 # ---- what is refused ----
@@ -307,7 +317,7 @@ def call(**changes: object) -> int:
     given: dict[str, object] = {
         "layers": (2, 1, 0, 0, 1),
         "pieces": (0, 2),
-        "sources": (0, 0, 0),
+        "sources": (0, 0, 8, 0),
         "weights": np.zeros(48, np.float32),
         "inputs": bytes(8),
         "outputs": bytearray(4),
@@ -333,7 +343,11 @@ def test_the_call_that_others_are_changed_from_is_sound() -> None:
         *({"layers": (2, 1, 0, activation, 1)} for activation in (4, -1)),
         *({"layers": (2, 1, 0, 0, pieces)} for pieces in (0, 2, -1, FAR)),
         *({"pieces": piece} for piece in [(), (1, 2), (-1, 2), (-FAR, 2), (FAR, 2), (0, 1), (0, 0), (0, -2), (0, FAR)]),
-        *({"sources": source} for source in [(), (1, 0, 0), (0, 1, 0), (0, -1, 0), (0, FAR, 0)]),
+        *({"sources": source} for source in [(), (1, 0, 8, 0), (0, 1, 8, 0), (0, -1, 8, 0), (0, FAR, 8, 0), (0, 0, -8, 0)]),
+        *(
+            {"inputs": bytes(8 + 12), "rows": 2, "outputs": bytearray(8), "sources": (0, 0, n, 0)}
+            for n in (13, -1, FAR, 2 * FAR - 1)
+        ),
         {"inputs": bytes(7)},
         {"outputs": bytearray(3)},
         {"weights": np.zeros(47, np.float32)},

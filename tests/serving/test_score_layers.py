@@ -190,7 +190,7 @@ def test_an_input_of_another_width_is_refused(root: Path, tmp_path: Path) -> Non
     publish(root, tmp_path)
     request = one(opened(root), 4)
     user, context = request.scoring.sources
-    scoring = replace(request.scoring, sources=(user, replace(context, width=2)))
+    scoring = replace(request.scoring, sources=(user, context._replace(width=2)))
     with pytest.raises(ApiError, match=r"does not take these 4 rows: input 'context' is \[4, 2\]; expected \[4, 3\]") as refused:
         score_together([request._replace(scoring=scoring)])
     assert refused.value.status == 400
