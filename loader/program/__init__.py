@@ -4,8 +4,10 @@
     graph       what a program is: calls of operators, weights as raw bytes, inputs
     operators   what it may call
     write       a program -> the archive that is published
-    checks      sizes that kernels trust, checked before each call
-    run         the calls, one after another
+    recognize   whether a program is dense layers alone
+    layers      runs those, by a kernel of our own (`_layers.c`); without torch
+    checks      sizes that kernels trust, checked before a call
+    run         the calls of any other program, one after another
     measure     shapes propagated against the weights: where they do not fit, the bytes and the work of a call
 
 checks, run and measure import torch; import them where they are used.

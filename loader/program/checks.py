@@ -1,4 +1,4 @@
-"""What is checked before each call of an operator whose kernels do not check it themselves.
+"""What is checked before a call of an operator whose kernels do not check it themselves.
 
 A check gets the call's arguments by name, defaults included, and raises ValueError. It runs on real tensors and on the shapes
 that `measure` propagates alike, on a few numbers each. Three kinds: sizes that a kernel trusts (a batch norm reads as many
