@@ -9,6 +9,7 @@ Rounding: each value is a sum of `depth` products in fp32, added one by one. It 
 Stability of Numerical Algorithms", 2002, section 3.1), as any order of the sum does.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,7 +107,7 @@ class PackedLayers:
 
 def pack_sources(sources: Sequence[Source]) -> bytes:
     """Where a request's inputs lie, as `PackedLayers.run` takes it."""
-    return _as_bytes(sources)
+    return array("q", [field for source in sources for field in source]).tobytes()
 
 
 def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
