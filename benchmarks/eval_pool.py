@@ -85,7 +85,8 @@ def make(folder: Path, root: Path, rows: int, shape: Shape = SHAPES["bags"]) -> 
     """Publishes the model and writes the data; returns the tables."""
     rng = np.random.default_rng(0)
     tables = [rng.standard_normal((shape.table_rows, shape.dim), dtype=np.float32) * np.float32(0.3) for _ in range(shape.tables)]
-    np.savez(folder / "c.npz", **{f"t{n}": t for n, t in enumerate(tables)})
+    named: dict[str, Any] = {f"t{n}": t for n, t in enumerate(tables)}
+    np.savez(folder / "c.npz", **named)
     batch = torch.export.Dim("batch")
     inputs = (*(torch.zeros(2, shape.dim) for _ in shape.names), torch.zeros(2, NUMBERS))
     program = torch.export.export(Dense(shape).eval(), inputs, dynamic_shapes={"parts": tuple({0: batch} for _ in inputs)})
@@ -125,7 +126,7 @@ def plain(tables: list[torch.Tensor], path: Path, device: str = "cpu", shape: Sh
     if shape.ids:
         held = [torch.nn.EmbeddingBag.from_pretrained(t.to(device), mode="sum") for t in tables]
     else:
-        held = [torch.nn.Embedding.from_pretrained(t.to(device)) for t in tables]
+        held = [torch.nn.Embedding.from_pretrained(t.to(device)) for t in tables]  # type: ignore[no-untyped-call]
     dense = Dense(shape).eval().to(device)
     scores, started = [], time.perf_counter()
     with torch.inference_mode():
