@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.c quant/cpu/*.h serving/http/*.c)
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
 .PHONY: help setup dev demo serve minilm dlrm test quick test-gpu test-sanitized check wheel bench campaign clean
 
@@ -21,7 +21,7 @@ $(VENV)/.base: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside into $(VENV)"
 	@$(PIP) install --editable .
-	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.serving.http._headers' 2>/dev/null || { \
+	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.loader.program._layers, tableside.serving.http._headers' 2>/dev/null || { \
 		echo "the native kernel was not built (Python.h? Debian: apt-get install python3-dev); installing FBGEMM's, which is large"; \
 		$(PIP) install --editable '.[fbgemm]'; }
 	@touch $@
@@ -67,7 +67,7 @@ WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
-	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py
+	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -86,4 +86,4 @@ campaign: dev    ## kills, damage, hostile requests and files, overload, a soak:
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
-	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so
+	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so

@@ -1,4 +1,4 @@
-"""The native kernel, and the routine that understands headers, which pyproject.toml cannot declare without a warning.
+"""The native kernels, and the routine that understands headers, which pyproject.toml cannot declare without a warning.
 
 Everything else is there. TABLESIDE_NATIVE=required: the build fails where they do not compile. Else they are left out, and
 `tableside serve` says so.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-KERNEL = Path("quant/cpu")
+KERNEL, LAYERS = Path("quant/cpu"), Path("loader/program")
 OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
 
 setup(
@@ -18,6 +18,15 @@ setup(
             "tableside.quant.cpu._native",
             sources=[str(KERNEL / f"_native{part}.c") for part in ("", "_jobs", "_avx512", "_avx2", "_portable")],
             depends=sorted(map(str, KERNEL.glob("*.h"))),
+            extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
+            extra_link_args=["-pthread", "-s"],
+            py_limited_api=True,
+            optional=OPTIONAL,
+        ),
+        Extension(
+            "tableside.loader.program._layers",
+            sources=[str(LAYERS / f"_layers{part}.c") for part in ("", "_avx512", "_avx2", "_portable")],
+            depends=sorted(map(str, (*LAYERS.glob("*.h"), *KERNEL.glob("*.h")))),
             extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
             extra_link_args=["-pthread", "-s"],
             py_limited_api=True,

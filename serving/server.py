@@ -14,6 +14,7 @@ from tableside.quant import choose
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.metrics_files import metrics_folder
+from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
@@ -54,10 +55,11 @@ def serve(
     if not settings.models:
         raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
-    headers = [model.attach(model.good(), "header").header for model in published]
+    segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
-    has_program = any(h.scorer and h.scorer.kind == "program" for h in headers)
-    if has_program:
+    runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
+    del segments  # workers attach what is live when they start
+    if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
@@ -76,7 +78,7 @@ def serve(
             preload = [
                 *(["tableside.quant.gpu.backend"] if settings.devices else []),
                 *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
-                *(["tableside.serving.program"] if has_program else []),
+                *(["tableside.serving.program"] if runs_torch else []),
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

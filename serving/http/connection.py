@@ -350,12 +350,12 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._deadline.set(self.limits.body_timeout_s, self._time_out, "the body", self.limits.body_timeout_s)
 
     def _answer(self, request: _Request, cycle: RequestResponseCycle) -> None:
-        if not cycle.disconnected and request.asked is not None:
+        if not self.transport.is_closing() and request.asked is not None:
             self.door.answer(request.asked, request.body, request.hold, functools.partial(self._send, cycle))
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
         """Sends what the door answers, once the client has read enough of what came before."""
-        if cycle.disconnected:
+        if cycle.disconnected or self.transport.is_closing():
             return
         if self.flow.write_paused:
             self._door_tasks.add(task := self.loop.create_task(self._send_later(cycle, head, parts)))
