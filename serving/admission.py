@@ -41,7 +41,11 @@ def overloaded(why: str) -> ApiError:
 
 
 class Turn:
-    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or, later, got its slot."""
+    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or, later, got its slot.
+
+    `start` is called when it has a slot, `refuse`, with a 503, where it gets none. is_whole: says whether the request's body is
+    here; one whose body is late loses its slot to others.
+    """
 
     def __init__(
         self, slots: "Slots", start: Callable[[], None], refuse: Callable[[ApiError], None], is_whole: Callable[[], bool]
@@ -68,25 +72,20 @@ class Slots:
         """Whether a request that comes now has to wait."""
         return len(self._held) >= self.slots
 
-    def ask(self, start: Callable[[], None], refuse: Callable[[ApiError], None], is_whole: Callable[[], bool]) -> Turn:
-        """A request's turn. `start` is called when it has a slot, now or later; `refuse`, with a 503, where it gets none.
-
-        is_whole: says whether the request's body is here; one whose body is late loses its slot to others.
-        """
-        turn = Turn(self, start, refuse, is_whole)
+    def enter(self, turn: Turn) -> None:
+        """Begins a turn now, where there is a slot, or later. The request may be over, and its turn too, when this returns."""
         if self.is_full:
             self._take_from_slow()
         if not self.is_full:
             self._held[turn] = None
-            start()
-            return turn
+            turn.start()
+            return
         self._waiting.append(turn)
         if len(self._waiting) > self._max_waiting:
             why = f"{self._max_waiting} requests wait for this worker, its limit (max_waiting)"
             self._waiting.popleft().refuse(overloaded(why))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse_late)
-        return turn
 
     def give_back(self, turn: Turn) -> None:
         """Ends a turn; begins those of waiting requests that find a slot now."""

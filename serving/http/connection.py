@@ -335,7 +335,9 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._begin(request, cycle, app)
             return
         begin = functools.partial(self._begin, request, cycle, app)
-        request.turn = self.slots.ask(begin, functools.partial(self._shed, request, cycle), lambda: request.is_whole)
+        shed = functools.partial(self._shed, request, cycle)
+        request.turn = Turn(self.slots, begin, shed, lambda: request.is_whole)  # known before it begins: it may end at once
+        self.slots.enter(request.turn)
         if not request.is_started:
             self.flow.pause_reading()
 

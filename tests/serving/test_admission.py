@@ -16,7 +16,7 @@ import pytest
 from support import until
 
 from tableside.loader.memory import pss_bytes
-from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots
+from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.client import Client
 from tableside.serving.errors import ApiError
 
@@ -32,7 +32,8 @@ class Request:
 
     def __init__(self, slots: Slots, name: str, log: list[str], is_whole: bool = False) -> None:
         self._name, self._log, self.is_whole = name, log, is_whole
-        self.turn = slots.ask(lambda: log.append(name), self._refuse, lambda: self.is_whole)
+        self.turn = Turn(slots, lambda: log.append(name), self._refuse, lambda: self.is_whole)
+        slots.enter(self.turn)
 
     def _refuse(self, error: ApiError) -> None:
         assert error.status == 503
@@ -94,7 +95,7 @@ def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
         for name in "abc":
             Request(slots, name, log)
         assert log == ["a", "b"]
-        slots.ask(lambda: None, lambda error: None, lambda: False)
+        slots.enter(Turn(slots, lambda: None, lambda error: None, lambda: False))
         while log == ["a", "b"]:
             await asyncio.sleep(0.01)
         assert log == ["a", "b", "c"]

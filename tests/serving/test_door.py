@@ -40,17 +40,23 @@ def connection(server: Any) -> Iterator[socket.socket]:
         yield made
 
 
+@pytest.fixture
+def reader(connection: socket.socket) -> Iterator[Reader]:
+    made = Reader(connection)
+    yield made
+    made.file.close()
+
+
 def vectors(body: bytes, count: int) -> np.ndarray:
-    return np.frombuffer(body, np.float32)[-64 * count :].reshape(count, 64)
+    return np.frombuffer(body[-256 * count :], np.float32).reshape(count, 64)
 
 
-def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: socket.socket, server: Any) -> None:
+def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: socket.socket, reader: Reader, server: Any) -> None:
     """Each with its own vectors, with GETs between them, however deep they are stacked."""
     with Client(server.url) as client:
         expected = {n: client.lookup("demo", {"user": [[n]]})["user"] for n in range(10)}
     get = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     connection.sendall(b"".join(plain([[n % 10]]) + (get if n % 100 == 0 else b"") for n in range(1000)))
-    reader = Reader(connection)
     for n in range(1000):
         status, _, body = reader.response()
         assert status == 200
@@ -59,9 +65,8 @@ def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: sock
             assert reader.response()[2] == b""
 
 
-def test_what_goes_through_asgi_gets_the_same_answer(connection: socket.socket) -> None:
+def test_what_goes_through_asgi_gets_the_same_answer(connection: socket.socket, reader: Reader) -> None:
     """Compressed, chunked, with a query, with 100-continue: the bytes of the response are those of the plain request."""
-    reader = Reader(connection)
     connection.sendall(plain())
     wanted = reader.response()[2]
     head, _, body = plain().partition(b"\r\n\r\n")
@@ -81,18 +86,18 @@ def test_what_goes_through_asgi_gets_the_same_answer(connection: socket.socket) 
 
 
 @pytest.mark.parametrize(("extra", "version"), [("", "1.0"), ("Connection: close", "1.1")])
-def test_the_connection_closes_where_the_client_says_so(connection: socket.socket, extra: str, version: str) -> None:
+def test_the_connection_closes_where_the_client_says_so(
+    connection: socket.socket, reader: Reader, extra: str, version: str
+) -> None:
     """After the whole answer, which says it too."""
     connection.sendall(plain(extra=extra, version=version))
-    reader = Reader(connection)
     status, headers, body = reader.response()
     assert status == 200 and headers[b"connection"] == b"close" and vectors(body, 2).shape == (2, 64)
     assert reader.file.read() == b""
 
 
-def test_refusals_are_those_of_asgi(connection: socket.socket) -> None:
+def test_refusals_are_those_of_asgi(connection: socket.socket, reader: Reader) -> None:
     """Unknown models and versions, wrong ids, a wrong header length: status, message and an open connection."""
-    reader = Reader(connection)
     cases = [
         (plain(path="/v2/models/nobody/infer"), 404, b"model 'nobody' is not served here"),
         (plain(path="/v2/models/demo/versions/77/infer"), 404, b"version 77 of model 'demo' is not published"),
@@ -113,13 +118,12 @@ def test_refusals_are_those_of_asgi(connection: socket.socket) -> None:
     assert reader.response()[0] == 200
 
 
-def test_a_client_that_does_not_read_is_waited_for(connection: socket.socket) -> None:
+def test_a_client_that_does_not_read_is_waited_for(connection: socket.socket, reader: Reader) -> None:
     """Answers beyond what the sockets take are kept until the client reads; none is lost or out of order."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
     many = [[n % 1000] for n in range(4000)]  # a megabyte of vectors
     requests = 40
     connection.sendall(b"".join(plain(many) for _ in range(requests)))
-    reader = Reader(connection)
     first = reader.response()[2]
     assert vectors(first, 4000).shape == (4000, 64)
     for _ in range(requests - 1):
