@@ -182,7 +182,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: "bytes | memoryview") -> None:
         if self._refused:
             return
-        began_in_headers, self._completed = self._in_headers, False
+        self._completed = False
         self._received_bytes += len(data)
         self._parse(data)
         if self._refused:
@@ -193,7 +193,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             if not self._deadline.is_set and (self.cycle is None or self.cycle.response_complete):
                 self._rest()  # blank lines between requests are no request
             return
-        if began_in_headers or not self._completed:  # else most of it was the request before, pipelined
+        if not self._completed:  # else most of it was requests before, pipelined
             self._header_bytes += len(data)
         if self._header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()

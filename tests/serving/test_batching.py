@@ -53,6 +53,7 @@ class Request:
 
     plan = None
     model = "played"
+    is_small = False
 
     def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
         self.staged_bytes, self.scoring = staged_bytes, scoring
