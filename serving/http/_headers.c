@@ -322,7 +322,7 @@ static int walk(request *r) {
         }
         int64_t value = 0;
         while (p < end && is_digit(*p) && p - start < MOST_DIGITS) value = 10 * value + (*p++ - '0');
-        if (p == start || (*start == '0' && p - start > 1) || (p < end && in_number(*p))) return 0;
+        if (p == start || (*start == '0' && p - start > 1)) return 0; /* what else may stand in a number, no literal begins with */
         t->numbers[k] = value;
     }
 }

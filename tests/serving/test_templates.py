@@ -235,6 +235,103 @@ def test_mutated_headers_are_understood_alike_or_not_by_a_template(session_versi
             check_equal(own, session_version, changed, whole)
 
 
+def request(tensors: dict[str, np.ndarray], change: Callable[[bytes], bytes] = bytes) -> tuple[bytes, int]:
+    """A request of these tensors, which asks for everything; its header changed."""
+    kinds = {np.dtype(dtype): name for name, dtype in PARTS.items()}
+    inputs = [
+        {"name": n, "datatype": kinds[a.dtype], "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+        for n, a in tensors.items()
+    ]
+    header = change(orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}))
+    return body_of(header, list(tensors.values()))
+
+
+def scored(bags: int = 2, rows: int = 2, width: int = 3, weights: int = 4) -> dict[str, np.ndarray]:
+    """Features and the dense tensor of the scorer: two ids a bag."""
+    ids = np.zeros((bags, 2), np.int64)
+    return {
+        "user": ids,
+        "user.weights": np.ones(weights, np.float32),
+        "item": ids,
+        "context": np.zeros((rows, width), np.float32),
+    }
+
+
+def together(lengths: list[list[int]], ids: int, weights: int) -> dict[str, np.ndarray]:
+    """A kjt of all features but the unpooled one and the half one."""
+    return {
+        "kjt.values": np.zeros(ids, np.int64),
+        "kjt.lengths": np.array(lengths, np.int32),
+        "kjt.weights": np.ones(weights, np.float32),
+    }
+
+
+def of_three(header: bytes) -> bytes:
+    return header.replace(
+        b'"parameters":{"binary_data_output"', b'"parameters":{"kjt.features":"user,item,a:b-c","binary_data_output"'
+    )
+
+
+def unpooled(ids: int, lengths: list[int]) -> dict[str, np.ndarray]:
+    return {"words.values": np.zeros(ids, np.int64), "words.lengths": np.array(lengths, np.int32)}
+
+
+LIES: dict[str, tuple[tuple[bytes, int], tuple[bytes, int]]] = {
+    "weights that are not the ids'": (request(scored()), request(scored(weights=3))),
+    "rows of a dense tensor that are not the bags": (request(scored()), request(scored(rows=3))),
+    "a dense tensor of another width": (request(scored()), request(scored(width=4))),
+    "more bytes than a response may have": (
+        request({"user": np.zeros((2, 0), int)}),
+        request({"user": np.zeros((3000, 0), int)}),
+    ),
+    "a number with a leading zero": (
+        request({"user": np.zeros((2, 1), int)}),
+        request({"user": np.zeros((2, 1), int)}, lambda h: h.replace(b"[2,", b"[02,")),
+    ),
+    "a size that is not the shape's": (
+        request({"user": np.zeros((2, 1), int)}),
+        request({"user": np.zeros((2, 1), int)}, lambda h: h.replace(b"[2,", b"[1,")),
+    ),
+    "a bag of more ids than a length can say": (
+        request({"user": np.zeros((0, 1), int)}),
+        request({"user": np.zeros((0, 1), int)}, lambda h: h.replace(b"[0,1]", b"[0,2147483648]")),
+    ),
+    "a kjt's weights that are not its ids'": (
+        request(together([[1], [1], [0]], 2, 2), of_three),
+        request(together([[1], [1], [0]], 2, 3), of_three),
+    ),
+    "a kjt's lengths of fewer ids": (
+        request(together([[1], [1], [0]], 2, 2), of_three),
+        request(together([[1], [1], [0]], 3, 3), of_three),
+    ),
+    "a kjt's lengths of more ids": (
+        request(together([[1], [1], [0]], 2, 2), of_three),
+        request(together([[1], [1], [1]], 2, 2), of_three),
+    ),
+    "a kjt's negative length": (
+        request(together([[1], [1], [0]], 2, 2), of_three),
+        request(together([[3], [-1], [0]], 2, 2), of_three),
+    ),
+    "a kjt of another number of features": (
+        request(together([[1], [1], [0]], 2, 2), of_three),
+        request(together([[1], [1]], 2, 2), of_three),
+    ),
+    "an unpooled feature's lengths that do not add up": (request(unpooled(2, [1, 1])), request(unpooled(2, [1, 2]))),
+    "an unpooled feature's negative length": (request(unpooled(2, [1, 1])), request(unpooled(2, [3, -1]))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_no_template_takes_what_is_refused(session_version: ServedVersion, lie: str) -> None:
+    """One test for each check of the C routine: the true request is taken, the false one is left to the slow path's words."""
+    memory, (true, false) = Templates(), LIES[lie]
+    learn(memory, session_version, *true)
+    assert check_equal(memory, session_version, *true)
+    assert memory.match(session_version, *false) is None
+    found = slowly(session_version, *false)
+    assert isinstance(found, str) or isinstance(answer(session_version, found), str), "it is no lie"
+
+
 @pytest.fixture(scope="module")
 def session_version(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The version of `version`, for tests that draw."""
