@@ -1,9 +1,12 @@
 """Where a request's dense tensors lie in its input buffer, and its vectors and scores in its output buffer."""
 
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tableside.loader.model import SCORE
 
 Buffer = NDArray[np.uint8]
 _DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
@@ -44,3 +47,9 @@ class Output(NamedTuple):
         if self.row_bytes is not None:
             return np.ndarray(self.shape, dtype, buffer, self.at, (self.row_bytes, dtype.itemsize))
         return buffer[self.at : self.at + self.bytes].view(dtype).reshape(self.shape)
+
+
+def scores_at(at: int, rows: int, width: int | None) -> Output:
+    """The scores of so many rows at byte `at` of an output buffer. width: scores of a row, where there are several."""
+    shape = (rows,) if width is None else (rows, width)
+    return Output(SCORE, at, 4 * prod(shape), shape, half=False)

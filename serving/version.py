@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tableside.loader.model import SCORE, Feature
+from tableside.loader.model import Feature
 from tableside.loader.segment import Segment
-from tableside.quant import Backend, CpuBackend, LookupKind, Plan, Planner, Pooling, Precision, RowSource
+from tableside.quant import Backend, CpuBackend, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
-from tableside.serving.places import DenseInput, Output
+from tableside.serving.places import DenseInput, Output, scores_at
 from tableside.serving.request import KJT, OFFSETS, SEQUENCES, FeatureInput, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
@@ -140,7 +140,7 @@ class ServedVersion:
     ) -> list[LookupKind]:
         """tables: by name; None: those that were placed."""
         bound = [self.features[f] for f in features]
-        apart = sum(b.vector_bytes for b in bound if b.is_pooled) if together else None
+        apart = side_by_side(bound) if together else None
         return [
             LookupKind(
                 b.table if tables is None else tables[b.feature.table], b.pooling, b.precision, apart if b.is_pooled else None
@@ -169,7 +169,7 @@ class ServedVersion:
         bound = [self.feature(i.feature) for i in inputs]
         for b, i in zip(bound, inputs, strict=True):
             b.check(i)
-        outputs, out_bytes = self._together(bound, inputs) if together else _one_after_another(bound, inputs)
+        outputs, out_bytes = _together(bound, inputs) if together else _one_after_another(bound, inputs)
         shown = kjt_outputs(outputs, bound, out_bytes) if together else outputs
         out_bytes = max(out_bytes, shown[-1].at + shown[-1].bytes)
         scoring = self._scoring(outputs, dense, out_bytes) if score else None
@@ -192,7 +192,7 @@ class ServedVersion:
             names,
             plan,
             ids=ids,
-            vectors=sum(_vectors(b, i) for b, i in zip(bound, inputs, strict=True)),
+            vectors=sum(o.shape[0] for o in outputs),
             row_bytes=sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True)),
             out_bytes=out_bytes,
             outputs=tuple(shown),
@@ -200,29 +200,6 @@ class ServedVersion:
             scoring=scoring,
             is_small=is_small,
         )
-
-    def _together(self, bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
-        """The vectors of a kjt's features, and how many bytes they take."""
-        for pooled in (True, False):
-            if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
-                named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
-                raise bad_request(
-                    f"features of one kjt have several output types ({named}); send them in a request for each type"
-                )
-        row_bytes = sum(b.vector_bytes for b in bound if b.is_pooled)
-        column, after = 0, row_bytes * (inputs[0].bags or 0)
-        outputs = []
-        for b, i in zip(bound, inputs, strict=True):
-            count = _vectors(b, i)
-            size = count * b.vector_bytes
-            shape = (count, b.table.dim)
-            if b.is_pooled:
-                outputs.append(Output(i.feature, column if count else 0, size, shape, b.half, row_bytes))
-                column += b.vector_bytes
-            else:
-                outputs.append(Output(i.feature, after, size, shape, b.half))
-                after += size
-        return outputs, after
 
     def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int) -> Scoring:
         """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
@@ -237,8 +214,7 @@ class ServedVersion:
         if len(set(rows)) > 1:
             found = ", ".join(f"{n} {r}" for n, r in zip(names, rows, strict=True))
             raise bad_request(f"the score needs as many bags of each feature as rows of each dense tensor; found {found}")
-        shape = (rows[0],) if self.scorer.width is None else (rows[0], self.scorer.width)
-        return Scoring(self.scorer, sources, Output(SCORE, at, 4 * prod(shape), shape, False))
+        return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width))
 
     def warm_up(self) -> None:
         """Looks the first and the last row of every feature up, so that a broken version fails here and not in a request.
@@ -271,6 +247,33 @@ def _one_after_another(bound: Sequence[BoundFeature], inputs: Sequence[FeatureIn
     return outputs, at
 
 
+def side_by_side(bound: Sequence[BoundFeature]) -> int:
+    """Bytes from one bag's vectors to the next one's, where those of all pooled features lie side by side."""
+    return sum(b.vector_bytes for b in bound if b.is_pooled)
+
+
+def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+    """The vectors of a kjt's features, and how many bytes they take."""
+    for pooled in (True, False):
+        if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
+            named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
+            raise bad_request(f"features of one kjt have several output types ({named}); send them in a request for each type")
+    row_bytes = side_by_side(bound)
+    column, after = 0, row_bytes * (inputs[0].bags or 0)
+    outputs = []
+    for b, i in zip(bound, inputs, strict=True):
+        count = _vectors(b, i)
+        size = count * b.vector_bytes
+        shape = (count, b.table.dim)
+        if b.is_pooled:
+            outputs.append(Output(i.feature, column if count else 0, size, shape, b.half, row_bytes))
+            column += b.vector_bytes
+        else:
+            outputs.append(Output(i.feature, after, size, shape, b.half))
+            after += size
+    return outputs, after
+
+
 def kjt_outputs(outputs: Sequence[Output], bound: Sequence[BoundFeature], out_bytes: int) -> list[Output]:
     """What a response shows of a kjt's vectors, which take `out_bytes`.
 
@@ -291,9 +294,8 @@ def kjt_outputs(outputs: Sequence[Output], bound: Sequence[BoundFeature], out_by
     return shown
 
 
-def _place(i: FeatureInput, out_at: int) -> tuple[int, ...]:
-    """As `quant.contract.Place`, whose fields these are."""
-    return (
+def _place(i: FeatureInput, out_at: int) -> Place:
+    return Place(
         i.ids_at,
         i.ids,
         -1 if i.lengths_at is None else i.lengths_at,

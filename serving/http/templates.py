@@ -25,11 +25,11 @@ from tableside.quant import Place
 from tableside.serving.http import kjt
 from tableside.serving.http.tensors import DTYPES, split_name
 from tableside.serving.http.v2_request import InferRequest
-from tableside.serving.places import DenseInput, Output
+from tableside.serving.places import DenseInput, Output, scores_at
 from tableside.serving.request import KJT, OFFSETS, SEQUENCES, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
-from tableside.serving.version import Planners, ServedVersion
+from tableside.serving.version import Planners, ServedVersion, side_by_side
 
 try:
     from tableside.serving.http import _headers
@@ -101,9 +101,8 @@ class Template:
             else Output(s.name, out_at[s.number], rows * s.width * (2 if s.half else 4), (rows, s.width), s.half, s.row_bytes)
             for s in self.sources
         )
-        shape = (rows,) if scorer.width is None else (rows, scorer.width)
-        size = 4 * rows * (scorer.width or 1)
-        return Scoring(scorer, sources, Output(SCORE, out_bytes - size, size, shape, False))
+        size = scores_at(0, rows, scorer.width).bytes
+        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width))
 
 
 _OUT_AT = Place._fields.index("out_at")
@@ -188,8 +187,8 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
     dense = {} if served.scorer is None else served.scorer.dense
     tensors = _tensors(marked["inputs"], request.features, dense, together)
     bound = [served.features[f] for f in request.features]
-    apart = sum(b.vector_bytes for b in bound if b.is_pooled)
-    sources = _sources(served, scorer, request.features, together, apart)
+    apart = side_by_side(bound) if together else 0
+    sources = _sources(served, scorer, request.features, apart)
     unpooled = [b for b in bound if not b.is_pooled] if together else []
     told, literals, shown = answer
     words = [
@@ -204,7 +203,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         0 if scorer is None else scorer.width or 1,
         _UNLIMITED if served.max_response_bytes is None else served.max_response_bytes,
         int(together),
-        apart if together else 0,
+        apart,
         unpooled[0].precision.bytes if unpooled else 0,
         int(infer.parts is None),
         int(bool(unpooled)),
@@ -250,9 +249,8 @@ def _tensors(
     return found
 
 
-def _sources(
-    served: ServedVersion, scorer: Scorer | None, features: tuple[str, ...], together: bool, apart: int
-) -> tuple[_Source, ...]:
+def _sources(served: ServedVersion, scorer: Scorer | None, features: tuple[str, ...], apart: int) -> tuple[_Source, ...]:
+    """apart: bytes from one pooled vector of a feature to the next in a kjt; else 0."""
     if scorer is None:
         return ()
     dense = list(scorer.dense)
@@ -262,7 +260,7 @@ def _sources(
             found.append(_Source(i.name, dense.index(i.name), True, i.width, False, None))
             continue
         bound = served.features[i.feature]
-        row_bytes = apart if together and bound.is_pooled else None
+        row_bytes = apart if apart and bound.is_pooled else None
         found.append(_Source(i.feature, features.index(i.feature), False, bound.table.dim, bound.half, row_bytes))
     return tuple(found)
 
@@ -283,10 +281,8 @@ def _answer(infer: InferRequest, features: int) -> tuple[list[tuple[int, int]], 
         told.append((what, output))
         return _MARK + len(told) - 1
 
-    id_mark = None
     if "id" in response:
-        id_mark = str(mark(_ID, 0))
-        response["id"] = id_mark
+        response["id"] = str(mark(_ID, 0))
     for (output, _), entry in zip(infer.outputs, response["outputs"], strict=True):
         is_score = infer.request.scoring is not None and output == infer.request.scoring.output
         number = special[output.feature] if is_score or is_kjt else numbers[output.feature]
