@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -24,8 +25,9 @@ HERE = Path(__file__).parent
 console = Console(highlight=False, soft_wrap=True, width=150)
 
 
+@cache
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, kernel, versions, commit."""
+    """Processor, cores, memory, kernel, versions, commit. Found once, as the first result changes the tree."""
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")  # noqa: SIM115
     packages = ("tableside", "torch", "triton", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "uvicorn", "fastapi")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False)
