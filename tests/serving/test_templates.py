@@ -16,20 +16,14 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import Sum, engine_of
 from support import rows_of
 
-from tableside.loader.header import ScorerInput
-from tableside.loader.versions import Model
-from tableside.quant import choose
-from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
 from tableside.serving.http import templates, v2_request
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
-from tableside.serving.placement import Placer
-from tableside.serving.scorer import Floats, Scorer
-from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
@@ -43,27 +37,14 @@ FEATURES = {
 PARTS = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32}
 
 
-class _Sum(Scorer):
-    """user and item, and a dense tensor, summed: a scorer with inputs of each kind."""
-
-    kind = "sum"
-    inputs = (ScorerInput("user", "user", 8), ScorerInput("context", None, 3), ScorerInput("item", "item", 6))
-
-    def run(self, arrays: list[Floats]) -> Floats:
-        found: Floats = sum(a.sum(1, dtype=np.float32) for a in arrays).astype(np.float32)  # type: ignore[union-attr]
-        return found
-
-
-def engine_of(root: Path) -> Engine:
-    placer = Placer(ServerSettings(), choose())
-    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 16)
+MOST_BYTES = 1 << 16  # of a response
 
 
 @pytest.fixture
 def version(publish: Publish, root: Path) -> ServedVersion:
     publish({"t": rows_of(50, 8), "u": rows_of(40, 6)}, features=FEATURES)
-    served = engine_of(root).attach()
-    served.scorer = _Sum()
+    served = engine_of(root, MOST_BYTES).attach()
+    served.scorer = Sum()
     return served
 
 
@@ -346,8 +327,8 @@ def session_version(tmp_path_factory: pytest.TempPathFactory) -> Any:
     np.savez(folder / "c.npz", **values)
     tables = {t: {"key": t, "row_format": "int8"} for t in values}
     load(parse_model({"name": "demo", "checkpoint": "c.npz", "tables": tables, "features": FEATURES}, folder), root)
-    served = engine_of(root).attach()
-    served.scorer = _Sum()
+    served = engine_of(root, MOST_BYTES).attach()
+    served.scorer = Sum()
     yield served
     shutil.rmtree(root)
 
@@ -404,7 +385,7 @@ def test_templates_are_bounded(version: ServedVersion, monkeypatch: pytest.Monke
 def test_templates_keep_no_replaced_version(version: ServedVersion, root: Path) -> None:
     """Version, segment and mapping go when the version is let go, although its headers had templates."""
     memory = Templates()
-    own = engine_of(root).attach()
+    own = engine_of(root, MOST_BYTES).attach()
     learn(memory, own, *named(2))
     assert memory.match(own, *named(5)) is not None
     gone = [weakref.ref(x) for x in (own, own.segment, own.segment.mapping)]

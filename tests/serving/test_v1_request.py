@@ -12,19 +12,13 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served import Sum, engine_of
 from support import rows_of
 
-from tableside.loader.header import ScorerInput
-from tableside.loader.versions import Model
-from tableside.quant import choose
-from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
 from tableside.serving.http import v1_request
 from tableside.serving.http.json_lists import packed
 from tableside.serving.http.v1_request import JsonRequest, Layouts
-from tableside.serving.placement import Placer
-from tableside.serving.scorer import Floats, Scorer
-from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
@@ -39,23 +33,10 @@ FEATURES = {
 GOOD = {"user": [[1, 2], [], [7]], "item": [[3], [4, 4, 4], []], "half": [[0], [49], [1]], "words": [[5], [], [6, 7]]}
 
 
-class _Sum(Scorer):
-    """user and item, and a dense tensor, summed."""
-
-    kind = "sum"
-    inputs = (ScorerInput("user", "user", 8), ScorerInput("context", None, 3), ScorerInput("item", "item", 6))
-
-    def run(self, arrays: list[Floats]) -> Floats:
-        found: Floats = sum(a.sum(1, dtype=np.float32) for a in arrays).astype(np.float32)  # type: ignore[union-attr]
-        return found
-
-
 def attached(publish: Publish, root: Path) -> ServedVersion:
     publish({"t": rows_of(50, 8), "u": rows_of(40, 6)}, features=FEATURES)
-    placer = Placer(ServerSettings(), choose())
-    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=4096)
-    served = engine.attach()
-    served.scorer = _Sum()
+    served = engine_of(root, 4096).attach()
+    served.scorer = Sum()
     return served
 
 

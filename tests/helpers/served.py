@@ -1,0 +1,30 @@
+"""Versions that are attached in the test's own process, and a scorer for them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tableside.loader.header import ScorerInput
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving.engine import Engine
+from tableside.serving.placement import Placer
+from tableside.serving.scorer import Floats, Scorer
+from tableside.serving.settings import ServerSettings
+
+
+class Sum(Scorer):
+    """user and item, and a dense tensor, summed: a scorer with inputs of each kind."""
+
+    kind = "sum"
+    inputs = (ScorerInput("user", "user", 8), ScorerInput("context", None, 3), ScorerInput("item", "item", 6))
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        found: Floats = sum(a.sum(1, dtype=np.float32) for a in arrays).astype(np.float32)  # type: ignore[union-attr]
+        return found
+
+
+def engine_of(root: Path, max_response_bytes: int) -> Engine:
+    """The engine of the model `demo`, on the CPU."""
+    placer = Placer(ServerSettings(), choose())
+    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=max_response_bytes)
