@@ -125,9 +125,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._deadline = LateTimer(self.loop, self.limits.header_timeout_s)  # the nearest deadline that there is
         self._write_deadline: asyncio.TimerHandle | None = None
-        self._header_bytes = 0
+        self._header_bytes = 0  # received for headers that are not complete, and for trailers
         self._watched: list[tuple[bytes, bytes]] = []  # headers that say how the request is read
-        self._head_bytes = 0  # of all headers
+        self._named_bytes = 0  # of the names and values of all headers
         self._body_bytes = 0
         self._received_bytes = 0
         self._in_headers = False
@@ -267,7 +267,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._is_said_again:
             return
         self.url, self.headers, self.expect_100_continue = b"", [], False
-        self._watched, self._head_bytes = [], 0
+        self._watched, self._named_bytes = [], 0
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
@@ -289,7 +289,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         self._in_headers = False
         self._deadline.clear()
-        if len(self.url) + self._head_bytes > self.limits.max_header_bytes:
+        if len(self.url) + self._named_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         elif self._is_over:
             self._refuse(
@@ -409,7 +409,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._in_headers:
             name = name.lower()
             self.headers.append((name, value))
-            self._head_bytes += len(name) + len(value) + 4
+            self._named_bytes += len(name) + len(value) + 4
             if name in _WATCHED:
                 self._watched.append((name, value))
                 self.expect_100_continue |= name == b"expect" and value.lower() == b"100-continue"
