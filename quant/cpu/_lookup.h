@@ -2,8 +2,7 @@
  *
  * A bag's sum stays in registers: BLOCK vectors of LANES columns at a time, over all rows of the bag. int4 and int2 load LANES
  * bytes and split them by shift and mask into 2 or 4 vectors of every second or fourth column; the vectors are
- * interleaved once a bag, not once a row. Rows are prefetched AHEAD ids before they are read, across bags;
- * the first AHEAD of a job are the caller's to prefetch (_native.c does it while the job before runs).
+ * interleaved once a bag, not once a row. Each row that is read is one more that is prefetched (_prefetch.h).
  * Order of arithmetic, which FBGEMM's CPU kernel shares: sum = fma(q, scale, sum + bias), with scale and bias times the weight.
  */
 #define STREAM_BYTES (4 << 20)
@@ -99,37 +98,65 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
     }
 }
 
-/* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler. */
-INLINE void lookup_whole(int format, int blocks, int weighted, int how, const job *j, int64_t bag, int64_t bag_end,
-                         int64_t id) {
+/* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler.
+ * sum[blocks] += row `id` of the job, which is declared around it. */
+#define ADD_ROW                                                                                                 \
+    add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,                       \
+            weighted ? load_f32(weights + 4 * id) : 1.0f)
+
+INLINE void pool_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
     const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights, *const lengths = j->lengths;
-    const int64_t fixed_length = j->pooling == POOL_NONE ? 1 : j->fixed_length;
-    const int mean = j->pooling == POOL_MEAN;
-    uint8_t *out = j->out + bag * out_row_bytes;
+    const int mean = j->pooling == POOL_MEAN, into_l1 = a->into_l1;
+    int64_t id = 0, prefetched = a->job == j ? a->id : n_ids; /* of this job's rows */
+    uint8_t *out = j->out;
     vf sum[16];
-    for (; bag < bag_end; bag++, out += out_row_bytes) {
-        int64_t length = lengths ? load_i32(lengths + 4 * bag) : fixed_length;
+    for (int64_t bag = 0; bag < j->n_bags; bag++, out += out_row_bytes) {
+        const int64_t length = lengths ? load_i32(lengths + 4 * bag) : j->fixed_length, end = id + length;
+        const int64_t left = n_ids - prefetched, until = length < left ? end : id + left;
+        const uint8_t *const later = ids + 8 * (prefetched - id);
+        prefetched += until - id;
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
-        const int64_t end = id + length;
-        if (end + AHEAD <= n_ids)
-            for (; id < end; id++) {
-                prefetch_row(table, row_bytes, ids + 8 * (id + AHEAD));
-                add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
-                        weighted ? load_f32(weights + 4 * id) : 1.0f);
-            }
-        else
-            for (; id < end; id++)
-                add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,
-                        weighted ? load_f32(weights + 4 * id) : 1.0f);
+        for (; id < until; id++) {
+            prefetch_row(table, row_bytes, later + 8 * id, into_l1);
+            ADD_ROW;
+        }
+        if (id < end) {
+            prefetch_later(a, j, end - id);
+            for (; id < end; id++) ADD_ROW;
+        }
         if (mean && length > 1) {
             vf factor = v_set(1.0f / (float)length);
             UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_mul(sum[k], factor);
         }
         store_row(format, blocks, sum, out, 0, how);
     }
+}
+
+/* The same, unpooled. */
+INLINE void copy_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
+    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
+    const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights;
+    const int into_l1 = a->into_l1;
+    const int64_t lead = a->job == j ? a->id : n_ids;
+    uint8_t *out = j->out;
+    vf sum[16];
+    int64_t id = 0;
+    for (; id < n_ids - lead; id++, out += out_row_bytes) {
+        prefetch_row(table, row_bytes, ids + 8 * (id + lead), into_l1);
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        ADD_ROW;
+        store_row(format, blocks, sum, out, 0, how);
+    }
+    prefetch_later(a, j, n_ids - id);
+    for (; id < n_ids; id++, out += out_row_bytes) {
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        ADD_ROW;
+        store_row(format, blocks, sum, out, 0, how);
+    }
     if (how == STREAM_FLOAT) v_stream_end();
 }
+#undef ADD_ROW
 
 /* Any width: `blocks` vectors from column `column` on, then the next block of the same bag. */
 INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64_t id, int64_t length, uint8_t *out,
@@ -137,7 +164,6 @@ INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64
     vf sum[16];
     UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
     for (int64_t i = id; i < id + length; i++) {
-        if (column == 0 && i + AHEAD < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (i + AHEAD));
         const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
         add_row(format, blocks, weighted, sum, row, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);
     }
@@ -145,12 +171,15 @@ INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64
     store_row(format, blocks, sum, out, column, j->out_half ? STORE_HALF : STORE_FLOAT);
 }
 
-INLINE void lookup_any(int format, int weighted, const job *j, int64_t bag, int64_t bag_end, int64_t id) {
-    for (; bag < bag_end; bag++) {
+INLINE void lookup_any(int format, int weighted, const job *j, ahead *a) {
+    const int64_t n_bags = bags_of(j);
+    int64_t id = 0;
+    for (int64_t bag = 0; bag < n_bags; bag++) {
         int64_t length = j->pooling == POOL_NONE ? 1 : j->lengths ? load_i32(j->lengths + 4 * bag) : j->fixed_length;
         float factor = j->pooling == POOL_MEAN && length > 1 ? 1.0f / (float)length : 1.0f;
         uint8_t *out = j->out + bag * j->out_row_bytes;
         int64_t column = 0;
+        prefetch_rows(a, length);
 #define BLOCK(n)                                                                                                \
     for (; (n) >= SPLIT(format) && j->dim - column >= (n) * LANES; column += (n) * LANES)                       \
         pool_block(format, n, weighted, j, id, length, out, column, factor);
@@ -168,36 +197,39 @@ INLINE int streams(const job *j) {
            && ((uintptr_t)j->out | (uintptr_t)j->out_row_bytes) % (4 * LANES) == 0;
 }
 
-INLINE void lookup_format(int format, int weighted, const job *j, int64_t bag, int64_t bag_end, int64_t id) {
+INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
 #define WHOLE(n)                                                                                                \
     if ((n) >= SPLIT(format) && j->dim == (n) * LANES && j->row_bytes == ROW_BYTES(format, (n) * LANES)) {       \
-        if (j->out_half) lookup_whole(format, n, weighted, STORE_HALF, j, bag, bag_end, id);                    \
-        else if (!weighted && streams(j)) lookup_whole(format, n, 0, STREAM_FLOAT, j, bag, bag_end, id);        \
-        else lookup_whole(format, n, weighted, STORE_FLOAT, j, bag, bag_end, id);                               \
+        if (j->pooling != POOL_NONE) {                                                                        \
+            if (j->out_half) pool_whole(format, n, weighted, STORE_HALF, j, a);                               \
+            else pool_whole(format, n, weighted, STORE_FLOAT, j, a);                                          \
+        } else if (j->out_half) copy_whole(format, n, weighted, STORE_HALF, j, a);                            \
+        else if (!weighted && streams(j)) copy_whole(format, n, 0, STREAM_FLOAT, j, a);                       \
+        else copy_whole(format, n, weighted, STORE_FLOAT, j, a);                                              \
         return;                                                                                                 \
     }
 #if LANES >= 8
     WHOLE(1) WHOLE(2) WHOLE(4) WHOLE(8) WHOLE(16)
 #endif
 #undef WHOLE
-    lookup_any(format, weighted, j, bag, bag_end, id);
+    lookup_any(format, weighted, j, a);
 }
 
 #define LOOKUP(format)                                                                             \
-    static NOINLINE void NAME(lookup_##format)(const job *j, int64_t bag, int64_t bag_end, int64_t id) { \
-        lookup_format(format, 0, j, bag, bag_end, id);                                             \
+    static NOINLINE void NAME(lookup_##format)(const job *j, ahead *a) { \
+        lookup_format(format, 0, j, a);                                             \
     }                                                                                              \
-    static NOINLINE void NAME(lookup_weighted_##format)(const job *j, int64_t bag, int64_t bag_end, int64_t id) { \
-        lookup_format(format, 1, j, bag, bag_end, id);                                             \
+    static NOINLINE void NAME(lookup_weighted_##format)(const job *j, ahead *a) { \
+        lookup_format(format, 1, j, a);                                             \
     }
 LOOKUP(INT2) LOOKUP(INT4) LOOKUP(INT8) LOOKUP(FP8) LOOKUP(FP16) LOOKUP(FP32)
 #undef LOOKUP
 
-static void NAME(lookup)(const job *j, int64_t bag, int64_t bag_end, int64_t id) {
-    static void (*const plain[])(const job *, int64_t, int64_t, int64_t) = {
+static void NAME(lookup)(const job *j, ahead *a) {
+    static void (*const plain[])(const job *, ahead *) = {
         NAME(lookup_INT2), NAME(lookup_INT4), NAME(lookup_INT8), NAME(lookup_FP8), NAME(lookup_FP16), NAME(lookup_FP32)};
-    static void (*const weighted[])(const job *, int64_t, int64_t, int64_t) = {
+    static void (*const weighted[])(const job *, ahead *) = {
         NAME(lookup_weighted_INT2), NAME(lookup_weighted_INT4), NAME(lookup_weighted_INT8),
         NAME(lookup_weighted_FP8), NAME(lookup_weighted_FP16), NAME(lookup_weighted_FP32)};
-    (j->weights ? weighted : plain)[j->format](j, bag, bag_end, id);
+    (j->weights ? weighted : plain)[j->format](j, a);
 }

@@ -2,6 +2,8 @@
  *
  * isas() -> tuple of names, fastest first, that this processor runs
  * use(name) -> selects one of them
+ * prefetches_into() -> the level of the cache that rows are prefetched into, 1 or 2, as suits the processor
+ * prefetch_into(level) -> selects it, for measurements
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
  *   lengths: int32, for pooled lookups
  * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what they read, and
@@ -24,16 +26,16 @@
 #include <emmintrin.h>
 #include "_processor.h"
 #endif
+#include "_execute.h"
 #include "_native_jobs.h"
-#include "_pool.h"
-#include "_rows.h"
 
 #if defined(__x86_64__)
 extern const kernel kernel_avx512, kernel_avx2;
 #endif
 extern const kernel kernel_portable;
 
-static const kernel *available[3], *active;
+static const kernel *available[3];
+static runner active;
 static int n_available;
 
 /* The fields of the matrices that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
@@ -50,116 +52,16 @@ typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
 static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
 static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
 static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
-enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
-typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
 static void find_kernels(void) {
 #if defined(__x86_64__)
     processor found = find_processor();
     if (found.avx512) available[n_available++] = &kernel_avx512;
     if (found.avx2) available[n_available++] = &kernel_avx2;
+    active.into_l1 = found.prefetches_into_l1;
 #endif
     available[n_available++] = &kernel_portable;
-    active = available[0];
-}
-
-/* ---- validation ---- */
-
-static verdict check_ids(const job *j) {
-    uint64_t rows = (uint64_t)j->rows, bad = 0;
-    for (int64_t i = 0; i < j->n_ids; i++) bad |= (uint64_t)load_i64(j->ids + 8 * i) >= rows;
-    if (bad)
-        for (int64_t i = 0; i < j->n_ids; i++)
-            if ((uint64_t)load_i64(j->ids + 8 * i) >= rows) return (verdict){0, BAD_ID, i, load_i64(j->ids + 8 * i)};
-    return (verdict){0, NO_PROBLEM, 0, 0};
-}
-
-static verdict check_lengths(const job *j) {
-    int64_t sum = 0;
-    if (j->pooling == POOL_NONE) return (verdict){0, NO_PROBLEM, 0, 0};
-    if (!j->lengths) {
-        sum = j->fixed_length * j->n_bags;
-    } else {
-        int32_t sign = 0;
-        for (int64_t b = 0; b < j->n_bags; b++) {
-            int32_t length = load_i32(j->lengths + 4 * b);
-            sign |= length;
-            sum += length;
-        }
-        if (sign < 0)
-            for (int64_t b = 0; b < j->n_bags; b++)
-                if (load_i32(j->lengths + 4 * b) < 0) return (verdict){0, BAD_LENGTH, b, load_i32(j->lengths + 4 * b)};
-    }
-    if (sum != j->n_ids) return (verdict){0, BAD_SUM, j->n_bags, sum};
-    return (verdict){0, NO_PROBLEM, 0, 0};
-}
-
-static verdict check(const job *jobs, int64_t n) {
-    for (int64_t k = 0; k < n; k++) {
-        verdict v = check_lengths(jobs + k);
-        if (!v.problem) v = check_ids(jobs + k);
-        if (v.problem) {
-            v.job = k;
-            return v;
-        }
-    }
-    return (verdict){0, NO_PROBLEM, 0, 0};
-}
-
-/* ---- threads: each takes an equal range of every job's bags ---- */
-
-typedef struct { const job *jobs; int64_t n; int part, parts; } share;
-
-static int64_t first_id(const job *j, int64_t bag) {
-    if (j->pooling == POOL_NONE) return bag;
-    if (!j->lengths) return bag * j->fixed_length;
-    int64_t id = 0;
-    for (int64_t b = 0; b < bag; b++) id += load_i32(j->lengths + 4 * b);
-    return id;
-}
-
-typedef struct { int64_t bag, end, id; } range;
-
-/* The bags of job k that are this thread's; prefetches their first rows. */
-static range range_of(const share *s, int64_t k) {
-    const job *j = s->jobs + k;
-    int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
-    range r = {outputs * s->part / s->parts, outputs * (s->part + 1) / s->parts, 0};
-    r.id = first_id(j, r.bag);
-    for (int64_t i = r.id; r.bag < r.end && i < r.id + AHEAD && i < j->n_ids; i++)
-        prefetch_row(j->table, j->row_bytes, j->ids + 8 * i);
-    return r;
-}
-
-/* Copies rows as they are, unpooled; no vector registers of floats, which would change the bytes of a signaling NaN. */
-static void copy_rows(const job *j, int64_t id, int64_t end) {
-    uint8_t *out = j->out + id * j->out_row_bytes;
-    for (; id < end; id++, out += j->out_row_bytes) {
-        if (id + AHEAD < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + AHEAD));
-        __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
-    }
-}
-
-static void work(const void *shares, int part) {
-    const share *s = (const share *)shares + part;
-    range next = range_of(s, 0);
-    for (int64_t k = 0; k < s->n; k++) {
-        range r = next;
-        if (k + 1 < s->n) next = range_of(s, k + 1);
-        if (r.bag >= r.end) continue;
-        if (s->jobs[k].is_gather) copy_rows(s->jobs + k, r.bag, r.end);
-        else active->lookup(s->jobs + k, r.bag, r.end, r.id);
-    }
-}
-
-static verdict execute(const job *jobs, int64_t n, int64_t wanted_threads) {
-    verdict v = check(jobs, n);
-    if (v.problem || !n) return v;
-    share shares[MAX_THREADS];
-    int threads = wanted_threads < MAX_THREADS ? (int)wanted_threads : MAX_THREADS;
-    for (int t = 0; t < threads; t++) shares[t] = (share){jobs, n, t, threads};
-    run_parts(threads, threads, work, shares);
-    return v;
+    active.kernel = available[0];
 }
 
 /* ---- rows that a GPU asks for: `gather_rows` is called by CUDA, in the order of a stream, without the interpreter ----
@@ -281,9 +183,10 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
         || (weights.buf && !fits("weights", 0, j.n_ids, 4, &weights)))
         goto done;
+    job room[1 + MAX_PARTS];
     verdict v;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(&j, 1, half_threads[1]);
+    v = execute(active, &j, 1, half_threads[1], room);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
@@ -339,15 +242,16 @@ static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buf
 }
 
 /* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
-static PyObject *run_jobs(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in, const Py_buffer *out,
+static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in, const Py_buffer *out,
                           int64_t threads) {
     enum { FEW = 64 };
     job few[FEW], *jobs = few;
     PyObject *result = NULL;
     int64_t count = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
+    int64_t room = threads > 1 ? 2 * count + MAX_PARTS : count;
     if (places && places->len != count * (int64_t)sizeof(place_fields))
         return PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places->len, (long long)count);
-    if (count > FEW && !(jobs = PyMem_Malloc((size_t)count * sizeof(job)))) return PyErr_NoMemory();
+    if (room > FEW && !(jobs = PyMem_Malloc((size_t)room * sizeof(job)))) return PyErr_NoMemory();
     for (int64_t k = 0; k < count; k++) {
         place_fields place;
         if (places) memcpy(&place, (const char *)places->buf + k * (int64_t)sizeof place, sizeof place);
@@ -357,7 +261,7 @@ static PyObject *run_jobs(const Py_buffer *kinds, const Py_buffer *places, const
     }
     verdict v;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(jobs, count, threads);
+    v = execute(active, jobs, count, threads, jobs + count);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
@@ -374,7 +278,7 @@ static PyObject *run_buffers(PyObject *const *args, Py_ssize_t n, int has_places
     if (n != count + 1) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", count + 1, n);
     if (!integers(args + count, 1, &threads)) return NULL;
     while (held < count && !PyObject_GetBuffer(args[held], b + held, held == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == count) result = run_jobs(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
+    if (held == count) result = run_buffer(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
     while (held--) PyBuffer_Release(b + held);
     return result;
 }
@@ -403,7 +307,7 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-    bad = active->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf, row_bytes, scratch);
+    bad = active.kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf, row_bytes, scratch);
     Py_END_ALLOW_THREADS
     PyMem_Free(scratch);
     result = PyLong_FromLongLong(bad);
@@ -419,10 +323,20 @@ static PyObject *py_isas(PyObject *self, PyObject *unused) {
     return names;
 }
 
+static PyObject *py_prefetch_into(PyObject *self, PyObject *level) {
+    long to = PyLong_AsLong(level);
+    if (to == -1 && PyErr_Occurred()) return NULL;
+    if (to != 1 && to != 2) return PyErr_Format(PyExc_ValueError, "rows are prefetched into the cache of level 1 or 2, not %ld", to);
+    active.into_l1 = to == 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_prefetches_into(PyObject *self, PyObject *unused) { return PyLong_FromLong(active.into_l1 ? 1 : 2); }
+
 static PyObject *py_use(PyObject *self, PyObject *name) {
     for (int i = 0; i < n_available; i++)
         if (PyUnicode_CompareWithASCIIString(name, available[i]->name) == 0) {
-            active = available[i];
+            active.kernel = available[i];
             Py_RETURN_NONE;
         }
     return PyErr_Format(PyExc_ValueError, "instruction set %R: this processor does not run it; isas() lists what it runs", name);
@@ -439,6 +353,8 @@ static PyMethodDef methods[] = {
     {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
+    {"prefetches_into", py_prefetches_into, METH_NOARGS, NULL},
+    {"prefetch_into", py_prefetch_into, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -2,14 +2,15 @@
  *
  * run_parts(parts, threads, function, argument): function(argument, part) for each part, on the caller and on helpers, each
  * taking the next one; returns when all are done. Any thread may call. Helpers are made when first needed, take no signals, and are
- * made anew after a fork.
+ * made anew after a fork. A caller that has done its parts looks for some 20 us whether the others are done before it sleeps: to be
+ * woken takes as long.
  */
 #ifndef POOL_H
 #define POOL_H
 #include <pthread.h>
 #include <signal.h>
 
-enum { MAX_THREADS = 64 };
+enum { MAX_THREADS = 64, LOOKS = 1000 };
 typedef void part_function(const void *argument, int part);
 typedef struct task {
     part_function *function;
@@ -34,7 +35,17 @@ static void run_part(task *t) {
     pthread_mutex_unlock(&pool_lock);
     t->function(t->argument, part);
     pthread_mutex_lock(&pool_lock);
-    if (--t->left == 0) pthread_cond_broadcast(&pool_task_done);
+    if (__atomic_sub_fetch(&t->left, 1, __ATOMIC_RELEASE) == 0) pthread_cond_broadcast(&pool_task_done);
+}
+
+/* Without the lock: waits a moment for the parts that others have taken. */
+static void look_whether_done(const task *t) {
+    for (int n = 0; n < LOOKS && __atomic_load_n(&t->left, __ATOMIC_ACQUIRE); n++)
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#else
+        ;
+#endif
 }
 
 static void *help(void *unused) {
@@ -73,6 +84,11 @@ static void run_parts(int parts, int threads, part_function *function, const voi
     pool_tasks = &t;
     for (int n = 1; n < threads; n++) pthread_cond_signal(&pool_has_task);
     while (t.next < t.parts) run_part(&t);
+    if (t.left) {
+        pthread_mutex_unlock(&pool_lock);
+        look_whether_done(&t);
+        pthread_mutex_lock(&pool_lock);
+    }
     while (t.left) pthread_cond_wait(&pool_task_done, &pool_lock);
     pthread_mutex_unlock(&pool_lock);
 }

@@ -25,11 +25,21 @@ typedef struct {
     int is_gather; /* 1: rows are copied as they are packed; format, dim and pooling are not read */
 } job;
 
+/* How many vectors a job writes. */
+static inline int64_t bags_of(const job *j) { return j->pooling == POOL_NONE ? j->n_ids : j->n_bags; }
+
+/* How far rows are prefetched: `a` is some rows ahead of the lookup, in the same job or in a later one. */
+typedef struct {
+    const job *job, *end; /* the jobs of this thread; none is left at `end` */
+    int64_t id;           /* of `job`: the next to be prefetched */
+    int into_l1;
+} ahead;
+
 /* What one instruction set offers. */
 typedef struct {
     const char *name;
-    /* Pools bags [bag, bag_end) (or copies ids, unpooled), the first of which starts at id `id`. */
-    void (*lookup)(const job *j, int64_t bag, int64_t bag_end, int64_t id);
+    /* Pools a job's bags (or copies its rows, unpooled). For every row that it reads it prefetches the next one of `a`. */
+    void (*lookup)(const job *j, ahead *a);
     /* Packs rows; returns the first row that cannot be packed, or -1. */
     int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
                         int64_t row_bytes, float *scratch);
@@ -37,15 +47,4 @@ typedef struct {
 
 static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }
 static inline int32_t load_i32(const uint8_t *p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }
-/* Rows are prefetched this many ids before they are read. */
-#define AHEAD 64
-
 static inline float load_f32(const uint8_t *p) { float x; __builtin_memcpy(&x, p, 4); return x; }
-
-/* Reads the lines of the row whose id lies at `id`, into L2: a core has more misses in flight there than in L1. */
-static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *id) {
-    const uint8_t *row = table + load_i64(id) * row_bytes;
-#pragma GCC unroll 16
-    for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
-    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, 2); /* rows start at multiples of 16 */
-}

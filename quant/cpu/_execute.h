@@ -1,0 +1,157 @@
+/* Lookups of one call: every id and every length is checked, then the jobs run, on several threads where that is worth it.
+ *
+ * A call that is big enough is cut into parts of about as many bytes each, and each thread takes the next part that nobody has. A
+ * thread that wakes late takes fewer, so a call never waits for more than the part that was taken last.
+ */
+#pragma once
+#include "_pool.h"
+#include "_prefetch.h"
+
+/* A call with fewer bytes to read and write runs on its caller's thread: it would be done by the time that another one has woken. */
+enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8, MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
+
+/* What runs lookups. into_l1: rows are prefetched into L1; 0: into L2. */
+typedef struct { const kernel *kernel; int into_l1; } runner;
+
+enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
+typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
+
+/* The sign of `id | (rows - 1 - id)` is set for an id below 0 and for one above rows - 1; it needs no comparison of 64 bits. */
+static verdict check_ids(const job *j) {
+    uint64_t last = (uint64_t)j->rows - 1, signs = 0;
+    for (int64_t i = 0; i < j->n_ids; i++) {
+        uint64_t id = (uint64_t)load_i64(j->ids + 8 * i);
+        signs |= id | (last - id);
+    }
+    if (signs >> 63)
+        for (int64_t i = 0; i < j->n_ids; i++)
+            if ((uint64_t)load_i64(j->ids + 8 * i) >= (uint64_t)j->rows) return (verdict){0, BAD_ID, i, load_i64(j->ids + 8 * i)};
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+static verdict check_lengths(const job *j) {
+    int64_t sum = 0;
+    if (j->pooling == POOL_NONE) return (verdict){0, NO_PROBLEM, 0, 0};
+    if (!j->lengths) {
+        sum = j->fixed_length * j->n_bags;
+    } else {
+        int32_t sign = 0;
+        for (int64_t b = 0; b < j->n_bags; b++) {
+            int32_t length = load_i32(j->lengths + 4 * b);
+            sign |= length;
+            sum += length;
+        }
+        if (sign < 0)
+            for (int64_t b = 0; b < j->n_bags; b++)
+                if (load_i32(j->lengths + 4 * b) < 0) return (verdict){0, BAD_LENGTH, b, load_i32(j->lengths + 4 * b)};
+    }
+    if (sum != j->n_ids) return (verdict){0, BAD_SUM, j->n_bags, sum};
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+static verdict check(const job *jobs, int64_t n) {
+    for (int64_t k = 0; k < n; k++) {
+        verdict v = check_lengths(jobs + k);
+        if (!v.problem) v = check_ids(jobs + k);
+        if (v.problem) {
+            v.job = k;
+            return v;
+        }
+    }
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+/* Copies rows as they are, unpooled; no vector registers of floats, which would change the bytes of a signaling NaN. */
+static void copy_rows(const job *j, ahead *a) {
+    const int64_t lead = a->job == j ? a->id : j->n_ids;
+    uint8_t *out = j->out;
+    for (int64_t id = 0; id < j->n_ids; id++, out += j->out_row_bytes) {
+        if (id + lead < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + lead), a->into_l1);
+        else prefetch_later(a, j, 1);
+        __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
+    }
+}
+
+static void run_jobs(runner with, const job *jobs, const job *end) {
+    ahead a = prefetch_ahead(jobs, end, with.into_l1);
+    for (const job *j = jobs; j < end; j++) {
+        if (j->is_gather) copy_rows(j, &a);
+        else with.kernel->lookup(j, &a);
+    }
+}
+
+/* Takes the first `bags` bags, of `ids` ids, off a job. */
+static job split(job *rest, int64_t bags, int64_t ids) {
+    job head = *rest;
+    int64_t outputs = rest->pooling == POOL_NONE ? ids : bags;
+    head.n_ids = ids, head.n_bags = outputs;
+    rest->n_ids -= ids, rest->n_bags -= outputs;
+    rest->ids += 8 * ids, rest->out += outputs * rest->out_row_bytes;
+    if (rest->lengths) rest->lengths += 4 * bags;
+    if (rest->weights) rest->weights += 4 * ids;
+    return head;
+}
+
+/* Takes whole bags off a job until they have `wanted` ids. */
+static job split_ids(job *rest, int64_t wanted) {
+    int64_t bags = 0, ids = 0;
+    if (rest->pooling == POOL_NONE) return split(rest, wanted, wanted);
+    if (!rest->lengths) {
+        bags = (wanted + rest->fixed_length - 1) / rest->fixed_length;
+        return split(rest, bags, bags * rest->fixed_length);
+    }
+    while (ids < wanted) ids += load_i32(rest->lengths + 4 * bags++);
+    return split(rest, bags, ids);
+}
+
+/* The bytes that a job reads and writes for each of its ids, lines that a row shares with others included. */
+static int64_t bytes_an_id(const job *j) { return j->row_bytes + 48 + (j->pooling == POOL_NONE ? j->out_row_bytes : 0); }
+
+/* Jobs cut into parts of about as many bytes each: part p is pieces [first[p], first[p + 1]). */
+typedef struct { runner with; job *pieces; int64_t first[MAX_PARTS + 1]; } parts_of;
+
+/* `to->pieces` has room for n + parts jobs. */
+static void cut(const job *jobs, int64_t n, int64_t bytes, int parts, parts_of *to) {
+    int64_t made = 0, before = 0; /* bytes of the pieces made */
+    int part = 0;
+    to->first[0] = 0;
+    for (int64_t k = 0; k < n; k++) {
+        job rest = jobs[k];
+        const int64_t each = bytes_an_id(&rest);
+        while (part + 1 < parts) {
+            int64_t wanted = (bytes / parts * (part + 1) - before) / each;
+            if (wanted >= rest.n_ids) break;
+            if (wanted > 0) {
+                to->pieces[made++] = split_ids(&rest, wanted);
+                before += to->pieces[made - 1].n_ids * each;
+            }
+            to->first[++part] = made;
+        }
+        if (bags_of(&rest)) to->pieces[made++] = rest;
+        before += rest.n_ids * each;
+    }
+    while (part < parts) to->first[++part] = made;
+}
+
+static void run_part_of(const void *argument, int part) {
+    const parts_of *p = argument;
+    run_jobs(p->with, p->pieces + p->first[part], p->pieces + p->first[part + 1]);
+}
+
+/* Runs jobs on at most `threads` threads. room: for n + MAX_PARTS jobs, where threads > 1. */
+static verdict execute(runner with, const job *jobs, int64_t n, int64_t threads, job *room) {
+    verdict v = check(jobs, n);
+    if (v.problem || !n) return v;
+    int64_t bytes = 0, parts;
+    for (int64_t k = 0; k < n; k++) bytes += jobs[k].n_ids * bytes_an_id(jobs + k);
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    parts = bytes / PART_BYTES < threads * PARTS_A_THREAD ? bytes / PART_BYTES : threads * PARTS_A_THREAD;
+    if (threads == 1 || bytes < SHARED_BYTES) {
+        run_jobs(with, jobs, jobs + n);
+        return v;
+    }
+    parts_of p = {.with = with, .pieces = room};
+    cut(jobs, n, bytes, (int)parts, &p);
+    run_parts((int)parts, (int)threads, run_part_of, &p);
+    return v;
+}
