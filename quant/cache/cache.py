@@ -20,7 +20,7 @@ buffer.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -239,10 +239,15 @@ class Cache:
         while self._forgotten:
             self.forget(self._forgotten.popleft())
 
-    def probe(self, jobs: ProbeJobs, inputs: torch.Tensor) -> None:
-        """What `prefetch` begins with, alone, for measurements: finds the ids that are there. All must be."""
+    def finder(self, jobs: ProbeJobs, inputs: torch.Tensor) -> Callable[[], None]:
+        """A call of what `prefetch` begins with, alone, for measurements: it finds the ids that are there. All must be.
+
+        It launches on the cache's stream, and takes no lock.
+        """
         with self._working():
-            self._pipeline.probe(jobs, inputs.data_ptr(), self._batches.all[0].locations.data_ptr())
+            batch = InFlightBatch(self.device, self._batches.all[0].place, 0, 0)
+            batch.fit(jobs.ids)
+            return self._pipeline.finder(jobs, inputs.data_ptr(), batch)
 
     # ---- order between streams ----
 
@@ -289,12 +294,12 @@ class Cache:
         """Ids of a table that the cache holds, int64, the hottest first, `count` at most. Waits for the
         device; batches come between.
         """
-        with self._lock:
-            parts = self._index.parts(number)
+        with self._working():
+            parts, latest = self._index.parts(number), self._index.latest_use(self.settings.use_rate)
         found = []
         for part in parts:
             with self._working():
-                found.append(self._index.hot_part(number, part, self.settings.policy.is_lfu))
+                found.append(self._index.hot_part(number, part, latest))
         return hottest(found, count)
 
     def warm(self, number: int, ids: NDArray[np.int64]) -> None:

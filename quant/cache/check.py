@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tableside.quant.cache.contents import Bytes, hash_of
+from tableside.quant.cache.contents import Bytes, bucket_of
 from tableside.quant.cache.kernels.state import ID_BITS, NODE_BYTES, NODE_NEXT, occupied_at
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
@@ -26,7 +26,7 @@ def check(memory: CacheMemory, pages: Pages, tables: Tables, row_of: RowOf | Non
     _check_counts(keys, pages, memory.state.cpu().numpy())
     _check_chains(keys, arena, heads, pages)
     for table in tables:
-        _require(not table.miss_bits.any() and not table.dirty.any(), "a map still names misses of a batch that is over")
+        _require(not table.misses[:, 0].any() and not table.dirty.any(), "a map still names misses of a batch that is over")
     if row_of is not None:
         _check_rows(keys, arena, pages, row_of)
 
@@ -65,7 +65,7 @@ def _check_chains(keys: dict[int, int], arena: Bytes, heads: np.ndarray, pages: 
             _require(node in keys, f"bucket {bucket} leads to node {node}, which has no key (or is busy)")
             _require(node not in reached, f"node {node} is reached twice, again from bucket {bucket}")
             reached.add(node)
-            _require(hash_of(keys[node]) % heads.size == bucket, f"key {keys[node]} lies in bucket {bucket}")
+            _require(bucket_of(keys[node], heads.size) == bucket, f"key {keys[node]} lies in bucket {bucket}")
             at = (node >> pages.node_bits) * pages.page_bytes + (node & in_page) * NODE_BYTES + NODE_NEXT
             node = int(arena[at : at + 4].view(np.int32)[0])
     _require(len(reached) == len(keys), f"{len(keys)} keys in slots, {len(reached)} in chains: a conflict miss")

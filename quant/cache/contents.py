@@ -9,8 +9,7 @@ from tableside.quant.cache.kernels.state import (
     ID_BITS,
     NODE_BYTES,
     NODE_NEXT,
-    NODE_USED,
-    SCORE_BYTES,
+    NODE_USE,
     UNIT_BYTES,
     BatchArray,
     ClassState,
@@ -27,11 +26,10 @@ Bytes = NDArray[np.uint8]
 
 @dataclass
 class Node:
-    """A slot: its key (FREE: none), the last ticket that used it, its score, and its row."""
+    """A slot: its key (FREE: none), its use, and its row."""
 
     key: int
-    used: int
-    score: int
+    use: int
     row: bytes
 
 
@@ -51,8 +49,8 @@ class Table:
 class Contents:
     """All that a cache holds. Two of them are equal where every kernel would find the same.
 
-    pages: class and first row of each. chains: the nodes of each bucket, in their order. ghosts: [tag, score]
-    of each.
+    pages: class and first row of each. chains: the nodes of each bucket, in their order. ghosts: their
+    words.
     """
 
     is_lfu: bool
@@ -66,7 +64,7 @@ class Contents:
     tables: dict[int, Table]
     nodes: dict[int, Node]
     chains: list[list[int]]
-    ghosts: list[list[int]]
+    ghosts: list[int]
     arrays: dict[BatchArray, list[int]]
 
     @property
@@ -86,7 +84,7 @@ class Contents:
         return self.pages[node >> self.node_bits][1] + (node & ((1 << self.node_bits) - 1))
 
     def chain_of(self, key: int) -> list[int]:
-        return self.chains[hash_of(key) % len(self.chains)]
+        return self.chains[bucket_of(key, len(self.chains))]
 
     def nodes_of(self, row_class: int) -> list[int]:
         return [number for number in self.nodes if self.pages[number >> self.node_bits][0] == row_class]
@@ -110,14 +108,14 @@ def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSetti
         tables={n: _table(tables, n, counters[n]) for n in tables.names()},
         nodes=_nodes(arena, pages),
         chains=[_chain(arena, pages, head) for head in heads],
-        ghosts=memory.ghosts.view(-1, 2).tolist(),
+        ghosts=memory.ghosts.tolist(),
         arrays=arrays,
     )
 
 
 def _table(tables: Tables, number: int, counters: list[int]) -> Table:
     table = tables[number]
-    words = table.miss_bits.cpu().numpy().view(np.uint8)
+    words = table.misses[:, 0].cpu().contiguous().numpy().view(np.uint8)
     missed = np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist()
     dirty = np.flatnonzero(table.dirty.cpu().numpy()).tolist()
     return Table(table.rows, table.row_class, table.row_bytes, set(missed), set(dirty), counters)
@@ -129,11 +127,10 @@ def _nodes(arena: Bytes, pages: Pages) -> dict[int, Node]:
         for page in sorted(c.pages):
             of_page = arena[page * pages.page_bytes :][: pages.page_bytes]
             keys = of_page[: NODE_BYTES * c.slots].view(np.int64)[::2].tolist()
-            used = of_page[: NODE_BYTES * c.slots].view(np.int32)[NODE_USED // 4 :: 4].tolist()
-            scores = of_page[pages.page_bytes - SCORE_BYTES * c.slots :].view(np.int32)[::-1].tolist()
+            uses = of_page[: NODE_BYTES * c.slots].view(np.int32)[NODE_USE // 4 :: NODE_BYTES // 4].tolist()
             rows = arena[int(pages.of_page[page, 1]) * c.row_bytes :][: c.slots * c.row_bytes].reshape(-1, c.row_bytes)
             for place in range(c.slots):
-                nodes[page << pages.node_bits | place] = Node(keys[place], used[place], scores[place], rows[place].tobytes())
+                nodes[page << pages.node_bits | place] = Node(keys[place], uses[place], rows[place].tobytes())
     return nodes
 
 
@@ -144,6 +141,11 @@ def _chain(arena: Bytes, pages: Pages, head: int) -> list[int]:
         at = (head >> pages.node_bits) * pages.page_bytes + (head & ((1 << pages.node_bits) - 1)) * NODE_BYTES + NODE_NEXT
         head = int(arena[at : at + 4].view(np.int32)[0])
     return chain
+
+
+def bucket_of(key: int, buckets: int) -> int:
+    """The kernels' place of a key among so many."""
+    return hash_of(key) * buckets >> 31
 
 
 def hash_of(key: int) -> int:

@@ -14,6 +14,7 @@ from tableside.quant.cache.kernels.state import (
     ClassField,
     ClassState,
     Root,
+    State,
     occupied_at,
 )
 from tableside.quant.cache.memory import CacheMemory
@@ -114,6 +115,7 @@ class Index:
     def describe(self) -> None:
         """Writes what the kernels read of tables and classes."""
         self.generation += 1
+        self._pipeline.forget_graphs()
         tables, groups = self._tables.records()
         page_table, lists = self._pages.device_arrays()
         classes = np.zeros((CLASSES, len(ClassField)), np.int64)
@@ -138,14 +140,18 @@ class Index:
         """The pages of a table's class, as many at once as `hot_part` should read."""
         return self._pages.parts(self._tables[number].row_class)
 
-    def hot_part(self, number: int, part: list[int], is_lfu: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of a table in some pages, and how hot each is, on the host. Pages that went to another class
-        since are left out.
+    def latest_use(self, rate: int) -> int:
+        """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for the device."""
+        return int(np.int64(int(self._memory.state[State.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
+
+    def hot_part(self, number: int, part: list[int], latest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys of a table in some pages, and by how much the use of each is above `latest`, on the host. Pages
+        that went to another class since are left out.
         """
         row_class = self._tables[number].row_class
         nodes = self._pages.nodes(row_class, [p for p in part if self._pages.of_page[p, 0] == row_class])
         mine = (nodes.keys >> ID_BITS) == number
-        return nodes.keys[mine].cpu(), (nodes.scores if is_lfu else nodes.uses)[mine].cpu()
+        return nodes.keys[mine].cpu(), nodes.uses[mine].cpu() - latest
 
 
 def hottest(parts: list[tuple[torch.Tensor, torch.Tensor]], count: int | None) -> NDArray[np.int64]:

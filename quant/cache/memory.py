@@ -1,8 +1,8 @@
 """The device's memory of a cache: how a budget is divided, and the record by which kernels find all of it.
 
     arena      pages | staging buffers                              the budget, with heads and ghosts
-    heads      int32 [buckets], at least one a slot                 4 bytes a bucket, at most two a slot
-    ghosts     int32 [buckets, 2] with LFU                          8 bytes a ghost, at most two a slot
+    heads      int32 [buckets], one a slot                          4 bytes a slot
+    ghosts     int32 [pairs, 2] with LFU                            4 bytes a slot
     arrays     one element an id of the largest batch               beside the budget, 32 bytes an id
 
 `quant.cache.kernels.state` describes the layout of pages and arrays.
@@ -30,7 +30,7 @@ from tableside.quant.cache.pages import page_bytes_of, slots_of_page
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.errors import QuantError
 
-_INDEX_BYTES, _INDEX_BYTES_LFU = 8, 24  # a slot: two buckets of 4 bytes, and with LFU two ghosts of 8
+_INDEX_BYTES, _INDEX_BYTES_LFU = 4, 8  # a slot: a bucket, and with LFU a ghost
 _ALIGNMENT = 16
 _WORDS = {array: 2 if array is BatchArray.MISSES else 1 for array in BatchArray}  # int32s of one element
 
@@ -115,11 +115,10 @@ class CacheMemory:
         """Makes room for as many buckets as there are slots, and for as many ghosts (LFU). Whether they
         moved.
         """
-        buckets = 1 << max(1, (slots - 1).bit_length())
-        if self.heads.numel() >= buckets:
+        if self.heads.numel() >= max(1, slots):
             return False
-        self.heads = self._filled(-1, buckets)
-        self.ghosts = self._filled(-PRIORITY_LIMIT, 2 * buckets if self._settings.policy.is_lfu else 2)
+        self.heads = self._filled(-1, max(1, slots))
+        self.ghosts = self._filled(-PRIORITY_LIMIT, max(2, slots + slots % 2) if self._settings.policy.is_lfu else 2)
         return True
 
     def fit_arrays(self, ids: int) -> None:
@@ -152,14 +151,14 @@ class CacheMemory:
             Root.ARENA: self.arena.data_ptr(),
             Root.PAGES: self.page_table.data_ptr(),
             Root.HEADS: self.heads.data_ptr(),
-            Root.BUCKET_MASK: self.heads.numel() - 1,
+            Root.BUCKETS: self.heads.numel(),
             Root.TABLES: self._tables.data_ptr(),
             Root.CLASSES: self._classes.data_ptr(),
             Root.STATE: self.state.data_ptr(),
             Root.COUNTERS: counters.data_ptr(),
             Root.IN_FLIGHT: self.in_flight.data_ptr(),
             Root.GHOSTS: self.ghosts.data_ptr(),
-            Root.GHOST_MASK: self.ghosts.numel() // 2 - 1,
+            Root.GHOST_PAIRS: self.ghosts.numel() // 2,
             Root.RATE: self._settings.score_rate,
             Root.GROUPS: self._groups.data_ptr(),
         }

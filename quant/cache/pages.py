@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.kernels.state import CLASSES, NODE_BYTES, PRIORITY_LIMIT, SCORE_BYTES
+from tableside.quant.cache.kernels.state import CLASSES, NODE_BYTES, NODE_USE, PRIORITY_LIMIT
 from tableside.quant.errors import QuantError
 
 _PAGES_AT_ONCE = 256
@@ -29,11 +29,10 @@ class RowClass:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What some pages hold: keys int64, uses and scores int32, each [pages, slots]."""
+    """What some pages hold: keys int64, uses int32, each [pages, slots]."""
 
     keys: torch.Tensor
     uses: torch.Tensor
-    scores: torch.Tensor
 
 
 class Pages:
@@ -188,8 +187,7 @@ class Pages:
         c = self.classes[number]
         index = self._index(pages)
         nodes = self._memory[index, : NODE_BYTES * c.slots]
-        scores = self._memory[index, self.page_bytes - SCORE_BYTES * c.slots :].view(torch.int32).flip(1)
-        return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, 3::4], scores)
+        return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, NODE_USE // 4 :: NODE_BYTES // 4])
 
     def parts(self, number: int) -> list[list[int]]:
         """A class's pages, as many at once as `nodes` should read."""
@@ -207,5 +205,5 @@ def page_bytes_of(budget_bytes: int) -> int:
 
 
 def slots_of_page(page_bytes: int, row_bytes: int) -> int:
-    """Rows that a page holds with their nodes and scores, the first at a multiple of its size."""
-    return max(0, (page_bytes - row_bytes + 1) // (NODE_BYTES + SCORE_BYTES + row_bytes))
+    """Rows that a page holds with their nodes, the first at a multiple of its size."""
+    return max(0, (page_bytes - row_bytes + 1) // (NODE_BYTES + row_bytes))

@@ -11,7 +11,9 @@
     unlink                  fetch_misses
     insert                   │
     fetch_misses (REST)      │
-    resolve ──────────────► ready ───────────────────────► (the lookup's stream) lookup · release · released
+    resolve                  │
+    (all fetched) ◄──────────┘
+             └────────────► ready ───────────────────────► (the lookup's stream) lookup · release · released
                             fill_slots
                             end
     next batch's begin ◄─── filled
@@ -21,14 +23,19 @@ Time goes down. Work on one stream runs in order; an arrow makes another stream 
 Misses are fetched into the batch's staging buffer on the side stream, while the main stream decides which of
 them are admitted and which rows they replace. Only probing and fetching delay the batch. An admitted
 row that has no room in the staging buffer is fetched straight into its slot (REST).
+All from `probe` on up to there is the same for batches of a size. So it is replayed as a CUDA graph from the
+third such batch on (`replays`), if the settings allow it.
 At `ready` the lookup finds each row at its location; admitted rows are then copied from the staging buffer to
 their slots beside it. The next batch's `begin` waits for `filled`. A later batch with the same staging
 buffer waits for `released`.
 
 `list_rows`, the CPU's part, the copies and `copy_gathered` exist only with `gather_threads`. Only the device
-knows how many bytes the CPU will gather. So the host copies as many as in a recent batch and an eighth more,
-and `copy_gathered` copies the rest.
+knows how many bytes the CPU will gather. So the host copies as many as in a recent batch and some more, and
+`copy_gathered` copies the rest.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +44,7 @@ from tableside.quant.cache.kernels import admit, batch, evict, fetch, find
 from tableside.quant.cache.kernels.state import CLASSES, UNIT_BYTES, Root
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
+from tableside.quant.cache.replays import Replays
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.streams import Streams, handle, order, wait
 from tableside.quant.cache.tables import FLAGS
@@ -47,7 +55,8 @@ from tableside.quant.device.launch import Kernel
 _FEW = 528  # programs of kernels that have little to do where few rows are missing; starting many takes long
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers
 _MOST_GATHERED_BYTES = 64 << 20
-_COPY_UNIT = 1 << 16  # copies are multiples of it, so that there are few different ones
+_COPY_UNIT = 1 << 16  # copies are multiples of it, and of 1/16 of a power of 2, so that there are few different ones
+_EVICTING, _EVICTING_ANY = 2112, 528  # programs of the two `evict`s; more take long to start, and the second seldom has work
 _MISSES = 256  # that a program takes at once: `list_rows`, `rank_admitted`, `end`
 _INSERTED = 512  # `insert`
 _UNLINKED = 1024  # `unlink`
@@ -91,6 +100,19 @@ class Kernels:
         self.release = Kernel(batch.release, 1)
 
 
+@dataclass(frozen=True)
+class LaunchShape:
+    """What the launches of a batch depend on, while tables and pages stay as they are.
+
+    place: of the batch's record; blocks: for which there are programs; copied: bytes of gathered rows that the host copies.
+    """
+
+    place: int
+    blocks: int
+    admit_all: bool
+    copied: int
+
+
 class Pipeline:
     """Launches what a batch needs, for rows of `smallest_row_bytes` until `fit_rows` says more. The caller
     holds the cache's lock.
@@ -112,6 +134,8 @@ class Pipeline:
         self._is_interpreted = is_interpreted
         self._most = 1 if is_interpreted else settings.programs
         self._few = min(self._most, _FEW)
+        self._block = probe_block(is_interpreted)
+        self._replays = Replays(streams if settings.replays else None)
         self._gather: HostGather | None = None
         if settings.gather_threads:
             size, is_cuda = min(staging_bytes, _MOST_GATHERED_BYTES), streams.device.type == "cuda"
@@ -135,73 +159,106 @@ class Pipeline:
             Root.GATHERED_UNITS: self._gather.staging.numel() // UNIT_BYTES,
         }
 
+    def forget_graphs(self) -> None:
+        """Nothing is replayed that was captured before tables or pages changed."""
+        self._replays.forget()
+
     def launch(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
         """Launches a batch's kernels, on the main stream and the side stream, as the module's diagram says."""
         root, ticket, streams, run = self._memory.root, batch.record.data_ptr(), self._streams, self.kernels
-        main = handle(streams.main)
-        run.begin(1, main, root, ticket)
-        if not jobs.blocks:
-            order(streams.side, streams.main)
-            streams.note(batch.ready, streams.side)
-            return
-        probe = (root, jobs.jobs_at, jobs.blocks_at, jobs.blocks, inputs_at, batch.locations.data_ptr())
-        run.probe(min(self._most, jobs.blocks), main, *probe)
-        run.enumerate_misses(self._memory.groups, main, root, ticket)
-        order(streams.side, streams.main)
-        self._fetch(batch, min(self._settings.row_programs, self._programs(jobs, run.rows)))
-        self._admit(jobs, admit_all)
-        run.fetch_rest(self._programs(jobs, run.rows), main, root, ticket)
-        run.resolve(min(self._most, jobs.blocks), main, *probe)
+        self._begin(jobs, inputs_at, batch)
+        if jobs.blocks:
+            shape = LaunchShape(batch.place, self._rounded(jobs.blocks), admit_all, self._copied(batch))
+            self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
         order(streams.side, streams.main)
         streams.note(batch.ready, streams.side)
-        side = handle(streams.side)
-        run.fill_slots(self._programs(jobs, run.rows), side, root, ticket)
-        run.end(self._programs(jobs, _MISSES), side, root)
-        streams.note(streams.filled, streams.side)
+        if jobs.blocks:
+            side = handle(streams.side)
+            run.fill_slots(self._programs(jobs.ids, run.rows), side, root, ticket)
+            run.end(self._programs(jobs.ids, _MISSES), side, root)
+            streams.note(streams.filled, streams.side)
 
-    def _programs(self, jobs: ProbeJobs, at_once: int) -> int:
-        """Programs of a kernel that takes so many of the batch's misses at once, of which there may be few."""
-        return min(self._few, -(-jobs.ids // at_once))
+    def _begin(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> None:
+        batch_record, locations = batch.record.data_ptr(), batch.locations.data_ptr()
+        self.kernels.begin(
+            1,
+            handle(self._streams.main),
+            self._memory.root,
+            batch_record,
+            jobs.jobs_at,
+            jobs.blocks_at,
+            jobs.blocks,
+            inputs_at,
+            locations,
+        )
 
-    def _admit(self, jobs: ProbeJobs, admit_all: bool) -> None:
+    def _rounded(self, blocks: int) -> int:
+        """For how many blocks a batch's programs are launched: a power of 2, so that batches share graphs."""
+        return blocks if self._is_interpreted else 1 << (blocks - 1).bit_length()
+
+    def _copied(self, batch: InFlightBatch) -> int:
+        """Bytes of gathered rows that the host copies to a batch's staging buffer: as many as in a recent batch and some more."""
+        if self._gather is None:
+            return 0
+        likely = self._gather.last_bytes * 17 // 16
+        unit = max(_COPY_UNIT, 1 << max(0, likely.bit_length() - 5))
+        return min(-(-likely // unit) * unit, self._gather.staging.numel(), batch.staging_bytes)
+
+    def _programs(self, ids: int, at_once: int) -> int:
+        """Programs of a kernel that takes so many of a batch's misses at once, of which there may be few."""
+        return min(self._few, -(-ids // at_once))
+
+    def _bring(self, streams: Streams, batch: InFlightBatch, shape: LaunchShape) -> None:
+        """Finds the rows of a batch, fetches misses and gives slots; the main stream is behind all of it."""
+        root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
+        main, ids = handle(streams.main), shape.blocks * self._block
+        run.probe(min(self._most, shape.blocks), main, root, ticket)
+        run.enumerate_misses(self._memory.groups, main, root, ticket)
+        order(streams.side, streams.main)
+        self._fetch(streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows)))
+        self._admit(main, ids, shape.admit_all)
+        run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
+        run.resolve(min(self._most, shape.blocks), main, root, ticket)
+        order(streams.main, streams.side)
+
+    def _admit(self, main: int | None, ids: int, admit_all: bool) -> None:
         """Decides on the main stream which misses are admitted, and gives them slots."""
-        root, main, run = self._memory.root, handle(self._streams.main), self.kernels
+        root, run = self._memory.root, self.kernels
         run.choose_threshold(len(self._pages.classes), main, root, int(admit_all))
-        run.rank_admitted(self._programs(jobs, _MISSES), main, root)
+        run.rank_admitted(self._programs(ids, _MISSES), main, root)
         parts = self._pages.count * -(-self._pages.most_slots // run.slots)
-        run.evict(min(self._most, parts), main, root)
-        run.evict_any(min(self._most, parts), main, root)
-        run.unlink(self._programs(jobs, _UNLINKED), main, root)
-        run.insert(self._programs(jobs, _MISSES), main, root)
+        run.evict(min(self._most, _EVICTING, parts), main, root)
+        run.evict_any(min(self._most, _EVICTING_ANY, parts), main, root)
+        run.unlink(self._programs(ids, _UNLINKED), main, root)
+        run.insert(self._programs(ids, _MISSES), main, root)
 
-    def _fetch(self, batch: InFlightBatch, programs: int) -> None:
+    def _fetch(self, streams: Streams, batch: InFlightBatch, copied: int, programs: int) -> None:
         """Fetches the misses into the batch's staging buffer, on the side stream."""
         root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
-        side = handle(self._streams.side)
+        side = handle(streams.side)
         if self._gather is not None:
             run.list_rows(programs, side, root, ticket)
-            likely = -(-self._gather.last_bytes * 9 // 8 // _COPY_UNIT) * _COPY_UNIT
-            likely = min(likely, self._gather.staging.numel(), batch.staging_bytes)
-            for first, end, request in self._gather.requests(likely):
+            for first, end, request in self._gather.requests(copied):
                 self._gather(side, request)
-                self._copy(self._gather.staging, batch, first, min(end, likely))
-            order(self._streams.side, self._streams.copies)
-            run.copy_gathered(programs, side, root, ticket, likely)
+                self._copy(streams, self._gather.staging, batch, first, min(end, copied))
+            order(streams.side, streams.copies)
+            run.copy_gathered(programs, side, root, ticket, copied)
         run.fetch_misses(programs, side, root, ticket)
 
-    def _copy(self, gathered: torch.Tensor, batch: InFlightBatch, first: int, end: int) -> None:
+    def _copy(self, streams: Streams, gathered: torch.Tensor, batch: InFlightBatch, first: int, end: int) -> None:
         """Copies a chunk of what the CPU gathered to the staging buffer, while the next one is gathered."""
-        order(self._streams.copies, self._streams.side)
+        order(streams.copies, streams.side)
         arena = self._memory.arena
-        with self._streams.on_copies():
+        with streams.on_copies():
             target = batch.staging - arena.data_ptr()
             arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
 
-    def probe(self, jobs: ProbeJobs, inputs_at: int, locations_at: int) -> None:
-        """What `launch` begins with, alone, for measurements."""
-        root, main = self._memory.root, handle(self._streams.main)
-        arguments = (root, jobs.jobs_at, jobs.blocks_at, jobs.blocks, inputs_at, locations_at)
-        self.kernels.probe(min(jobs.blocks, self._settings.programs), main, *arguments)
+    def finder(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> Callable[[], None]:
+        """A call of what `launch` begins with, alone, for measurements."""
+        self._begin(jobs, inputs_at, batch)
+        self.kernels.release(1, handle(self._streams.main), self._memory.root, batch.record.data_ptr())
+        programs, main = min(self._most, jobs.blocks), handle(self._streams.main)
+        return lambda: self.kernels.probe(programs, main, self._memory.root, batch.record.data_ptr())
 
     def release(self, batch: InFlightBatch) -> None:
         """Lets the batch's slots be evicted once what is on the current stream so far is done."""

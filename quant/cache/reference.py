@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from tableside.quant.cache.contents import Contents, Node, hash_of
+from tableside.quant.cache.contents import Contents, Node, bucket_of, hash_of
 from tableside.quant.cache.kernels.state import (
     FREE,
     FREE_PRIORITY,
@@ -22,8 +22,10 @@ from tableside.quant.cache.kernels.state import (
     PRIORITY_LIMIT,
     ROWS_PER_FLAG,
     SCORE_UNIT,
+    TAG_BITS,
     UNIT_BYTES,
     UNRESOLVED,
+    USED_BITS,
     WORD_BITS,
     BatchArray,
     ClassState,
@@ -32,6 +34,7 @@ from tableside.quant.cache.kernels.state import (
 )
 
 RowOf = Callable[[int], bytes]  # a key's row in its table
+_USED_MASK, _TAG_MASK = (1 << USED_BITS) - 1, (1 << TAG_BITS) - 1
 
 # ---- numbers ----
 
@@ -44,6 +47,11 @@ def int32(value: int) -> int:
 def tick_of(c: Contents) -> int:
     """The score of one use now."""
     return int32(c.now * c.rate)
+
+
+def marked(score: int, mark: int, mask: int) -> int:
+    """A score with what its lowest bits hold."""
+    return int32((score & ~mask) | (mark & mask))
 
 
 def ahead_of(score: int, tick: int) -> int:
@@ -74,14 +82,15 @@ def eviction_priority(c: Contents, number: int) -> int:
     """Slots with the highest one go first: free ones, then those used least (LFU) or not for longest. Locked
     ones never go.
     """
-    node, now = c.nodes[number], int32(c.now)
-    if (now - node.used) % 2**32 < c.now - c.state[State.DONE]:
+    node, in_flight = c.nodes[number], c.now - c.state[State.DONE]
+    tickets = 2 ** (USED_BITS if c.is_lfu else 32)
+    if (c.now - node.use) % tickets < min(in_flight, tickets):
         return LOCKED_PRIORITY
     if node.key < 0:
         return FREE_PRIORITY
     if c.is_lfu:
-        return row_priority(c, node.score)
-    return max(-PRIORITY_LIMIT, min(PRIORITY_LIMIT, int32(now - node.used)))
+        return row_priority(c, node.use & ~_USED_MASK)
+    return max(-PRIORITY_LIMIT, min(PRIORITY_LIMIT, int32(c.now - node.use)))
 
 
 # ---- find ----
@@ -118,11 +127,11 @@ def probe(c: Contents, number: int, ids: Sequence[int]) -> list[int]:
 
 def _touch(c: Contents, node: Node) -> None:
     """A node is used: once a ticket, however often it is hit."""
-    if node.used != int32(c.now):
-        node.used = int32(c.now)
-        if c.is_lfu:
-            tick = tick_of(c)
-            node.score = int32(tick + used_once_more(ahead_of(node.score, tick)))
+    if not c.is_lfu:
+        node.use = int32(c.now)
+    elif (node.use ^ c.now) & _USED_MASK:
+        tick = tick_of(c)
+        node.use = marked(tick + used_once_more(ahead_of(node.use & ~_USED_MASK, tick)), c.now, _USED_MASK)
 
 
 def enumerate_misses(c: Contents, staging_units: int) -> None:
@@ -158,19 +167,30 @@ def _rounds(ids: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _score(c: Contents, ranks: list[int]) -> None:
-    """Scores misses by their ghosts; each ghost remembers the key whose score is the highest."""
+    """Scores misses by their ghosts; two of them remember the two keys whose scores are the highest."""
     tick, changed = tick_of(c), {}
     for rank in ranks:
         key = c.arrays[BatchArray.MISSES][rank]
-        ghost = hash_of(key) % len(c.ghosts)
-        tag, score = c.ghosts[ghost]
-        its_tag, ahead = int32(key ^ (hash_of(key) >> 7)), ahead_of(score, tick)
-        more = used_once_more(ahead) if tag == its_tag else 0
-        is_kept = tag != its_tag and ahead > 0
-        changed[ghost] = [tag if is_kept else its_tag, int32(tick + (ahead - SCORE_UNIT if is_kept else more))]
+        tag = key ^ (hash_of(key) >> 7)
+        ghost = _ghost_of(c, 2 * bucket_of(key, len(c.ghosts) // 2), tag, tick)
+        known = c.ghosts[ghost]
+        ahead, is_it = ahead_of(known & ~_TAG_MASK, tick), (known ^ tag) & _TAG_MASK == 0
+        more = used_once_more(ahead) if is_it else 0
+        is_kept = not is_it and ahead > 0
+        score, its_tag = (ahead - SCORE_UNIT, known) if is_kept else (more, tag)
+        changed[ghost] = marked(tick + score, its_tag, _TAG_MASK)
         c.arrays[BatchArray.SCORES][rank] = int32(tick + more)
     for ghost, entry in changed.items():
         c.ghosts[ghost] = entry
+
+
+def _ghost_of(c: Contents, first: int, tag: int, tick: int) -> int:
+    """Which of two ghosts is a key's: the one with its tag, or the one with the lower score."""
+    for ghost in (first, first + 1):
+        if (c.ghosts[ghost] ^ tag) & _TAG_MASK == 0:
+            return ghost
+    one, other = (ahead_of(c.ghosts[ghost] & ~_TAG_MASK, tick) for ghost in (first, first + 1))
+    return first + (other < one)
 
 
 def resolve(c: Contents, number: int, ids: Sequence[int], locations: Sequence[int]) -> list[int]:
@@ -246,9 +266,9 @@ def evict(c: Contents, is_any: bool) -> None:
 def _take(c: Contents, number: int, of_class: list[int], at: int) -> None:
     node = c.nodes[number]
     c.arrays[BatchArray.VICTIMS][at] = number
-    c.arrays[BatchArray.VICTIM_BUCKETS][at] = hash_of(node.key) % len(c.chains) if node.key >= 0 else -1
+    c.arrays[BatchArray.VICTIM_BUCKETS][at] = bucket_of(node.key, len(c.chains)) if node.key >= 0 else -1
     of_class[ClassState.OCCUPIED] += node.key < 0
-    node.key, node.used = FREE, int32(c.now)
+    node.key, node.use = FREE, int32(c.now)
 
 
 def unlink(c: Contents) -> None:
@@ -273,7 +293,7 @@ def insert(c: Contents) -> None:
             c.nodes[number].key = key
             c.chain_of(key).insert(0, number)
             if c.is_lfu:
-                c.nodes[number].score = c.arrays[BatchArray.SCORES][n]
+                c.nodes[number].use = marked(c.arrays[BatchArray.SCORES][n], c.now, _USED_MASK)
             if is_staged:
                 c.arrays[BatchArray.NODES][n] = number
             else:

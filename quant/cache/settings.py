@@ -6,6 +6,8 @@ from enum import Enum
 from tableside.quant.cache.kernels.state import SCORE_UNIT
 from tableside.quant.errors import QuantError
 
+_LONGEST_HALF_LIFE = 1 << 16
+
 
 class Policy(Enum):
     """Which rows go first: those not used for longest (LRU), or those used least, where old uses count less
@@ -34,6 +36,9 @@ class CacheSettings:
 
     gather_threads: threads of the CPU that gather misses, from `gather_from` a batch on, where tables span so
     much that the GPU's own reads are slow. 0: the GPU reads them all.
+
+    replays: batches of a size are launched as one CUDA graph from the third on, so that the host is free sooner. While one is
+    captured, no other thread of the process may synchronize the whole device.
     """
 
     policy: Policy = Policy.LFU
@@ -43,13 +48,14 @@ class CacheSettings:
     staging_bytes: int = 256 << 20
     staging_buffers: int = 1
     row_programs: int = 66
-    programs: int = 8192
+    programs: int = 1 << 15
     gather_threads: int = 0
     gather_from: int = 4096
+    replays: bool = False
 
     def __post_init__(self) -> None:
         for name, is_right, expected in (
-            ("half_life", 1 <= self.half_life <= SCORE_UNIT, f"1 to {SCORE_UNIT}"),
+            ("half_life", 1 <= self.half_life <= _LONGEST_HALF_LIFE, f"1 to {_LONGEST_HALF_LIFE}"),
             (
                 "page_bytes",
                 self.page_bytes is None or (self.page_bytes >= 64 and self.page_bytes % 16 == 0),
@@ -70,3 +76,8 @@ class CacheSettings:
     def score_rate(self) -> int:
         """By how much the score of one use grows a ticket."""
         return max(1, SCORE_UNIT // self.half_life)
+
+    @property
+    def use_rate(self) -> int:
+        """By how much what a node keeps of its last use grows a ticket: its score, or the ticket's number."""
+        return self.score_rate if self.policy.is_lfu else 1

@@ -21,8 +21,7 @@ _LEAST_COUNTED = 64  # tables that counters have room for
 class CachedTable:
     """A table: its rows, their class, and the maps of a batch's misses as `TableField` says.
 
-    address: of the first row, where the device reads it. miss_bits, first_ranks: int32 [words]; dirty: int32
-    [flags].
+    address: of the first row, where the device reads it. misses: int32 [words, 2]; dirty: int32 [flags].
     """
 
     name: str
@@ -30,13 +29,12 @@ class CachedTable:
     rows: int
     row_bytes: int
     row_class: int
-    miss_bits: torch.Tensor
-    first_ranks: torch.Tensor
+    misses: torch.Tensor
     dirty: torch.Tensor
 
     @property
     def map_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.miss_bits, self.first_ranks, self.dirty))
+        return sum(part.numel() * part.element_size() for part in (self.misses, self.dirty))
 
     def record(self) -> list[int]:
         """int64 [TABLE_SIZE] for the kernels."""
@@ -45,8 +43,7 @@ class CachedTable:
             TableField.ROWS: self.rows,
             TableField.ROW_BYTES: self.row_bytes,
             TableField.CLASS: self.row_class,
-            TableField.MISS_BITS: self.miss_bits.data_ptr(),
-            TableField.FIRST_RANKS: self.first_ranks.data_ptr(),
+            TableField.MISSES: self.misses.data_ptr(),
             TableField.DIRTY: self.dirty.data_ptr(),
         }
         return [fields[f] for f in TableField]
@@ -80,7 +77,7 @@ class Tables:
         """Takes a table under the smallest number that is free, with empty maps and counters."""
         number = next(n for n in range(len(self._tables) + 1) if n not in self._tables)
         flags = flag_count(rows)
-        maps = [torch.zeros(n, dtype=torch.int32, device=self._device) for n in (flags * GROUP_WORDS, flags * GROUP_WORDS, flags)]
+        maps = [torch.zeros(n, dtype=torch.int32, device=self._device) for n in ((flags * GROUP_WORDS, 2), (flags,))]
         self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
         first, end = number * len(Counter), (number + 1) * len(Counter)
         if end > self.counters.numel():
@@ -96,7 +93,7 @@ class Tables:
     def clear_maps(self) -> None:
         """Empties all maps."""
         for table in self._tables.values():
-            table.miss_bits.zero_()
+            table.misses.zero_()
             table.dirty.zero_()
 
     @property

@@ -17,19 +17,20 @@ _LEAST_IDS = 64
 class InFlightBatch:
     """What a batch takes of the device while it is in flight, used by one after another.
 
-    record: int64 [TICKET_SIZE] on the device; staging: the address of its staging buffer of `staging_bytes`;
+    place: its number among all; record: int64 [TICKET_SIZE] on the device; staging: the address of its staging buffer of
+    `staging_bytes`;
     locations: int32 [ids or more]; ready: an event, after which the batch's rows can be read; released: an
     event, after which nobody reads them.
     """
 
     def __init__(self, device: torch.device, place: int, staging: int, staging_bytes: int) -> None:
-        fields = {
-            TicketField.NUMBER: 0,
+        fields = dict.fromkeys(TicketField, 0) | {
             TicketField.STAGING: staging,
             TicketField.STAGING_UNITS: staging_bytes // UNIT_BYTES,
             TicketField.PLACE: place,
         }
         self.record = torch.tensor([fields[f] for f in TicketField], dtype=torch.int64, device=device)
+        self.place = place
         self.staging, self.staging_bytes = staging, staging_bytes
         self.locations = torch.empty(0, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
@@ -130,5 +131,6 @@ class BatchesInFlight:
 
 
 def rounded_up(ids: int) -> int:
-    """Room for so many ids or some more, so that it need not grow with every batch."""
-    return max(_LEAST_IDS, 1 << (ids - 1).bit_length())
+    """Room for so many ids or up to an eighth more, so that it need not grow with every batch."""
+    step = 1 << max(0, (ids - 1).bit_length() - 4)
+    return max(_LEAST_IDS, -(-ids // step) * step)

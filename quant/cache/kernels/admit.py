@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tableside.quant.cache.kernels.nodes import (
     ID_BITS,
+    NODE_USE,
     class_at,
     class_state_at,
     hash_of,
@@ -16,11 +17,10 @@ from tableside.quant.cache.kernels.nodes import (
     link,
     miss_count,
     node_at,
-    score_at,
     slot_of,
     table_at,
 )
-from tableside.quant.cache.kernels.scores import FREE_PRIORITY, eviction_priority, tick_of, within_limits
+from tableside.quant.cache.kernels.scores import FREE_PRIORITY, USED_MASK, eviction_priority, marked, tick_of, within_limits
 from tableside.quant.cache.kernels.state import (
     ARRAY_LOCATIONS,
     ARRAY_MISSES,
@@ -228,7 +228,8 @@ def insert(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
         link(root, node, key, is_inserted)
         if LFU:
             score = tl.load(i32(tl.load(root + ARRAY_SCORES)) + at, is_inserted, 0)
-            tl.store(i32(score_at(root, node)), score, is_inserted)
+            used = marked(score, tl.load(state + STATE_NOW).to(tl.int32), USED_MASK)
+            tl.store(i32(node_at(root, node) + NODE_USE), used, is_inserted)
         locations = i32(tl.load(root + ARRAY_LOCATIONS)) + at
         is_staged = tl.load(locations, is_row, -1) < -1
         tl.store(locations, slot_of(root, node, is_inserted), is_inserted & (is_staged == 0))

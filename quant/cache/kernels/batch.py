@@ -1,7 +1,8 @@
 """Kernels that begin, end and release a batch.
 
 `root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
-the address of a batch's, int64 [TICKET_SIZE], of which `begin` writes the number and the host the rest.
+the address of a batch's, int64 [TICKET_SIZE]. What changes from batch to batch is in these records. So all
+launches but that of `begin` are the same for batches of a size, and can be replayed as a CUDA graph.
 """
 
 import triton
@@ -20,7 +21,12 @@ from tableside.quant.cache.kernels.state import (
     STATE_DONE,
     STATE_MISSES,
     STATE_NOW,
-    TABLE_MISS_BITS,
+    TABLE_MISSES,
+    TICKET_BLOCKS,
+    TICKET_INPUTS,
+    TICKET_JOB_OF_BLOCK,
+    TICKET_JOBS,
+    TICKET_LOCATIONS,
     TICKET_NUMBER,
     TICKET_PLACE,
 )
@@ -28,14 +34,23 @@ from tableside.quant.cache.kernels.state import (
 MOST_IN_FLIGHT = tl.constexpr(s.MOST_IN_FLIGHT)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
-def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["root", "ticket", "jobs", "job_of_block", "blocks", "inputs", "locations"])
+def begin(
+    root: tl.int64,
+    ticket: tl.int64,
+    jobs: tl.int64,
+    job_of_block: tl.int64,
+    blocks: tl.int64,
+    inputs: tl.int64,
+    locations: tl.int64,
+    CLASS_LANES: tl.constexpr,
+):
     """Gives the batch the next ticket number, finds the last ticket up to which all are released, and empties
     the counts.
 
     One program. Writes NOW, DONE and MISSES of the state, MISSES, ADMITTED and VICTIMS of every class, the
-    ticket's number, and that number at the ticket's place in IN_FLIGHT. Reads IN_FLIGHT, where `release`
-    writes zeros beside it. CLASS_LANES: classes, a power of 2.
+    ticket's number, its JOBS to LOCATIONS, and its number at the ticket's place in IN_FLIGHT. Reads IN_FLIGHT, where
+    `release` writes zeros beside it. CLASS_LANES: classes, a power of 2.
     """
     root = i64(root)
     ticket = i64(ticket)
@@ -44,6 +59,11 @@ def begin(root: tl.int64, ticket: tl.int64, CLASS_LANES: tl.constexpr):
     now = tl.load(state + STATE_NOW) + 1
     tl.store(state + STATE_NOW, now)
     tl.store(ticket + TICKET_NUMBER, now)
+    tl.store(ticket + TICKET_JOBS, jobs)
+    tl.store(ticket + TICKET_JOB_OF_BLOCK, job_of_block)
+    tl.store(ticket + TICKET_BLOCKS, blocks)
+    tl.store(ticket + TICKET_INPUTS, inputs)
+    tl.store(ticket + TICKET_LOCATIONS, locations)
     others = tl.load(in_flight + tl.arange(0, MOST_IN_FLIGHT), cache_modifier=".cg")
     tl.store(state + STATE_DONE, tl.min(tl.where(others == 0, now, others), 0) - 1)
     tl.store(in_flight + tl.load(ticket + TICKET_PLACE), now)
@@ -68,7 +88,7 @@ def release(root: tl.int64, ticket: tl.int64):
 def end(root: tl.int64, BLOCK: tl.constexpr):
     """Empties the maps of misses and the buckets of victims for the next batch.
 
-    A program takes BLOCK misses a turn. Reads MISSES, writes zeros to the words of MISS_BITS that they lie in
+    A program takes BLOCK misses a turn. Reads MISSES, writes zeros to the words of the maps that they lie in
     and -1 to VICTIM_BUCKETS.
     """
     root = i64(root)
@@ -77,7 +97,7 @@ def end(root: tl.int64, BLOCK: tl.constexpr):
         at = block * BLOCK + tl.arange(0, BLOCK)
         is_miss = at < count
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_miss, 0)
-        bits = tl.load(table_at(root, key >> ID_BITS) + TABLE_MISS_BITS, is_miss, 0)
-        tl.store(i32(bits) + ((key & ID_MASK) >> 5), tl.zeros((BLOCK,), tl.int32), is_miss)
+        words = tl.load(table_at(root, key >> ID_BITS) + TABLE_MISSES, is_miss, 0)
+        tl.store(i32(words) + 2 * ((key & ID_MASK) >> 5), tl.zeros((BLOCK,), tl.int32), is_miss)
         nothing = tl.full((BLOCK,), -1, tl.int32)
         tl.store(i32(tl.load(root + ARRAY_VICTIM_BUCKETS)) + at, nothing, is_miss)

@@ -10,10 +10,10 @@ from tableside.quant.cache.kernels import state as s
 from tableside.quant.cache.kernels.nodes import (
     ID_BITS,
     NODE_NEXT,
-    NODE_USED,
+    NODE_USE,
+    bucket_of,
     class_at,
     class_state_at,
-    hash_of,
     i32,
     i64,
     link,
@@ -30,7 +30,6 @@ from tableside.quant.cache.kernels.state import (
     CLASS_STATE_OCCUPIED,
     CLASS_STATE_VICTIM_PRIORITY,
     CLASS_STATE_VICTIMS,
-    ROOT_BUCKET_MASK,
     ROOT_HEADS,
     ROOT_MOST_SLOTS,
     ROOT_NODE_BITS,
@@ -66,7 +65,6 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
     parts = tl.cdiv(tl.load(root + ROOT_MOST_SLOTS), BLOCK)
     victims = i32(tl.load(root + ARRAY_VICTIMS))
     buckets = i32(tl.load(root + ARRAY_VICTIM_BUCKETS))
-    mask = tl.load(root + ROOT_BUCKET_MASK)
     classes = class_state_at(root, tl.arange(0, CLASS_LANES))
     needs_more = tl.load(classes + CLASS_STATE_VICTIMS, cache_modifier=".cg") < tl.load(classes + CLASS_STATE_ADMITTED)
     turns = tl.where(tl.max(needs_more.to(tl.int32), 0) > 0, pages * parts, 0)
@@ -99,10 +97,10 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
                 first_victim = tl.load(of_class + CLASS_STATE_FIRST_VICTIM)
                 at = node_at(root, node)
                 tl.store(victims + first_victim + rank, node, is_victim)
-                bucket = (hash_of(key) & mask).to(tl.int32)
+                bucket = bucket_of(root, tl.maximum(key, 0)).to(tl.int32)
                 tl.store(buckets + first_victim + rank, tl.where(had_key, bucket, -1), is_victim)
                 tl.store(i64(at), tl.full((BLOCK,), -1, tl.int64), is_victim)
-                tl.store(i32(at + NODE_USED), tl.zeros_like(node) + now.to(tl.int32), is_victim)
+                tl.store(i32(at + NODE_USE), tl.zeros_like(node) + now.to(tl.int32), is_victim)
                 were_free = tl.sum((is_victim & (key < 0)).to(tl.int64), 0)
                 if were_free > 0:
                     tl.atomic_add(of_class + CLASS_STATE_OCCUPIED, were_free, sem="relaxed")

@@ -1,12 +1,7 @@
 """Kernels that find the rows of a batch: those in slots, the misses, and where each of these goes.
 
-root          address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], written by the host
-jobs          address of int64 [jobs, PROBE_SIZE], written by `quant.cache.jobs`
-job_of_block  address of int32 [blocks], written there too
-blocks        how many blocks: a number, not an address
-inputs        address of the batch's inputs; int64 ids lie at byte IDS_AT, written before the batch begins
-locations     address of a ticket's locations; int32 [ids] at byte LOCATIONS_AT, written here
-ticket        address of a batch's record, int64 [TICKET_SIZE]
+`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
+the address of a batch's, int64 [TICKET_SIZE], which says where its jobs, ids and locations lie.
 """
 
 import triton
@@ -49,10 +44,14 @@ from tableside.quant.cache.kernels.state import (
     STATE_NOW,
     TABLE_CLASS,
     TABLE_DIRTY,
-    TABLE_FIRST_RANKS,
-    TABLE_MISS_BITS,
+    TABLE_MISSES,
     TABLE_ROW_BYTES,
     TABLE_ROWS,
+    TICKET_BLOCKS,
+    TICKET_INPUTS,
+    TICKET_JOB_OF_BLOCK,
+    TICKET_JOBS,
+    TICKET_LOCATIONS,
     TICKET_STAGING_UNITS,
 )
 
@@ -61,26 +60,26 @@ UNRESOLVED, IN_TABLE = tl.constexpr(s.UNRESOLVED), tl.constexpr(s.IN_TABLE)
 UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 
 
-@triton.jit(do_not_specialize=["root", "jobs", "job_of_block", "blocks", "inputs", "locations"])
-def probe(
-    root: tl.int64,
-    jobs: tl.int64,
-    job_of_block: tl.int64,
-    blocks: tl.int64,
-    inputs: tl.int64,
-    locations: tl.int64,
-    LFU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit
+def miss_word(table, id):
+    """Where the miss bits of ids' rows lie in the table's map, pointers to int32; the rank of the first follows."""
+    return i32(tl.load(table + TABLE_MISSES)) + 2 * (id >> 5)
+
+
+@triton.jit(do_not_specialize=["root", "ticket"])
+def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Finds each id's slot: that is its location. A miss gets UNRESOLVED and a bit in its table's map.
 
-    A program takes BLOCK ids of one job a turn. Writes the locations, MISS_BITS and DIRTY of the tables, the
-    counters IDS and HITS, and that the nodes of hits were used: USED, and with LFU their scores. An id out of
+    A program takes BLOCK ids of one job a turn. Writes the locations, the bits of MISSES and DIRTY of the tables,
+    the counters IDS and HITS, and the use of the nodes of hits. An id out of
     range gets IN_TABLE; the lookup refuses it.
     """
     root = i64(root)
+    ticket = i64(ticket)
+    jobs, inputs = tl.load(ticket + TICKET_JOBS), tl.load(ticket + TICKET_INPUTS)
+    job_of_block, locations = tl.load(ticket + TICKET_JOB_OF_BLOCK), tl.load(ticket + TICKET_LOCATIONS)
     now = tl.load(i64(tl.load(root + ROOT_STATE)) + STATE_NOW)
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(0), tl.load(ticket + TICKET_BLOCKS), tl.num_programs(0)):
         job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * PROBE_SIZE
         number = tl.load(job + PROBE_TABLE)
         table = table_at(root, number)
@@ -90,11 +89,11 @@ def probe(
         id = tl.load(i64(inputs + tl.load(job + PROBE_IDS_AT)) + at, is_id, -1)
         is_known = (id >= 0) & (id < tl.load(table + TABLE_ROWS))
 
-        found, used = find(root, (number << ID_BITS) | id, is_known)
+        found, use = find(root, (number << ID_BITS) | id, is_known)
         is_hit = is_known & (found >= 0)
-        touch(root, found, used, is_hit, now, LFU)
+        touch(root, found, use, is_hit, now, LFU)
         is_missed = is_known & (found < 0)
-        word = i32(tl.load(table + TABLE_MISS_BITS)) + (id >> 5)
+        word = miss_word(table, id)
         bit = tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)
         is_new = is_missed & ((tl.load(word, is_missed, 0) & bit) == 0)
         tl.atomic_or(word, bit, is_new, sem="relaxed")
@@ -113,9 +112,9 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     each in the ticket's staging buffer, as far as there is any.
 
     A program takes FLAGS dirty flags of one table, from those that ROOT_GROUPS names: int32 [programs, 2],
-    written by the host. Reads MISS_BITS. Writes MISSES, SCORES (LFU, and the ghosts with them) and LOCATIONS
-    (-2 - unit of the staging buffer, or IN_TABLE) at each miss's rank, FIRST_RANKS of the words that have
-    bits, zeros to DIRTY, the MISSES of state and classes, and the counter FETCHED.
+    written by the host. Reads the tables' maps. Writes MISSES, SCORES (LFU, and the ghosts with them) and
+    LOCATIONS (-2 - unit of the staging buffer, or IN_TABLE) at each miss's rank, the ranks of the map's words
+    that have bits, zeros to DIRTY, the MISSES of state and classes, and the counter FETCHED.
     """
     root = i64(root)
     last_unit = tl.load(i64(ticket) + TICKET_STAGING_UNITS) - tl.load(root + ROOT_WIDEST_UNITS)  # behind it none has room
@@ -134,7 +133,8 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     for n in range(first_flag, tl.minimum(first_flag + FLAGS, flag_count)):
         if tl.load(flags + n) != 0:
             word_at = tl.arange(0, GROUP_WORDS).to(tl.int64) + n * GROUP_WORDS
-            word = tl.load(i32(tl.load(table + TABLE_MISS_BITS)) + word_at)
+            in_map = i32(tl.load(table + TABLE_MISSES)) + 2 * word_at
+            word = tl.load(in_map)
             count = bit_count(word)
             total = tl.sum(count, 0)
             # Ranks and units of the staging buffer are taken with one addition.
@@ -142,7 +142,7 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
             base = before.to(tl.int32)
             start = before >> 32
             rank = base + tl.cumsum(count, 0) - count
-            tl.store(i32(tl.load(table + TABLE_FIRST_RANKS)) + word_at, rank, word != 0)
+            tl.store(in_map + 1, rank, word != 0)
             for _ in range(tl.max(count, 0)):
                 is_one = word != 0
                 bit = word & -word
@@ -162,23 +162,18 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
             tl.store(flags + n, 0)  # last: by now every warp has read it
 
 
-@triton.jit(do_not_specialize=["root", "jobs", "job_of_block", "blocks", "inputs", "locations"])
-def resolve(
-    root: tl.int64,
-    jobs: tl.int64,
-    job_of_block: tl.int64,
-    blocks: tl.int64,
-    inputs: tl.int64,
-    locations: tl.int64,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["root", "ticket"])
+def resolve(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """Gives each id that is UNRESOLVED its row's location, after `admit.insert`.
 
-    A program takes BLOCK ids of one job a turn, as `probe`. Reads MISS_BITS and FIRST_RANKS, which give the
-    id's rank, and LOCATIONS. Writes the locations and the counter IN_PLACE.
+    A program takes BLOCK ids of one job a turn, as `probe`. Reads the tables' maps, which give the id's
+    rank, and LOCATIONS. Writes the locations and the counter IN_PLACE.
     """
     root = i64(root)
-    blocks = tl.where(miss_count(i64(tl.load(root + ROOT_STATE))) > 0, blocks, 0)
+    ticket = i64(ticket)
+    jobs, inputs = tl.load(ticket + TICKET_JOBS), tl.load(ticket + TICKET_INPUTS)
+    job_of_block, locations = tl.load(ticket + TICKET_JOB_OF_BLOCK), tl.load(ticket + TICKET_LOCATIONS)
+    blocks = tl.where(miss_count(i64(tl.load(root + ROOT_STATE))) > 0, tl.load(ticket + TICKET_BLOCKS), 0)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         job = i64(jobs) + tl.load(i32(job_of_block) + block).to(tl.int64) * PROBE_SIZE
         number = tl.load(job + PROBE_TABLE)
@@ -187,8 +182,8 @@ def resolve(
         location_at = i32(locations + tl.load(job + PROBE_LOCATIONS_AT)) + at
         is_missed = (at < tl.load(job + PROBE_IDS)) & (tl.load(location_at, at < tl.load(job + PROBE_IDS), 0) == UNRESOLVED)
         id = tl.load(i64(inputs + tl.load(job + PROBE_IDS_AT)) + at, is_missed, 0)
-        word = tl.load(i32(tl.load(table + TABLE_MISS_BITS)) + (id >> 5), is_missed, 0)
-        first = tl.load(i32(tl.load(table + TABLE_FIRST_RANKS)) + (id >> 5), is_missed, 0)
+        word = tl.load(miss_word(table, id), is_missed, 0)
+        first = tl.load(miss_word(table, id) + 1, is_missed, 0)
         below = (tl.full((BLOCK,), 1, tl.int32) << (id & 31).to(tl.int32)) - 1
         rank = first + bit_count(word & below)
         location = tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + rank, is_missed, 0)

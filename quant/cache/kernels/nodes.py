@@ -13,7 +13,7 @@ from tableside.quant.cache.kernels.state import (
     CLASS_SIZE,
     CLASS_STATE_SIZE,
     ROOT_ARENA,
-    ROOT_BUCKET_MASK,
+    ROOT_BUCKETS,
     ROOT_CLASSES,
     ROOT_HEADS,
     ROOT_NODE_BITS,
@@ -28,9 +28,9 @@ from tableside.quant.cache.kernels.state import (
     TABLE_SIZE,
 )
 
-NODE_BYTES, NODE_NEXT, NODE_USED = tl.constexpr(s.NODE_BYTES), tl.constexpr(s.NODE_NEXT), tl.constexpr(s.NODE_USED)
-SCORE_BYTES = tl.constexpr(s.SCORE_BYTES)
+NODE_BYTES, NODE_NEXT, NODE_USE = tl.constexpr(s.NODE_BYTES), tl.constexpr(s.NODE_NEXT), tl.constexpr(s.NODE_USE)
 ID_BITS, ID_MASK = tl.constexpr(s.ID_BITS), tl.constexpr((1 << s.ID_BITS) - 1)
+HASH_BITS = tl.constexpr(31)
 COUNT_MASK = tl.constexpr(0xFFFFFFFF)  # of State.MISSES: how many there are
 
 
@@ -48,12 +48,24 @@ def i32(address):
 
 @triton.jit
 def hash_of(key):
-    """int64 keys [n], not negative -> int64, of which the low 31 bits are well mixed."""
+    """int64 keys [n], not negative -> int64 of HASH_BITS bits, well mixed."""
     x = key ^ (key >> 29)
     x = x * 0x2545F4914F6CDD1D
     x = x ^ ((x >> 32) & 0xFFFFFFFF)
     x = x * 0x1B03738712FAD5C9
     return (x >> 33) & 0x7FFFFFFF
+
+
+@triton.jit
+def place_of(key, places):
+    """The place of each key among any number of places, int64: its hash as a share of them."""
+    return (hash_of(key) * places) >> HASH_BITS
+
+
+@triton.jit
+def bucket_of(root, key):
+    """Buckets of keys, int64."""
+    return place_of(key, tl.load(root + ROOT_BUCKETS))
 
 
 @triton.jit
@@ -63,15 +75,6 @@ def node_at(root, number):
     page = (number >> bits).to(tl.int64)
     place = (number & ((1 << bits) - 1)).to(tl.int64)
     return tl.load(root + ROOT_ARENA) + page * tl.load(root + ROOT_PAGE_BYTES) + place * NODE_BYTES
-
-
-@triton.jit
-def score_at(root, number):
-    """Addresses of the scores of nodes, int64, from their int32 numbers."""
-    bits = tl.load(root + ROOT_NODE_BITS).to(tl.int32)
-    page = (number >> bits).to(tl.int64)
-    place = (number & ((1 << bits) - 1)).to(tl.int64)
-    return tl.load(root + ROOT_ARENA) + (page + 1) * tl.load(root + ROOT_PAGE_BYTES) - SCORE_BYTES - place * SCORE_BYTES
 
 
 @triton.jit
@@ -126,29 +129,27 @@ def host_row(root, key, mask):
 
 @triton.jit
 def find(root, key, wanted):
-    """Nodes of the keys, int32, -1 where there is none; and the tickets that used them last."""
-    mask = tl.load(root + ROOT_BUCKET_MASK)
-    heads = i32(tl.load(root + ROOT_HEADS))
-    node = tl.load(heads + (hash_of(key) & mask), wanted, -1)
+    """Nodes of the keys, int32, -1 where there is none; and their use."""
+    node = tl.load(i32(tl.load(root + ROOT_HEADS)) + bucket_of(root, key), wanted, -1)
     found = tl.full(key.shape, -1, tl.int32)
-    used = tl.zeros_like(found)
+    use = tl.zeros_like(found)
     looks = wanted & (node >= 0)
     while tl.max(looks.to(tl.int32), 0) > 0:
         at = node_at(root, node)
         its_key = tl.load(i64(at), looks, -1)
         after = tl.load(i32(at + NODE_NEXT), looks, -1)
-        when = tl.load(i32(at + NODE_USED), looks, 0)
+        its_use = tl.load(i32(at + NODE_USE), looks, 0)
         is_it = looks & (its_key == key)
         found = tl.where(is_it, node, found)
-        used = tl.where(is_it, when, used)
+        use = tl.where(is_it, its_use, use)
         looks = looks & (its_key != key) & (after >= 0)
         node = tl.where(looks, after, node)
-    return found, used
+    return found, use
 
 
 @triton.jit
 def link(root, node, key, mask):
     """Puts nodes first into the chains of their keys' buckets; nobody walks a chain meanwhile."""
-    head = i32(tl.load(root + ROOT_HEADS)) + (hash_of(key) & tl.load(root + ROOT_BUCKET_MASK))
+    head = i32(tl.load(root + ROOT_HEADS)) + bucket_of(root, key)
     after = tl.atomic_xchg(head, node, mask, sem="relaxed")
     tl.store(i32(node_at(root, node) + NODE_NEXT), after, mask)

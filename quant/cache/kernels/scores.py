@@ -2,18 +2,21 @@
 
 A row's score is log2 of the sum of 2 ** (t / half life) over the tickets t that used it, in SCORE_UNITs
 (LRFU). The *tick* is the score of one use now; a score is told apart from it by how far it is *ahead*, so
-that both may wrap.
+that both may wrap. The lowest bits of a score hold something else: of a node, USED_BITS of the ticket that
+used it last; of a ghost, TAG_BITS of its key. So one word says all of a node's use.
 """
 
 import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
-from tableside.quant.cache.kernels.nodes import NODE_USED, hash_of, i32, i64, node_at, score_at
-from tableside.quant.cache.kernels.state import ROOT_GHOST_MASK, ROOT_GHOSTS, ROOT_RATE
+from tableside.quant.cache.kernels.nodes import NODE_USE, hash_of, i32, i64, node_at, place_of
+from tableside.quant.cache.kernels.state import ROOT_GHOST_PAIRS, ROOT_GHOSTS, ROOT_RATE
 
 SCORE_UNIT, MOST_AHEAD = tl.constexpr(s.SCORE_UNIT), tl.constexpr(s.MOST_AHEAD * s.SCORE_UNIT)
 PRIORITY_LIMIT, LEAST_PRIORITY = tl.constexpr(s.PRIORITY_LIMIT), tl.constexpr(-s.PRIORITY_LIMIT)
+USED_MASK, USED_TICKETS = tl.constexpr((1 << s.USED_BITS) - 1), tl.constexpr(1 << s.USED_BITS)
+TAG_MASK = tl.constexpr((1 << s.TAG_BITS) - 1)
 FREE_PRIORITY, LOCKED_PRIORITY = tl.constexpr(s.FREE_PRIORITY), tl.constexpr(s.LOCKED_PRIORITY)
 
 
@@ -21,6 +24,12 @@ FREE_PRIORITY, LOCKED_PRIORITY = tl.constexpr(s.FREE_PRIORITY), tl.constexpr(s.L
 def tick_of(root, now):
     """The score of one use by ticket `now`, int32; it wraps."""
     return (now * tl.load(root + ROOT_RATE)).to(tl.int32)
+
+
+@triton.jit
+def marked(score, mark, MASK: tl.constexpr):
+    """Scores with what their lowest bits hold, int32."""
+    return (score & ~MASK) | (mark & MASK)
 
 
 @triton.jit
@@ -42,38 +51,43 @@ def used_once_more(ahead):
 
 
 @triton.jit
-def touch(root, number, used, hit, now, LFU: tl.constexpr):
-    """Notes that nodes were used by ticket `now`; once a ticket, however often they are hit."""
-    address = i32(node_at(root, number) + NODE_USED)
-    now32 = now.to(tl.int32)
-    is_first = hit & (used != now32)
+def touch(root, number, use, hit, now, LFU: tl.constexpr):
+    """Notes that nodes were used by ticket `now`; once a ticket, however often they are hit.
+
+    What is written follows from the node's use before and from the ticket alone. So whoever hits a node at
+    the same time writes the same word.
+    """
+    now32 = tl.zeros_like(number) + now.to(tl.int32)
     if LFU:
-        was = tl.atomic_xchg(address, tl.zeros_like(number) + now32, is_first, sem="relaxed")
-        is_first = is_first & (was != now32)
-        at = i32(score_at(root, number))
         tick = tick_of(root, now)
-        ahead = ahead_of(tl.load(at, is_first, 0), tick)
-        tl.store(at, tick + used_once_more(ahead), is_first)
+        is_first = hit & ((use ^ now32) & USED_MASK != 0)
+        used = marked(tick + used_once_more(ahead_of(use & ~USED_MASK, tick)), now32, USED_MASK)
     else:
-        tl.store(address, tl.zeros_like(number) + now32, is_first)
+        is_first = hit & (use != now32)
+        used = now32
+    tl.store(i32(node_at(root, number) + NODE_USE), used, is_first)
 
 
 @triton.jit
 def ghost_score(root, key, mask, tick):
     """The scores of missed keys, int32: of all their misses that are remembered, this one included.
 
-    A ghost remembers one of the keys that share it: the one whose score is the highest, which falls when
-    another is missed.
+    Two ghosts remember two of the keys that share them, those whose scores are the highest. The lower score
+    falls when another key is missed.
     """
-    mixed = hash_of(key)
-    ghost = i32(tl.load(root + ROOT_GHOSTS)) + (mixed & tl.load(root + ROOT_GHOST_MASK)) * 2
-    tag = (key ^ (mixed >> 7)).to(tl.int32)
-    ahead = ahead_of(tl.load(ghost + 1, mask, 0), tick)
-    is_it = tl.load(ghost, mask, 0) == tag
+    ghost = i32(tl.load(root + ROOT_GHOSTS)) + 2 * place_of(key, tl.load(root + ROOT_GHOST_PAIRS))
+    tag = (key ^ (hash_of(key) >> 7)).to(tl.int32)
+    one, other = tl.load(ghost, mask, 0), tl.load(ghost + 1, mask, 0)
+    is_lower = ahead_of(other & ~TAG_MASK, tick) < ahead_of(one & ~TAG_MASK, tick)
+    takes_other = ((one ^ tag) & TAG_MASK != 0) & (is_lower | ((other ^ tag) & TAG_MASK == 0))
+    ghost += takes_other.to(tl.int32)
+    known = tl.where(takes_other, other, one)
+    ahead = ahead_of(known & ~TAG_MASK, tick)
+    is_it = (known ^ tag) & TAG_MASK == 0
     more = tl.where(is_it, used_once_more(ahead), 0)
     is_kept = (is_it == 0) & (ahead > 0)
-    tl.store(ghost, tag, mask & (is_kept == 0))
-    tl.store(ghost + 1, tick + tl.where(is_kept, ahead - SCORE_UNIT, more), mask)
+    kept = marked(tick + ahead - SCORE_UNIT, known, TAG_MASK)
+    tl.store(ghost, tl.where(is_kept, kept, marked(tick + more, tag, TAG_MASK)), mask)
     return tick + more
 
 
@@ -93,13 +107,15 @@ def eviction_priority(root, number, mask, now, done, LFU: tl.constexpr):
     """
     at = node_at(root, number)
     key = tl.load(i64(at), mask, 0)
-    used = tl.load(i32(at + NODE_USED), mask, 0)
-    if LFU:
-        priority = -ahead_of(tl.load(i32(score_at(root, number)), mask, 0), tick_of(root, now))
-    else:
-        priority = now.to(tl.int32) - used
-    priority = within_limits(priority)
-    priority = tl.where(key < 0, FREE_PRIORITY, priority)
+    use = tl.load(i32(at + NODE_USE), mask, 0)
     # Ticket numbers wrap: what counts is how long ago each was.
-    is_locked = (now.to(tl.int32) - used).to(tl.uint32) < (now - done).to(tl.int32).to(tl.uint32)
+    ago = now.to(tl.int32) - use
+    in_flight = (now - done).to(tl.int32)
+    if LFU:
+        priority = -ahead_of(use & ~USED_MASK, tick_of(root, now))
+        is_locked = (ago & USED_MASK) < tl.minimum(in_flight, USED_TICKETS)
+    else:
+        priority = ago
+        is_locked = ago.to(tl.uint32) < in_flight.to(tl.uint32)
+    priority = tl.where(key < 0, FREE_PRIORITY, within_limits(priority))
     return tl.where(is_locked | (mask == 0), LOCKED_PRIORITY, priority), key

@@ -2,14 +2,14 @@
 read them.
 
     arena     page 0 | page 1 | … | staging buffers
-    page      nodes [slots] · rows [slots, row_bytes], the first at a multiple of row_bytes from the arena's start · scores int32,
-              backwards from the page's end
-    node      16 bytes: key int64 (-1: free) · next int32 (the node after it in its bucket's chain; -1: none) · used int32 (the
-              last ticket that used it)
+    page      nodes [slots] · rows [slots, row_bytes], the first at a multiple of row_bytes from the arena's start
+    node      16 bytes: key int64 (-1: free) · next int32 (the node after it in its bucket's chain; -1: none) · use int32
+    use       LRU: the last ticket that used the node. LFU: the node's score; its low USED_BITS are those of that ticket
+    ghost     int32: a score; its low TAG_BITS are a tag of the key that was missed (LFU)
 
 A page belongs to one class, the rows of one size. A node's number is `page << node bits | its place in the
-page`, so that node and score are found without knowing the class; row `i` of a page lies at `(first row + i)
-* row_bytes`. A key is `table << ID_BITS | id`.
+page`, so that a node is found without knowing the class; row `i` of a page lies at `(first row + i) *
+row_bytes`. A key is `table << ID_BITS | id`.
 
 A bucket is the head of a chain of nodes. Any key fits into any slot, no table of keys can be full before the
 slots are, and nothing is left behind by a key that goes. The misses of a batch are bits of a map over each
@@ -17,7 +17,9 @@ table. So each missing row is fetched once and in the order of its address, with
 table. A row's place among the misses is its rank. A dirty flag says which groups of words of a map hold bits
 at all.
 
-Tickets and scores are kept in int32 where space matters, and may wrap.
+Tickets and scores are kept in int32 where space matters, and may wrap. Of a ticket USED_BITS are enough to
+know the slots of batches in flight: a slot whose last use was a multiple of 2 ** USED_BITS tickets ago seems
+to be in flight too, and is only evicted somewhat later.
 """
 
 from enum import IntEnum
@@ -25,8 +27,8 @@ from enum import IntEnum
 from tableside.quant.device.launch import constants
 
 ID_BITS = 40  # of a key; the table's number lies above them
-NODE_BYTES, NODE_NEXT, NODE_USED = 16, 8, 12  # of a node: its size, and where next and used lie
-SCORE_BYTES = 4
+NODE_BYTES, NODE_NEXT, NODE_USE = 16, 8, 12  # of a node: its size, and where next and use lie
+USED_BITS, TAG_BITS = 10, 16  # of a node's and of a ghost's score, which are not the score's
 UNIT_BYTES = 16  # staging buffers are counted in these
 WORD_BITS = 32  # rows of one word of a map
 GROUP_WORDS = 256  # words of a map that share one dirty flag
@@ -37,7 +39,7 @@ FREE, NO_NODE = -1, -1
 IN_TABLE = -1  # a location: read the table itself
 UNRESOLVED = -(2**31)  # a location that is not known yet
 BUSY = -2  # the head of a bucket whose chain is being rebuilt
-SCORE_UNIT = 1 << 16  # a score is a logarithm to base 2, in this many parts
+SCORE_UNIT = 1 << 22  # a score is a logarithm to base 2, in this many parts; it wraps after 1024 half lives
 MOST_AHEAD = 40  # doublings by which a score can be ahead of the tick; one that seems further ahead has wrapped
 PRIORITY_LIMIT = 2**30  # eviction priorities of slots that hold a row lie between minus this and this
 FREE_PRIORITY = 2**31 - 1  # of a slot that holds no row
@@ -54,14 +56,14 @@ class Root(IntEnum):
     PAGE_COUNT = 3
     NODE_BITS = 4
     HEADS = 5  # int32 [buckets]: the first node of each chain; -1: none
-    BUCKET_MASK = 6
+    BUCKETS = 6
     TABLES = 7  # int64 [tables, len(TableField)]
     CLASSES = 8  # int64 [CLASSES, len(ClassField)]
     STATE = 9  # int64 [len(State) + CLASSES * len(ClassState)]
     COUNTERS = 10  # int64 [tables, len(Counter)]
     IN_FLIGHT = 11  # int64 [MOST_IN_FLIGHT]: the number of the ticket at each place; 0: none
-    GHOSTS = 12  # int32 [ghosts, 2]: tags and scores of keys that were missed (LFU)
-    GHOST_MASK = 13
+    GHOSTS = 12  # int32 [pairs, 2]: scores and tags of keys that were missed (LFU)
+    GHOST_PAIRS = 13
     RATE = 14  # by how much the tick grows a ticket; SCORE_UNIT is one half life
     GROUPS = 15  # int32 [programs of `enumerate_misses`, 2]: table, its first dirty flag
     MOST_SLOTS = 16  # of a page, of any class
@@ -94,9 +96,8 @@ class TableField(IntEnum):
     ROWS = 1
     ROW_BYTES = 2
     CLASS = 3
-    MISS_BITS = 4  # int32 [words]: the rows that the batch misses
-    FIRST_RANKS = 5  # int32 [words]: how many of the batch's misses come before the word's
-    DIRTY = 6  # int32 [flags]: whether any of GROUP_WORDS words has bits
+    MISSES = 4  # int32 [words, 2]: bits of the rows that the batch misses, and the rank of the first of them
+    DIRTY = 5  # int32 [flags]: whether any of GROUP_WORDS words has bits
 
 
 class ClassField(IntEnum):
@@ -153,12 +154,17 @@ class ProbeField(IntEnum):
 
 
 class TicketField(IntEnum):
-    """A batch in flight."""
+    """A batch in flight. The host writes the first three, `begin` the others, which change with each batch."""
 
-    NUMBER = 0
-    STAGING = 1  # address of its staging buffer
-    STAGING_UNITS = 2
-    PLACE = 3  # in IN_FLIGHT
+    STAGING = 0  # address of its staging buffer
+    STAGING_UNITS = 1
+    PLACE = 2  # in IN_FLIGHT
+    NUMBER = 3
+    JOBS = 4  # address of int64 [jobs, len(ProbeField)], written by `quant.cache.jobs`
+    JOB_OF_BLOCK = 5  # address of int32 [blocks], written there too
+    BLOCKS = 6  # how many
+    INPUTS = 7  # address of the batch's inputs; int64 ids lie at byte IDS_AT, written before the batch begins
+    LOCATIONS = 8  # address of the batch's locations; int32 [ids] at byte LOCATIONS_AT, written by `find.probe`
 
 
 def occupied_at(number: int) -> int:
