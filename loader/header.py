@@ -166,9 +166,9 @@ def _rounded(n: int) -> int:
     return -(-n // 64) * 64
 
 
-def align(n: int) -> int:
-    """The next multiple of `TABLE_ALIGNMENT_BYTES`."""
-    return -(-n // TABLE_ALIGNMENT_BYTES) * TABLE_ALIGNMENT_BYTES
+def align(n: int, to: int = TABLE_ALIGNMENT_BYTES) -> int:
+    """The next multiple of `to`."""
+    return -(-n // to) * to
 
 
 def checksum(data: Any) -> int:

@@ -35,7 +35,8 @@ Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thre
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did. seconds: from the first byte reserved to the version visible; huge_fraction: share on 2 MiB pages."""
+    """What a load did. seconds: from the first byte reserved to the version visible; huge_fraction: share on pages of
+    page_bytes: 2 MiB, or what a hugetlbfs has."""
 
     model: str
     version: int
@@ -45,6 +46,7 @@ class Loaded:
     segment_bytes: int
     source_bytes: int
     huge_fraction: float
+    page_bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                 path.unlink(missing_ok=True)
                 raise
             seconds = time.monotonic() - started
-    return Loaded(spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge)
+    return Loaded(
+        spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge, writer.mapping.page_bytes
+    )
 
 
 def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int, source: dict[str, Any], steps: dict[str, int]) -> Header:

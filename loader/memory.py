@@ -2,7 +2,8 @@
 
 `reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one page of every
 2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty, which takes a twentieth of the
-time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error.
+time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error. A file of a
+hugetlbfs has the pages of that file system from the start (loader.huge_pages).
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import NoSpace
+from tableside.loader.huge_pages import free_huge_bytes, huge_page_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
@@ -48,7 +50,7 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) 
 
 
 class Mapping:
-    """A whole file, mapped shared at a multiple of 2 MiB; unmapped when the last array over it is gone.
+    """A whole file, mapped shared at a multiple of its pages, or of 2 MiB; unmapped when the last array over it is gone.
 
     `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables. A copy is the object itself: two
     would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another process.
@@ -56,9 +58,10 @@ class Mapping:
 
     def __init__(self, fd: int, size: int, writable: bool = False) -> None:
         self.size = size
-        span = size + HUGE_PAGE_BYTES
+        self.page_bytes = huge_page_bytes(fd) or HUGE_PAGE_BYTES
+        span = size + self.page_bytes
         start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        address = -(-start // self.page_bytes) * self.page_bytes
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._span = (start, span)
         self.address = address
@@ -93,14 +96,17 @@ class Mapping:
             return all(list(pool.map(part, range(threads))))
 
     def huge_fraction(self) -> float:
-        """The share of the file that this process maps with 2 MiB pages, from /proc/self/smaps."""
+        """The share of the file that this process maps with pages of `page_bytes`, from /proc/self/smaps."""
         start = f"{self.address:x}-"
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
                 if line.startswith(start):
                     for field in smaps:
-                        if field.startswith("ShmemPmdMapped:"):
-                            return int(field.split()[1]) * 1024 / self.size
+                        name, kib = field.split()[:2]
+                        if name == "KernelPageSize:" and int(kib) * 1024 == self.page_bytes:
+                            return 1.0
+                        if name == "ShmemPmdMapped:":
+                            return int(kib) * 1024 / self.size
         return 0.0
 
     def __copy__(self) -> "Mapping":
@@ -127,10 +133,12 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
         raise _no_space(size, free, where)
     try:
         os.ftruncate(fd, size)
-        for offset in range(0, size, HUGE_PAGE_BYTES):
+        is_huge = huge_page_bytes(fd) > 0
+        for offset in range(0, 0 if is_huge else size, HUGE_PAGE_BYTES):
             os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
         mapping = Mapping(fd, size, writable=True)
-        mapping.collapse()
+        if not is_huge:
+            mapping.collapse()
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
@@ -141,15 +149,23 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
 
 
 def available_bytes(where: Path) -> int:
-    """Bytes that the file system of `where` still takes; a tmpfs without a limit takes what memory is available."""
+    """Bytes that the file system of `where` still takes. Without a limit, a tmpfs takes what memory is available, and a hugetlbfs
+    the huge pages that are free."""
     stats = os.statvfs(where)
     if stats.f_blocks:
         return stats.f_bavail * stats.f_frsize
+    if page := huge_page_bytes(where):
+        return free_huge_bytes(page)
     with open("/proc/meminfo") as meminfo:
         return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
 
 
 def _no_space(size: int, free: int, where: Path) -> NoSpace:
+    if page := huge_page_bytes(where):
+        return NoSpace(
+            f"{where} has {free:,} bytes of free huge pages, the segment needs {size:,}; remove old versions (tableside gc), or "
+            f"set more pages aside: /sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
+        )
     return NoSpace(
         f"{where} has {free:,} bytes free, the segment needs {size:,}; "
         "remove old versions (tableside gc), choose a smaller row format, "

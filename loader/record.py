@@ -12,10 +12,10 @@ import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from tableside.loader.errors import VersionError
 from tableside.loader.folder import Folder
+from tableside.loader.huge_pages import take_room, write_whole
 
 CURRENT, NEXT = "current", "current.new"
 _ROOM_BYTES = 4096
@@ -33,7 +33,7 @@ class Record:
 def read_record(folder: Folder, model: str) -> Record:
     """The record; Record() of a model that was never published. VersionError: it is damaged."""
     try:
-        return _parse(json.loads(folder.read(CURRENT)))
+        return _parse(folder.read(CURRENT))
     except FileNotFoundError:
         return Record()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -45,7 +45,7 @@ def read_record(folder: Folder, model: str) -> Record:
 def intended(folder: Folder) -> Record | None:
     """The record that a killed process was about to make current, or None."""
     try:
-        return _parse(json.loads(folder.read(NEXT)))
+        return _parse(folder.read(NEXT))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # room without a record
 
@@ -55,9 +55,7 @@ def write_next(folder: Folder, record: Record) -> None:
     fd = _room(folder)
     try:
         raw = {k: v for k, v in asdict(record).items() if v is not None}
-        text = json.dumps(raw).encode()
-        os.pwrite(fd, text, 0)
-        os.ftruncate(fd, len(text))
+        write_whole(fd, json.dumps(raw).encode())
     finally:
         os.close(fd)
 
@@ -81,7 +79,7 @@ def _room(folder: Folder) -> int:
     except FileNotFoundError:
         fd = folder.create(NEXT)
     try:
-        os.posix_fallocate(fd, 0, _ROOM_BYTES)
+        take_room(fd, _ROOM_BYTES)
     except OSError:
         folder.unlink(NEXT)
         os.close(fd)
@@ -89,7 +87,8 @@ def _room(folder: Folder) -> int:
     return fd
 
 
-def _parse(raw: dict[str, Any]) -> Record:
+def _parse(text: bytes) -> Record:
+    raw = json.loads(text.rstrip(b"\0"))  # zeros: on a hugetlbfs
     lived = raw.get("lived")
     numbers = [raw["current"], raw["latest"], *(lived or ())]
     if not all(type(n) is int and 0 <= n < 2**53 for n in numbers):

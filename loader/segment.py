@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.header import PRELUDE, Header, StoredTable, align, check_header, checksum, lay_out
+from tableside.loader.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, StoredTable, align, check_header, checksum, lay_out
+from tableside.loader.huge_pages import huge_page_bytes
 from tableside.loader.memory import Mapping, reserve
 from tableside.quant import RowFormat, Table
 
@@ -48,7 +49,7 @@ class SegmentWriter:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
         try:
             self.header, self._header_bytes, end = lay_out(header, program)
-            self.size = align(end + len(program))
+            self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
             self._checksums = np.zeros(header.chunks, dtype="<u8")
             self.mapping = reserve(self._fd, self.size, path.parent)
             self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)

@@ -112,7 +112,7 @@ class Program:
         """Two batches to try a program with. ProgramError: it takes batches of one size alone."""
         first = max(2, self.rows[0])
         if first + 1 > self.rows[1]:
-            refuse(f"it takes batches of {self.rows[0]} to {self.rows[1]} rows; expected one that takes 2 and 3 at least")
+            refuse(f"it takes batches of {self.rows[0]} to {self.rows[1]} rows; expected one that takes more than one size")
         return first, first + 1
 
 
