@@ -28,6 +28,7 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.mmap_dict import MmapedDict
 
+from tableside.loader.huge_pages import huge_page_bytes
 from tableside.serving.errors import ServingError
 from tableside.serving.shared_counts import NOWHERE, REMEDY, VARIABLE, entry_bytes, reserve
 
@@ -47,11 +48,14 @@ _reported: set[str] = set()  # torn files, which are logged once
 def metrics_folder(root: Path) -> Iterator[None]:
     """A folder among the models for the workers' counts: in memory, and out of reach of what cleans temporary folders.
 
-    It lies beside `root` where the models are another user's. Folders of servers that were killed are removed: nobody holds their
-    locks. Where no folder can be made the server runs without counts.
+    It lies beside `root` where the models are another user's, and in /dev/shm where `root` is on a hugetlbfs, whose smallest file
+    is a huge page. Folders of servers that were killed are removed: nobody holds their locks. Where no folder can be made the
+    server runs without counts.
     """
     if not os.access(root, os.W_OK):
         root = root.parent
+    if root.is_dir() and huge_page_bytes(root):
+        root = Path("/dev/shm")
     for stale in root.glob(".metrics-*"):
         _remove_if_free(stale)
     lock = -1

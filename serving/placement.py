@@ -2,6 +2,7 @@
 
 import bisect
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ logger = logging.getLogger("tableside")
 _SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
 _SMALLEST_CACHE = 1 << 20  # bytes
 _GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
+_MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
 
 
@@ -219,9 +221,7 @@ class Placer:
             return
         from tableside.quant.cache.settings import CacheSettings
 
-        threads = self._settings.threads
-        is_wide = threads >= _GATHERERS and sum(t.packed.size for t in tables) >= _WIDE_BYTES
-        settings = CacheSettings(gather_threads=threads if is_wide else 0)
+        settings = CacheSettings(gather_threads=self._gatherers(sum(t.packed.size for t in tables)), replays=True)
         if (maps := 2 * _map_bytes(tables)) >= budget_bytes:  # of a version and its successor
             raise ServingError(
                 f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
@@ -230,6 +230,13 @@ class Placer:
         cache = gpu.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
         self._held += budget_bytes
         logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, gpu.description)
+
+    def _gatherers(self, cached_bytes: int) -> int:
+        """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
+        if self._settings.gather_threads is not None:
+            return self._settings.gather_threads
+        share = min(_MOST_GATHERERS, len(os.sched_getaffinity(0)) // self._settings.workers)
+        return share if share >= _GATHERERS and cached_bytes >= _WIDE_BYTES else 0
 
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes

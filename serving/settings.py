@@ -48,6 +48,13 @@ class ServerSettings(RootSettings):
         None,
         description="GPU memory for a worker's tables and cache, as 8GiB; not set: two fifths of the GPU for all of its workers",
     )
+    gather_threads: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="threads of the CPU that gather the rows which a GPU's cache misses; 0: the GPU reads them itself; not set: "
+        "where the tables behind it span 4 GiB or more, a worker's share of the cores, 8 at most, if that is 4 or more",
+    )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     batch_delay_ms: float = Field(
         0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"

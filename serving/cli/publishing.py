@@ -87,7 +87,7 @@ def describe_load(loaded: Loaded) -> str:
     return (
         f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
         f"({ratio:.1f} x less than fp32) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
-        f"{loaded.huge_fraction:.0%} on 2 MiB pages; {loaded.path}"
+        f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
     )
 
 
