@@ -16,14 +16,18 @@ SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a ro
 
 
 class CachedTables:
-    """Host tables of random bytes, cached; `batch` prefetches ids of all of them and gives what each id's
-    location holds.
+    """Host tables of random bytes, cached.
+
+    `prefetch` begins a batch of ids of some of them, and `check` compares what lies at each id's location with the row. Inputs
+    and jobs of all batches are kept: the cache reads them on its own stream, long after `prefetch` returned, and memory that was
+    given back could be written by the next batch before that.
     """
 
     def __init__(self, budget: int, settings: CacheSettings, sizes: dict[str, tuple[int, int]] = SIZES) -> None:
         fused = GpuBackend(tables.DEVICE, choose())
         self.cache = fused.open_cache(budget, min(size for _, size in sizes.values()), settings)
         self.rows: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
         self.numbers = {name: self.add(*size) for name, size in sizes.items()}
 
     def add(self, rows: int, row_bytes: int) -> int:
@@ -33,7 +37,8 @@ class CachedTables:
         self.rows[number] = memory
         return number
 
-    def prefetch(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> tuple[Ticket, dict[int, np.ndarray], torch.Tensor]:
+    def prefetch(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> tuple[Ticket, dict[int, np.ndarray]]:
+        """A ticket, and the ids as `check` takes them. ids: by the tables' numbers."""
         device = self.cache.device
         values = np.concatenate([np.zeros(1, np.int64), *ids.values()])
         inputs = torch.from_numpy(values).to(device).view(torch.uint8)
@@ -43,9 +48,10 @@ class CachedTables:
             at += wanted.size
         written, jobs = write_jobs(lookups, device.type == "cpu")
         memory = torch.frombuffer(bytearray(written + bytes(8)), dtype=torch.uint8).to(device)
+        self._kept += [inputs, memory]
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return self.cache.prefetch(jobs.placed(memory.data_ptr()), inputs, admit_all), ids, memory
+        return self.cache.prefetch(jobs.placed(memory.data_ptr()), inputs, admit_all), ids
 
     def check(self, ticket: Ticket, ids: dict[int, np.ndarray]) -> None:
         """What lies at each location is the row."""
@@ -63,7 +69,7 @@ class CachedTables:
                 at += 1
 
     def look_up(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> None:
-        ticket, ids, _ = self.prefetch(ids, admit_all)
+        ticket, ids = self.prefetch(ids, admit_all)
         self.check(ticket, ids)
         ticket.release()
 

@@ -40,15 +40,6 @@ def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) ->
     return Table(packed, row_format, dim)
 
 
-def tolerance(table: Table, ids: np.ndarray, lengths: np.ndarray | None, weights: np.ndarray | None, half: bool) -> float:
-    """Rounding of a sum of n terms in fp32: at most 3 roundings a term, each half a unit of the largest partial sum."""
-    terms = np.abs(choose("reference").dequantize(table)).max(initial=0.0)
-    largest_weight = 1.0 if weights is None else float(np.abs(weights).max(initial=0.0))
-    longest = 1 if lengths is None else int(lengths.max(initial=1))
-    partial = 2 * longest * terms * largest_weight  # q * scale and bias are up to twice the value
-    return float(3 * longest * partial * 2.0**-24 + (partial * 2.0**-11 + 2.0**-25 if half else 0.0))
-
-
 def expected_of(table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE) -> np.ndarray:
     """What the reference gives, fp32."""
     return choose("reference").lookup(table, ids, lengths, pooling=pooling)

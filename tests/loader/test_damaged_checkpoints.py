@@ -229,6 +229,16 @@ def test_shards_are_checked_in_little_time(tmp_path: Path) -> None:
         Matrix("a", 200, 200, Source.FP32, shards[:-1]).check(tmp_path)
 
 
+@pytest.mark.parametrize("shard", [(-4, 2), (48, 2), (64, 1), (1 << 62, 2)])
+def test_shards_that_lie_outside_their_file_are_refused(shard: tuple[int, int], tmp_path: Path) -> None:
+    """Whatever the format's reader let through: before a row is read, with the file's size."""
+    (tmp_path / "x").write_bytes(bytes(64))
+    offset, rows = shard
+    assert Matrix("a", 2, 4, Source.FP32, (Shard(tmp_path / "x", 32, 0, 2, 0, 4),)).check(tmp_path)
+    with pytest.raises(CheckpointError, match="the file at 64; it was truncated or is still being written"):
+        Matrix("a", rows, 4, Source.FP32, (Shard(tmp_path / "x", offset, 0, rows, 0, 4),)).check(tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_overlaps_are_those_that_a_plain_comparison_finds(seed: int, tmp_path: Path) -> None:
     """Random rectangles against a count of who holds each value."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import rows_of, run_tableside, until
 
-from tableside.loader.errors import AccessError, LoaderError, VersionError
+from tableside.loader.errors import AccessError, LoaderError, SegmentError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.segment import Segment
@@ -235,6 +235,20 @@ def test_another_models_segment_is_refused(publish: Publish, root: Path) -> None
     with pytest.raises(Exception, match="expected version 3"):
         model.activate(3)
     assert model.current() == 1
+
+
+def test_a_version_that_was_found_damaged_is_not_attached(publish: Publish, root: Path) -> None:
+    """Not as the live one, not by its number, and it is not made live again; another version can be."""
+    publish({"t": rows_of(10, 8)})
+    publish({"t": rows_of(20, 8)})
+    model = Model(root, "demo")
+    model.mark_damaged(2)
+    for attach in (lambda: model.attach(), lambda: model.attach(2, "header"), lambda: model.activate(2)):
+        with pytest.raises(SegmentError, match="rows were found to have changed after they were written"):
+            attach()
+    assert model.good() == 1
+    model.activate(1)
+    assert model.attach().tables["t"].rows == 10
 
 
 def test_more_than_three_thousand_tables(publish: Publish, root: Path) -> None:

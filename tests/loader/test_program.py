@@ -5,6 +5,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,10 @@ EVIL = {
     "input's name": (renamed("user", "clicked", "context=print()"), "its inputs have no names of their own"),
     "subgraph": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_graph": {}}}), "holds a graph"),
     "object": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_custom_obj": {}}}), "holds a custom_obj"),
+    "objects": (
+        lambda e: e["model"]["graph_module"]["graph"].update(custom_obj_values={"x": {"class_fqn": "a.B"}}),
+        "its graph holds custom objects",
+    ),
     "pickled weight": (lambda e: weights(e, use_pickle=True), "is pickled, or not a tensor"),
     "weight elsewhere": (lambda e: weights(e, path_name="../../x"), "is pickled, or not a tensor"),
     "no model": (lambda e: e.update(model=None), "expected one model, models/model.json; found none"),
@@ -316,8 +321,17 @@ def test_a_fixed_batch_and_other_types_are_refused() -> None:
     ):
         out = io.BytesIO()
         torch.export.save(torch.export.export(Plain(), (inputs,), dynamic_shapes=shapes), out)
-        with pytest.raises(ProgramError, match=message):
+        with pytest.raises(ProgramError, match=message) as caught:
             read_program(out.getvalue())
+        assert "torch.export.export(" in str(caught.value) and "dynamic_shapes" in str(caught.value)
+
+
+def test_a_batch_of_one_size_alone_is_refused(program: bytes) -> None:
+    """Two sizes are tried where a program is published; a program need not take small ones."""
+    found = read_program(program)
+    assert read_program(write_program(replace(found, rows=(5, 6)))).rows == (5, 6)
+    with pytest.raises(ProgramError, match="it takes batches of 5 to 5 rows"):
+        read_program(write_program(replace(found, rows=(5, 5))))
 
 
 TABLES = {"user": rows_of(50, 8), "item": rows_of(40, 4, 1)}

@@ -125,6 +125,7 @@ class Slow(Cudart):
         print("ended", flush=True)
         return 0
 
+print("ready", flush=True)
 Registration(Segment(Path({path!r})), "cuda:0", Slow(), True)
 """
 
@@ -136,9 +137,12 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
     environment = {**os.environ, "PYTHONPATH": str(here.parent / "helpers")}
 
     def begin() -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
 
     first = begin()
     assert first.stdout and first.stdout.readline() == "began\n"

@@ -1,13 +1,17 @@
 """The segment's format: golden bytes, and one test per way a file can lie."""
 
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.header import PRELUDE, Header, checksum, plan_tables
+from tableside.loader.header import PRELUDE, Header, ScorerInput, StoredScorer, check_header, checksum, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.quant import RowFormat, Source, choose
@@ -33,6 +37,41 @@ def test_golden_bytes(tmp_path: Path) -> None:
     """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION and another file."""
     write_golden(tmp_path / "1.segment")
     assert (tmp_path / "1.segment").read_bytes() == GOLDEN.read_bytes()
+
+
+class Recorder:
+    """Bytes of a mapping, which notes what is seen of the file after each write."""
+
+    def __init__(self, data: np.ndarray, look: Callable[[], str]) -> None:
+        self.data, self.look = data, look
+        self.seen: list[str] = []
+
+    def __setitem__(self, place: slice, value: Any) -> None:
+        self.data[place] = value
+        self.seen.append(self.look())
+
+
+def test_a_segment_whose_seal_was_cut_short_is_not_finished(tmp_path: Path) -> None:
+    """After each write but the last one of a seal a reader finds no magic, and after the last one a whole segment."""
+    path = tmp_path / "1.segment"
+    tables = plan_tables([("a", "a", RowFormat.FP32, 3, 8)])
+    writer = SegmentWriter(path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (Feature("a", "a"),)))
+    (table,) = writer.header.tables
+    writer.rows(table, 0, 3)[:] = 1
+    writer.finish_chunk(table, 0)
+
+    def look() -> str:
+        try:
+            return f"whole: {Segment(path).header.model}"
+        except SegmentError as error:
+            return str(error)
+
+    recorder = Recorder(writer.mapping.bytes, look)
+    writer.mapping = SimpleNamespace(bytes=recorder)  # type: ignore[assignment]
+    writer.seal({"seconds": 1.0})
+    assert len(recorder.seen) > 2
+    assert all("this is not a finished segment" in seen for seen in recorder.seen[:-1])
+    assert recorder.seen[-1] == "whole: m"
 
 
 def test_the_format_read_by_hand() -> None:
@@ -115,6 +154,61 @@ def test_a_header_with_a_right_checksum_but_a_table_outside_the_file_is_refused(
     path.write_bytes(prelude + text + data[64 + header_bytes :])
     with pytest.raises(SegmentError, match="table 'a' lies at bytes"):
         Segment(path)
+
+
+def scored(*inputs: ScorerInput, kind: str = "dot", offset: int = 4096) -> Callable[[Header], Header]:
+    return lambda h: replace(h, scorer=StoredScorer(kind, inputs, offset, 0, 0))
+
+
+def table(**change: Any) -> Callable[[Header], Header]:
+    """A change of the first of two tables, which has three int8 rows of dim 8 at byte 4096."""
+    return lambda h: replace(h, tables=(replace(h.tables[0], **change), h.tables[1]))
+
+
+def feature(**change: Any) -> Callable[[Header], Header]:
+    return lambda h: replace(h, features=(replace(h.features[0], **change), h.features[1]))
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[Header], Header], str]] = {
+    "a table outside the file": (table(offset=1 << 20), "table 'a' lies at bytes"),
+    "a table over another one": (table(offset=8192), "two tables in one place"),
+    "a table over the header": (table(offset=0), "two tables in one place"),
+    "a table between two pages": (table(offset=4097), "table 'a' lies at bytes"),
+    "an unknown row format": (table(row_format="int5"), "int2, int4, int8"),
+    "wrong row bytes": (table(row_bytes=32), "has rows of 32 bytes; int8 of dim 8 takes 16"),
+    "a table without rows": (table(rows=0), "has 0 rows"),
+    "negative rows": (table(rows=-3), "a number of the wrong type"),
+    "rows that are no number": (table(rows=True), "a number of the wrong type"),
+    "chunks of no rows": (table(chunk_rows=0), "in chunks of 0"),
+    "another table's checksums": (table(first_chunk=1), "the first number 1"),
+    "a name twice": (table(name="b"), "names a table twice"),
+    "a feature without its table": (feature(table="c"), "reads table 'c'"),
+    "a feature of no pooling": (feature(pooling="max"), "pooled by 'max'"),
+    "a feature of no output type": (feature(output="fp64"), "as 'fp64'"),
+    "a feature twice": (feature(name="b"), "names a feature twice"),
+    "a scorer without its feature": (scored(ScorerInput("x", "c", 8), ScorerInput("a", "a", 8)), "takes 'x', which is no pooled"),
+    "a scorer of a sequence": (scored(ScorerInput("b", "b", 4), ScorerInput("a", "a", 8)), "takes 'b', which is no pooled"),
+    "a scorer of one input": (scored(ScorerInput("a", "a", 8)), "takes two features, not 1"),
+    "a scorer of no kind": (scored(kind="magic"), "the scorer is of kind 'magic'"),
+    "a scorer outside the file": (
+        scored(ScorerInput("a", "a", 8), ScorerInput("a", "a", 8), offset=1 << 20),
+        "the scorer lies at",
+    ),
+    "a version that is no number": (lambda h: replace(h, version=True), "expected a name and a number"),
+}
+
+
+def test_the_golden_header_is_possible() -> None:
+    """So that each refusal below is that of the change."""
+    check_header(Segment(GOLDEN).header, 4096, GOLDEN.stat().st_size)
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_header_is_refused_whatever_its_checksum(name: str) -> None:
+    """One case for each check: what a header says is held against what can be."""
+    change, message = IMPOSSIBLE[name]
+    with pytest.raises(SegmentError, match=message):
+        check_header(change(Segment(GOLDEN).header), 4096, GOLDEN.stat().st_size)
 
 
 @pytest.mark.parametrize("rows", [1, 13106, 13107, 13108, 40000])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import gpu_backend, placed, table_of, tolerance, values_of
+from rounding import expect
+from tables import gpu_backend, placed, table_of, values_of
 
 from tableside.quant import (
     Backend,
@@ -134,9 +135,9 @@ def test_lookup_equals_the_reference(backend: Backend, row_format: RowFormat, di
     for weights in [None] if pooling is Pooling.NONE else [None, rng.standard_normal(ids.size).astype(np.float32)]:
         bags = None if pooling is Pooling.NONE else lengths
         found = backend.lookup(table, ids, bags, pooling=pooling, weights=weights, half=half)
-        expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
         assert found.dtype == (np.float16 if half else np.float32)
-        np.testing.assert_allclose(found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half))
+        precision = Precision.FP16 if half else Precision.FP32
+        expect(table, ids, bags, pooling=pooling, weights=weights, precision=precision).check(found)
 
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
@@ -253,12 +254,9 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
         chosen.plan(on_device, threads=data.draw(st.integers(1, 3))).run(b"".join(parts), out)
         for lk, (table, ids, lengths, pooling, weights, half) in zip(lookups, reference, strict=True):
             bags = None if pooling is Pooling.NONE else lengths
-            expected = choose("reference").lookup(table, ids, bags, pooling=pooling, weights=weights)
             dtype = np.float16 if half else np.float32
-            found = np.frombuffer(out, dtype, lk.outputs * table.dim, lk.out_at).reshape(expected.shape)
-            np.testing.assert_allclose(
-                found.astype(np.float32), expected, rtol=0, atol=tolerance(table, ids, bags, weights, half)
-            )
+            found = np.frombuffer(out, dtype, lk.outputs * table.dim, lk.out_at).reshape(-1, table.dim)
+            expect(table, ids, bags, pooling=pooling, weights=weights, precision=lk.precision).check(found)
 
 
 def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:

@@ -12,7 +12,7 @@ from cached_tables import SIZES, CachedTables, run, settings
 
 from tableside.quant import QuantError
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.kernels.state import State
+from tableside.quant.cache.kernels.state import ID_BITS, State
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 
@@ -33,12 +33,12 @@ def test_every_id_yields_its_row(policy: Policy, budget: int, page_bytes: int, h
     """
     rng = np.random.default_rng(budget + held)
     t = CachedTables(budget, settings(policy, page_bytes=page_bytes, staging_buffers=2, gather_threads=threads, gather_from=20))
-    out: deque[tuple[Ticket, dict[int, np.ndarray], torch.Tensor]] = deque()
+    out: deque[tuple[Ticket, dict[int, np.ndarray]]] = deque()
     for number in range(7):
         ids = {n: rng.zipf(1.3, rng.integers(0, 80)) % len(t.rows[n]) for n in t.numbers.values()}
         out.append(t.prefetch(ids))
         while len(out) > held:
-            ticket, ids, _ = out.popleft()
+            ticket, ids = out.popleft()
             t.check(ticket, ids)
             ticket.release()
         t.check_integrity()
@@ -106,7 +106,7 @@ def test_rows_in_use_are_not_evicted() -> None:
     """While a ticket is out that uses every slot, others get none; once it is released, they do."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
     slots = t.cache.slots
-    first, ids, _ = t.prefetch({0: run(slots)})
+    first, ids = t.prefetch({0: run(slots)})
     t.look_up({0: run(20, 500)})
     found = t.cache.statistics(wait=True)
     assert (found.locked_out, found.evicted, found.padded) == (20, 0, 20)
@@ -118,8 +118,9 @@ def test_rows_in_use_are_not_evicted() -> None:
 
 
 def test_a_ticket_that_is_let_go_is_released() -> None:
+    """The next batch may evict what it used: as many rows as it admits, whichever they are."""
     t = CachedTables(9_000, settings(), {"a": (1000, 48)})
-    ticket, _, _ = t.prefetch({0: run(t.cache.slots)})
+    ticket, _ = t.prefetch({0: run(t.cache.slots)})
     del ticket
     t.look_up({0: run(20, 500)})
     assert t.cache.statistics(wait=True).evicted == 20
@@ -133,7 +134,7 @@ def test_a_staging_buffer_is_taken_where_one_is_free() -> None:
     for ticket in burst:
         ticket.release()
     for first in (300, 400, 500):
-        ticket, ids, _ = t.prefetch({0: run(10, first)})
+        ticket, ids = t.prefetch({0: run(10, first)})
         assert ticket.staging != t.cache.slots_address
         t.check(ticket, ids)
         ticket.release()
@@ -143,7 +144,7 @@ def test_a_staging_buffer_is_taken_where_one_is_free() -> None:
 def test_a_staging_buffer_is_used_to_its_last_row() -> None:
     """Ten rows of 48 bytes fit into 480 bytes; the others are fetched into their slots, or read in place."""
     t = CachedTables(9_000, settings(staging_bytes=480), {"a": (1000, 48)})
-    ticket, ids, _ = t.prefetch({0: run(12)})
+    ticket, ids = t.prefetch({0: run(12)})
     assert int((ticket.locations[:12] < -1).sum()) == 10
     t.check(ticket, ids)
 
@@ -161,7 +162,7 @@ def test_pages_that_moved_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ids_out_of_range_are_left_to_the_lookup() -> None:
     t = CachedTables(9_000, settings(), {"a": (10, 48)})
-    ticket, _, _ = t.prefetch({0: np.array([0, -1, 10, 2**40, 9])})
+    ticket, _ = t.prefetch({0: np.array([0, -1, 10, 2**40, 9])})
     assert ticket.locations[:5].tolist()[1:4] == [-1, -1, -1]
     t.check_integrity()
 
@@ -171,7 +172,7 @@ def test_another_size_of_rows_gets_its_pages() -> None:
     out.
     """
     t = CachedTables(60_000, settings(), {"a": (3000, 48)})
-    ticket, ids, _ = t.prefetch({0: run(300)})
+    ticket, ids = t.prefetch({0: run(300)})
     number = t.add(500, 144)
     t.check(ticket, ids)
     t.look_up({number: run(20)})
@@ -255,7 +256,7 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
     """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may be."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
     t.cache._memory.state[State.NOW] = 2**31 - 3  # numbers are about to wrap where they are kept short
-    held, ids, _ = t.prefetch({0: run(10)})
+    held, ids = t.prefetch({0: run(10)})
     for first in range(100, 700, 100):
         t.look_up({0: run(60, first)})
     t.check(held, ids)
@@ -282,3 +283,24 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
 def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
     with pytest.raises(QuantError, match=message):
         make()
+
+
+def test_hot_rows_are_in_order_while_batches_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses are compared with one ticket, however many begin while the pages are read."""
+    monkeypatch.setattr("tableside.quant.cache.pages._PAGES_AT_ONCE", 1)
+    t = CachedTables(20_000, settings(Policy.LRU), {"a": (100, 48), "b": (100, 48)})
+    a, b = t.numbers["a"], t.numbers["b"]
+    t.look_up({a: run(60)})
+    index, hot_part = t.cache._index, t.cache._index.hot_part
+    of_parts = [hot_part(a, part, 0)[0] & ((1 << ID_BITS) - 1) for part in index.parts(a)]
+    of_parts = [ids.numpy() for ids in of_parts if ids.numel()]
+    assert len(of_parts) > 1
+    t.look_up({a: of_parts[-1]})  # the rows that are read last are the hottest
+
+    def interrupted(*arguments: Any) -> Any:
+        for _ in range(3):
+            t.look_up({b: run(1)})
+        return hot_part(*arguments)
+
+    monkeypatch.setattr(index, "hot_part", interrupted)
+    assert sorted(t.cache.hot(a, of_parts[-1].size)) == sorted(of_parts[-1])

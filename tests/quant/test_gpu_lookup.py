@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import tables
 import torch
 import triton
 import triton.language as tl
+from rounding import expect
 from tables import expected_of, gpu_backend, placed, table_of
 
 from tableside.quant import BadIds, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
@@ -50,7 +52,7 @@ def test_bf16_vectors() -> None:
     out = np.empty(lk.out_bytes, np.uint8)
     gpu_backend().plan([lk]).run(INPUTS, out)
     found = torch.from_numpy(out).view(torch.bfloat16).float().numpy().reshape(3, 36)
-    np.testing.assert_allclose(found, expected_of(table, IDS, LENGTHS, Pooling.SUM), rtol=2**-7, atol=1e-4)
+    expect(table, IDS, LENGTHS, pooling=Pooling.SUM, precision=Precision.BF16).check(found)
     with pytest.raises(QuantError, match="bf16 vectors are written by the GPU backend alone"):
         choose("native").plan([summed(table, Precision.BF16)])
 
@@ -69,7 +71,7 @@ def test_every_format_and_width_in_one_launch() -> None:
     for table, lk in zip(held, lookups, strict=True):
         lengths = None if lk.pooling is Pooling.NONE else LENGTHS
         found = out[lk.out_at : lk.out_at + lk.out_bytes].view(np.float32).reshape(-1, table.dim)
-        np.testing.assert_allclose(found, expected_of(table, IDS, lengths, lk.pooling), rtol=1e-5, atol=1e-4)
+        expect(table, IDS, lengths, pooling=lk.pooling).check(found)
 
 
 def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
@@ -93,7 +95,7 @@ def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
     assert not results[2].view(np.float32).any() and results[2].size == 2 * 32 * 4
     for n, ids in ((0, IDS), (4, IDS[::-1].copy())):
         found = results[n].view(np.float32).reshape(3, 32)
-        np.testing.assert_allclose(found, expected_of(table, ids, LENGTHS, Pooling.SUM), rtol=1e-5, atol=1e-4)
+        expect(table, ids, LENGTHS, pooling=Pooling.SUM).check(found)
 
 
 def test_tables_of_host_and_device_in_one_plan() -> None:
@@ -102,10 +104,10 @@ def test_tables_of_host_and_device_in_one_plan() -> None:
     lookups = [summed(table), summed(placed(table), out_at=240), summed(table, Precision.FP16, 480)]
     out = np.empty(600, np.uint8)
     gpu_backend().plan(lookups).run(INPUTS, out)
-    wanted = expected_of(table, IDS, LENGTHS, Pooling.SUM)
     for at in (0, 240):
-        np.testing.assert_allclose(out[at : at + 240].view(np.float32).reshape(3, 20), wanted, rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(out[480:].view(np.float16).reshape(3, 20), wanted, rtol=2e-3, atol=1e-2)
+        expect(table, IDS, LENGTHS, pooling=Pooling.SUM).check(out[at : at + 240].view(np.float32).reshape(3, 20))
+    halves = out[480:].view(np.float16).reshape(3, 20)
+    expect(table, IDS, LENGTHS, pooling=Pooling.SUM, precision=Precision.FP16).check(halves)
     short = Table(table.packed[:100], table.row_format, table.dim)
     for number in range(3):
         cut = [
@@ -197,7 +199,7 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
             assert isinstance(result, BadIds) and result.value == 1000
             continue
         found = result.view(np.float32).reshape(10, table.dim)
-        np.testing.assert_allclose(found[:3], expected_of(table, IDS, LENGTHS, Pooling.SUM), rtol=1e-5, atol=1e-4)
+        expect(table, IDS, LENGTHS, pooling=Pooling.SUM).check(found[:3])
         np.testing.assert_array_equal(found[3:], expected_of(table, IDS))
 
 
@@ -214,6 +216,22 @@ def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(table, ids))
 
 
+@needs_interpreter
+def test_the_rows_of_many_ids_are_gathered() -> None:
+    """From 4,096 ids of a request on, 65,536 rows at a time; each part lies behind the one before."""
+    backend = GpuBackend("interpreter", choose())
+    held = backend.map_host(table_of(RowFormat.INT8, 12), None)
+
+    def gathers(*ids: int) -> list[tuple[int, int]]:
+        lookups = [Lookup(held, Pooling.NONE, 0, n, 48 * sum(ids[:i])) for i, n in enumerate(ids)]
+        return [(g.target, g.bytes) for g in backend.plan(lookups).layout.gathers]
+
+    assert gathers(4095) == []
+    assert gathers(4096) == [(0, 4096 * 16)]
+    assert gathers(2048, 2048) == [(0, 4096 * 16)]
+    assert gathers(70_000) == [(0, 65_536 * 16), (65_536 * 16, (70_000 - 65_536) * 16)]
+
+
 @pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.INT2, RowFormat.FP16], ids=lambda f: f.label)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
@@ -224,7 +242,7 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
     how: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights} if is_weighted else {"pooling": Pooling.MEAN}
     for lengths in (np.array([423, 0, 177], np.int32), np.array([200, 200, 200], np.int32)):
         found = gpu_backend().lookup(placed(table), ids, lengths, **how)
-        np.testing.assert_allclose(found, choose("reference").lookup(table, ids, lengths, **how), rtol=1e-3, atol=1e-3)
+        expect(table, ids, lengths, **how).check(found)
     ids[599] = 200
     with pytest.raises(BadIds) as caught:
         gpu_backend().lookup(placed(table), ids, lengths, pooling=Pooling.SUM)
@@ -246,7 +264,7 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
     np.testing.assert_array_equal(backend.lookup(split, ids, pooling=Pooling.NONE), expected_of(table, ids))
     lengths = np.array([5999, 0, 7], np.int32)
     found = backend.lookup(split, ids, lengths, pooling=Pooling.SUM)
-    np.testing.assert_allclose(found, expected_of(table, ids, lengths, Pooling.SUM), rtol=1e-3, atol=1e-2)
+    expect(table, ids, lengths, pooling=Pooling.SUM).check(found)
 
 
 @pytest.mark.parametrize("share", [0, 1024])
@@ -340,10 +358,12 @@ def test_vectors_are_those_of_the_reference() -> None:
     _, starts = reference.bag_starts(LENGTHS.tolist(), IDS.size)
     for pooling, given in ((Pooling.SUM, weights), (Pooling.MEAN, None)):
         found = gpu_backend().lookup(placed(table), IDS, LENGTHS, pooling=pooling, weights=given)
-        for bag, (first, end) in enumerate(pairwise(starts)):
+        vectors = []
+        for first, end in pairwise(starts):
             own = None if given is None else given[first:end].tolist()
-            wanted = reference.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12)
-            np.testing.assert_allclose(found[bag], wanted, rtol=1e-5, atol=1e-4)
+            vectors.append(reference.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12))
+        wanted = expect(table, IDS, LENGTHS, pooling=pooling, weights=given)
+        replace(wanted, vectors=np.array(vectors)).check(found)
 
 
 COMPILE = """

@@ -140,15 +140,23 @@ def test_what_is_called_while_away_comes_back() -> None:
     assert holds(model, before)
 
 
+def is_back(model: Model) -> None:
+    assert model.sizes() == FULL, "the weights are away"
+
+
 def test_what_is_saved_or_loaded_while_away_comes_back() -> None:
+    """Before anything reads or writes them: memory that is away is no memory."""
     model, before, _ = stashed()
     file = io.BytesIO()
-    torch.save(model.state_dict(), file)
+    state = model.state_dict()
+    assert model.sizes() == FULL
+    torch.save(state, file)
     assert holds(model, before)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     assert torch.equal(saved["bag.weight"].cpu(), before[0].cpu())
     stash_embedding_weights(model)
+    model.bag.register_load_state_dict_pre_hook(lambda *_: is_back(model))
     model.load_state_dict(saved)
     assert holds(model, before)
 
@@ -225,6 +233,7 @@ def test_an_optimizer_finds_what_it_changes() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.zeros(1, 2, dtype=torch.long, device=device())).backward()
     stash_embedding_weights(model)
+    optimizer.register_step_pre_hook(lambda *_: is_back(model))  # after the registry's, which is one of all optimizers
     optimizer.step()
     assert model.sizes() == FULL
     assert model.bag.weight.isfinite().all()

@@ -1,24 +1,29 @@
 """What a worker takes on: turns, bytes in flight, JSON; in its own loop and over real sockets."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from support import until
+from uvicorn.server import ServerState
 
 from tableside.loader.memory import pss_bytes
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.client import Client
 from tableside.serving.errors import ApiError
+from tableside.serving.http.connection import limited_protocol
+from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Any]
 
@@ -99,6 +104,71 @@ def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
         while log == ["a", "b"]:
             await asyncio.sleep(0.01)
         assert log == ["a", "b", "c"]
+
+    run(test())
+
+
+class NoDoor:
+    """A door that leaves every request to the application."""
+
+    def asks(self, method: bytes, url: bytes, headers: Any) -> None:
+        return None
+
+
+async def answer_at_once(scope: Any, receive: Any, send: Any) -> None:
+    """An application that says 200, whatever is asked."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@contextlib.asynccontextmanager
+async def without_a_free_slot(in_flight: Bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a worker's protocol in this loop, all of whose slots are taken."""
+    config = uvicorn.Config(answer_at_once, lifespan="off")
+    config.load()
+    protocol = limited_protocol(ServerSettings(models=("demo",)), in_flight, Slots(0, 10, 60.0), Slices(), NoDoor())  # type: ignore[arg-type]
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        server.close()
+        await asyncio.sleep(0)
+
+
+def test_requests_without_a_body_do_not_wait() -> None:
+    """A health check is answered where no slot is free."""
+
+    async def test() -> None:
+        async with without_a_free_slot(Bytes(1 << 30)) as (reader, writer):
+            writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
+def test_requests_that_wait_leave_their_bodies_in_the_kernel() -> None:
+    """Of a body of 64 MiB the worker holds what came with the head alone; its client can send what the sockets take."""
+    body_bytes = 64 << 20
+
+    async def test() -> None:
+        in_flight = Bytes(1 << 30)
+        async with without_a_free_slot(in_flight) as (_, writer):
+            writer.write(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % body_bytes)
+            writer.write(bytes(body_bytes))
+            unsent = [body_bytes, body_bytes + 1]
+            while unsent[-1] != unsent[-2]:  # until no more is taken
+                await asyncio.sleep(0.2)
+                unsent.append(writer.transport.get_write_buffer_size())
+            assert unsent[-1] > body_bytes // 2
+            assert in_flight.held <= 1 << 16
+            writer.transport.abort()
 
     run(test())
 
@@ -194,6 +264,15 @@ def refused(server: Any, bags: int) -> bool:
     return ask(server, bags).status_code == 503
 
 
+def sent_back(connection: socket.socket) -> bytes:
+    """What the server has said on a connection so far."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(4096)
+    except OSError:  # nothing, or a reset
+        return b""
+
+
 def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
     """Thirty clients that send all but the last byte of 1 MiB: the worker holds 20 MiB of it, refuses the rest, and frees it."""
     head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
@@ -214,6 +293,8 @@ def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
         t.join()
     with httpx.Client(base_url=narrow.url) as client:
         assert client.get("/health").status_code == 200
+    refusals = [c for c in connections if b" 503 " in sent_back(c)]
+    assert len(refusals) >= 10  # 20 of them fit
     assert pss_bytes(worker)["private"] - before < 3 * (20 << 20)  # a body lies there once, and once more as it is joined
     for connection in connections:
         connection.close()

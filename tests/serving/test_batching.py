@@ -166,6 +166,13 @@ def test_batches_are_bounded_and_leave_out_who_left() -> None:
     assert [type(f).__name__ for f in found] == ["ndarray", "ApiError", "ndarray", "ndarray", "ndarray"]
 
 
+def test_a_batch_has_at_most_max_batch_requests() -> None:
+    """Those that came beyond it form the next one."""
+    device = Device()
+    found = asyncio.run(answers(Batcher(device, 3, 0.05), [Request() for _ in range(7)]))  # type: ignore[arg-type]
+    assert device.batches == [3, 3, 1] and len(found) == 7
+
+
 def test_a_closed_batcher_refuses() -> None:
     batcher = Batcher(Device(), 3, 0.0)  # type: ignore[arg-type]
     batcher.close()

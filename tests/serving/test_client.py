@@ -75,5 +75,6 @@ def test_errors_carry_status_and_message(server: Any) -> None:
 def test_no_server_says_so() -> None:
     with Client("http://127.0.0.1:9") as client:
         assert not client.is_ready()
-        with pytest.raises(ClientError, match="cannot be reached"):
+        with pytest.raises(ClientError, match="cannot be reached") as caught:
             client.models()
+        assert caught.value.status == 0

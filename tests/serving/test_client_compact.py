@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import orjson
 import pytest
@@ -120,6 +121,49 @@ def test_bad_ids_are_named_in_the_compact_form(served: Server) -> None:
         features = {"user": Jagged([1, 2], [1, 1]), "near": Jagged([3, 200], [1, 1])}
         with pytest.raises(ClientError, match=r"400: .*near.*200"):
             client.lookup("ads", features, compact=True)
+
+
+def ask_compact(served: Server, lengths: list[list[int]], ids: int, also: str = "") -> tuple[int, str]:
+    """Status and error of a request for `user` and `words` in the compact form, and by name for the feature `also`.
+
+    `words` is not pooled, so no kernel reads its lengths.
+    """
+    tensors: dict[str, np.ndarray] = {"kjt.values": np.zeros(ids, np.int64), "kjt.lengths": np.array(lengths, np.int32)}
+    if also:
+        tensors[also] = np.zeros((2, 1), np.int64)
+    kinds = {"<i8": "INT64", "<i4": "INT32"}
+    inputs = [
+        {"name": n, "datatype": kinds[a.dtype.str], "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        for n, a in tensors.items()
+    ]
+    head = orjson.dumps({"inputs": inputs, "parameters": {"kjt.features": "user,words", "binary_data_output": True}})
+    answer = httpx.post(
+        f"{served.url}/v2/models/ads/infer",
+        content=head + b"".join(a.tobytes() for a in tensors.values()),
+        headers={"Inference-Header-Content-Length": str(len(head))},
+    )
+    return answer.status_code, "" if answer.status_code == 200 else answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids", "also", "why"),
+    [
+        ([[1, 1], [2, -1]], 3, "", "feature 'words': length -1 at position 1 is negative"),
+        ([[1, 1], [0, 0]], 3, "", "the 4 lengths add up to 2, but there are 3 ids"),
+        ([[1, 1], [0, 2]], 3, "", "the 4 lengths add up to 4, but there are 3 ids"),
+        ([[1, 1], [0, 1]], 3, "clicked", "input 'clicked' came beside kjt.values"),
+        ([[1, 1]], 2, "", "expected [2, bags], a row a feature"),
+    ],
+)
+def test_bad_lengths_are_named_in_the_compact_form(
+    served: Server, lengths: list[list[int]], ids: int, also: str, why: str
+) -> None:
+    """Before any row is read; the same with the lengths right is answered, twice, so that a template answers as well."""
+    for _ in range(3):
+        assert ask_compact(served, [[1, 1], [0, 1]], 3) == (200, "")
+        status, error = ask_compact(served, lengths, ids, also)
+        assert status == 400
+        assert why in error
 
 
 @pytest.mark.parametrize(

@@ -293,12 +293,14 @@ def echo(script: Script, connection: socket.socket) -> None:
 
 
 def test_threads_share_a_client() -> None:
-    """Each gets its own answers, and there are no more connections than threads."""
+    """Each gets its own answers, and there are no more connections than threads. They ask at the same time, round by round."""
     wrong: list[Any] = []
+    round_of_all = threading.Barrier(8)
     with scripted(echo) as script, Client(script.url) as client:
 
         def ask(number: int) -> None:
             for i in range(20):
+                round_of_all.wait(10)
                 found = client.metadata(f"{number}-{i}")["name"]
                 if found != f"/v2/models/{number}-{i}":
                     wrong.append((number, i, found))

@@ -65,6 +65,21 @@ def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: sock
             assert reader.response()[2] == b""
 
 
+def test_a_refusal_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
+    """A large lookup runs beside the event loop, and the request behind it is no HTTP: first its answer, then the refusal."""
+    connection.sendall(plain([[1] * 250_000]) + b"NONSENSE\r\n\r\n")
+    assert reader.response()[0] == 200
+    assert reader.file.read() == b""
+
+
+def test_a_refused_body_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
+    """The same, where the request behind it is whole but for its body, which is broken."""
+    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
+    connection.sendall(plain([[1] * 250_000]) + broken)
+    assert [reader.response()[0] for _ in range(2)] == [200, 400]
+    assert reader.file.read() == b""
+
+
 def test_what_goes_through_asgi_gets_the_same_answer(connection: socket.socket, reader: Reader) -> None:
     """Compressed, chunked, with a query, with 100-continue: the bytes of the response are those of the plain request."""
     connection.sendall(plain())

@@ -24,7 +24,7 @@ from support import rows_of, run_tableside, until
 
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
-from tableside.loader.model import parse_model
+from tableside.loader.model import parse_model, read_model
 from tableside.loader.versions import Model
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
@@ -332,6 +332,26 @@ def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any
         for shard in plan_shards(data_files(settings.data), 1000):
             evaluator.score(shard)
     assert message.format(kind) in str(caught.value)
+
+
+class Unsure(Ctr):
+    """A scorer without a sigmoid at its end."""
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return 7 + super().forward(user, clicked, context)
+
+
+def test_scores_that_are_no_probabilities_are_named(root: Path, tmp_path: Path) -> None:
+    """Log loss and NE mean nothing for them: the error names the rows, the range and the remedy."""
+    path = model(tmp_path)
+    (tmp_path / "scorer.pt2").write_bytes(exported(Unsure(8, 4, 3), user=8, clicked=4, context=3))
+    load(read_model(path), root)
+    segment = Model(root, "ctr").attach()
+    settings = EvalSettings(write(tmp_path, data(100)), tmp_path / "out")
+    job = _job([Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root))
+    (shard, *_) = plan_shards(data_files(settings.data), 1000)
+    with pytest.raises(DataError, match=r"row 0 and on: scores of ctr lie in \[7.* expected probabilities: .* sigmoid"):
+        Evaluator(job).score(shard)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,26 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
 
+@pytest.mark.parametrize("inline_rows", [4, 5])
+def test_large_lookups_run_beside_the_event_loop(inline_rows: int) -> None:
+    """A request with more than inline_rows ids is looked up on the other thread, so that the loop answers meanwhile."""
+    seen: list[str] = []
+
+    def look_up(inputs: bytes) -> np.ndarray:
+        seen.append(threading.current_thread().name)
+        return np.zeros(8, np.uint8)
+
+    request: Any = SimpleNamespace(ids=5, scoring=None, check=lambda inputs: None, run=look_up)
+    with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
+        executor = CpuExecutor(beside, inline_rows)
+        now = executor.run_now(request, b"")
+        if inline_rows == 4:
+            assert now is None
+            asyncio.run(executor.run(request, b""))
+        executor.close()
+    assert seen == ["beside_0" if inline_rows == 4 else threading.current_thread().name]
+
+
 class PlayedDevice:
     """Stands for a GPU's backend: gives each request eight bytes, and says of itself what it is told."""
 

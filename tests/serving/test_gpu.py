@@ -13,15 +13,16 @@ import httpx
 import numpy as np
 import pytest
 import tables
+from rounding import Expected, expect
 from servers import TABLES, publish_demo
 from support import run_tableside, until
 
 from tableside.loader.header import plan_tables
 from tableside.loader.versions import Model
-from tableside.quant import Pooling, RowFormat, choose
+from tableside.quant import Pooling, Precision, RowFormat, choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ServingError
-from tableside.serving.placement import Placement, plan_placements
+from tableside.serving.placement import Placement, Placer, plan_placements
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.wire import Jagged
@@ -34,29 +35,41 @@ def on_gpu(workers: int = 1) -> tuple[object, ...]:
     return ("--workers", workers, "--devices", tables.serve_device(), "--gpu-from-ids", 0)
 
 
-def expected(root: Path, features: dict[str, list[list[int]]], version: int | None = None) -> dict[str, np.ndarray]:
-    """The same lookups on the CPU."""
+def expected(root: Path, features: dict[str, list[list[int]]], version: int | None = None) -> dict[str, Expected]:
+    """What the lookups must give, by feature."""
     segment = Model(root, "demo").attach(version)
     found = {}
     for f in segment.header.features:
         if f.name in features:
-            bags = features[f.name]
-            ids = np.array([i for bag in bags for i in bag], np.int64)
-            pooling = Pooling.parse(f.pooling)
-            lengths = None if pooling is Pooling.NONE else np.array([len(bag) for bag in bags], np.int32)
-            found[f.name] = choose("native").lookup(
-                segment.tables[f.table], ids, lengths, pooling=pooling, half=f.output == "fp16"
-            )
+            pooling, precision = Pooling.parse(f.pooling), Precision.FP16 if f.output == "fp16" else Precision.FP32
+            ids, lengths = jagged(features[f.name])
+            bags = None if pooling is Pooling.NONE else lengths
+            found[f.name] = expect(segment.tables[f.table], ids, bags, pooling=pooling, precision=precision)
     return found
 
 
-def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], longest: int = 20) -> None:
-    """Within the rounding of a sum of `longest` terms in another order (docs/format.md); fp16 within one of its steps."""
+def on_the_cpu(root: Path, features: dict[str, list[list[int]]]) -> dict[str, np.ndarray]:
+    """The vectors of the CPU's kernel, by feature."""
+    segment = Model(root, "demo").attach()
+    found = {}
+    for f in segment.header.features:
+        if f.name in features:
+            pooling, (ids, lengths) = Pooling.parse(f.pooling), jagged(features[f.name])
+            bags, table = None if pooling is Pooling.NONE else lengths, segment.tables[f.table]
+            found[f.name] = choose("native").lookup(table, ids, bags, pooling=pooling, half=f.output == "fp16")
+    return found
+
+
+def jagged(bags: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([i for bag in bags for i in bag], np.int64), np.array([len(bag) for bag in bags], np.int32)
+
+
+def assert_close(found: dict[str, np.ndarray], wanted: dict[str, Expected]) -> None:
+    """Each value within its own bound (tests/helpers/rounding.py), in the feature's precision."""
     assert set(found) == set(wanted)
-    for name, vectors in wanted.items():
-        assert found[name].dtype == vectors.dtype
-        atol = 2e-3 if vectors.dtype == np.float16 else longest * 1e-6
-        np.testing.assert_allclose(found[name].astype(np.float32), vectors.astype(np.float32), rtol=1e-3, atol=atol)
+    for name, expected_vectors in wanted.items():
+        assert found[name].dtype == (np.float16 if expected_vectors.precision is Precision.FP16 else np.float32)
+        expected_vectors.check(found[name])
 
 
 REQUEST = {"user": [[1, 2, 3], [], [999]], "clicked": [[7] * 9, [0]], "liked": [[299], [1, 1]], "text": [[3, 49], [0]]}
@@ -83,13 +96,12 @@ def test_every_placement_gives_what_the_cpu_gives(start: Start, root: Path, opti
     many = {"user": rng.integers(0, 1000, (3, 200)).tolist(), "text": rng.integers(0, 50, (2, 150)).tolist()}
     with Client(server.url) as client:
         for request in (REQUEST, many):
-            assert_close(client.lookup("demo", request), expected(root, request), 200)
+            assert_close(client.lookup("demo", request), expected(root, request))
         weights = rng.standard_normal(600).astype(np.float32)
         ids, lengths = np.array(many["user"]).reshape(-1), np.full(3, 200, np.int32)
         found = client.lookup("demo", {"user": Jagged(ids, lengths, weights)})["user"]
         table = Model(root, "demo").attach().tables["user"]
-        wanted = choose("native").lookup(table, ids, lengths, weights=weights)
-        assert_close({"user": found}, {"user": wanted}, 200)
+        assert_close({"user": found}, {"user": expect(table, ids, lengths, pooling=Pooling.SUM, weights=weights)})
     in_hbm = 3 if options == ("hybrid", "--hbm-budget", "1MiB") else {"hbm": 3, "auto": 2}.get(options[0], 0)
     found = [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
     assert found.count("hbm") == in_hbm
@@ -140,9 +152,10 @@ def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root
     assert re.search(r'tableside_gpu_seconds_count{device="\S+",stage="kernels"} 1.0', text)
 
 
-def test_a_gpu_worker_killed_under_load(start: Start, root: Path) -> None:
-    """The other one answers on, rightly, and the killed one is replaced."""
-    server = start(*on_gpu(2))
+@pytest.mark.parametrize("placement", ["hbm", "zero_copy"])
+def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str) -> None:
+    """The other one answers on, rightly, and the killed one is replaced. With zero_copy both have the segment registered."""
+    server = start(*on_gpu(2), "--placement", placement)
     stop, wrong, answered = threading.Event(), [], []
 
     def ask(seed: int) -> None:
@@ -156,7 +169,7 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path) -> None:
                 except (ClientError, AssertionError) as error:
                     wrong.append(error)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(3)]
     for t in threads:
         t.start()
     until(lambda: len(answered) > 10, what="load")
@@ -178,12 +191,60 @@ def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path, option
     with Client(server.url) as client:
         first = client.lookup("demo", REQUEST)
         publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
-        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
+        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, 60, "version 2")
         second = client.lookup("demo", REQUEST)
     assert_close(second, expected(root, REQUEST, 2))
     assert not np.allclose(first["user"], second["user"])
     text = server.get("/metrics").text
     assert "tableside_hbm_bytes" in text and ("tableside_cache_slots" in text) is (options[0] == "cached")
+
+
+def cache_counts(server: Any, client: Client, table: str) -> dict[str, float]:
+    """What /metrics says of a table's lookups through the cache so far: ids, hits, fetched_rows and so on.
+
+    The counts follow every 16th batch. Lookups of another table make up the batches until those before are counted.
+    """
+    for _ in range(33):
+        client.lookup("demo", {"text": [[1]]})
+    pattern = rf'tableside_cache_(\w+)_total{{table="demo/{table}"}} (\S+)'
+    return {name: float(value) for name, value in re.findall(pattern, server.get("/metrics").text)}
+
+
+def test_metrics_count_what_the_cache_did(start: Start) -> None:
+    """Rows are fetched once and hit from then on, and slots are taken."""
+    server = start(*on_gpu(), "--placement", "cached", "--hbm-budget", "1MiB")
+    with Client(server.url) as client:
+        before = cache_counts(server, client, "user")
+        for _ in range(3):
+            client.lookup("demo", {"user": [[5, 6, 7], [8, 9]]})
+        after = cache_counts(server, client, "user")
+    grown = {name: after[name] - before[name] for name in after}
+    row_bytes = RowFormat.INT8.row_bytes(64)
+    assert grown == {"ids": 15, "hits": 10, "fetched_rows": 5, "in_place_ids": 0, "bus_bytes": 5 * row_bytes}
+    text = server.get("/metrics").text
+    of_device = {n: float(v) for n, v in re.findall(r'tableside_cache_(\w+){device="\S+"} (\S+)', text)}
+    assert of_device["inserted_rows_total"] >= 5
+    assert 5 <= of_device["occupied_slots"] <= of_device["slots"]
+    assert 0 < of_device["bytes"] <= 2 << 20
+
+
+def test_a_version_that_is_taken_is_warm(start: Start, root: Path, tmp_path: Path) -> None:
+    """Its first request finds the hotter half of what the cache held of the version before, and none of that one's rows."""
+    server = start(*on_gpu(), "--placement", "cached", "--hbm-budget", "1MiB")
+    hot, cool = [*range(100, 120)], [*range(200, 220)]
+    with Client(server.url) as client:
+        cold = cache_counts(server, client, "user")  # of version 1's warm-up, which looks up its first and last rows
+        client.lookup("demo", {"user": [cool]})
+        for _ in range(3):
+            client.lookup("demo", {"user": [hot]})
+        before = cache_counts(server, client, "user")
+        publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
+        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, 60, "version 2")
+        assert_close(client.lookup("demo", {"user": [hot]}), expected(root, {"user": [hot]}, 2))
+        after = cache_counts(server, client, "user")
+    # Of 42 rows 21 were brought: the first and the last, which the warm-ups use most, and 19 of the hot ones or more.
+    assert after["ids"] - before["ids"] == 21 + cold["ids"] + 20
+    assert after["hits"] - before["hits"] >= cold["hits"] + 19
 
 
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="this machine has a GPU")
@@ -252,6 +313,14 @@ def test_smallest_tables_go_to_hbm_first() -> None:
         plan_placements(stored, "hbm", 1279)
 
 
+def test_workers_of_a_gpu_share_two_fifths_of_its_memory() -> None:
+    """Where no budget is given. The supervisor says how many workers there are."""
+    placer = Placer(ServerSettings(devices=(tables.serve_device(),), sharing=3), choose())
+    placer.open()
+    assert placer.gpu is not None
+    assert placer._budget == int(placer.gpu.memory_bytes * 0.4 / 3)
+
+
 def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     settings = ServerSettings(models=("demo",), workers=3, devices=("4", "7"))
@@ -263,10 +332,11 @@ def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: 
     assert supervisor.workers[1].config.settings.devices == ("7",)
     assert supervisor.workers[1].config.settings.sharing == 2
     monkeypatch.setattr(WorkerProcess, "kill", lambda worker: None)
-    ended = supervisor.workers[1]
-    ended.is_ready = True
-    supervisor._replace_ended(1, ended)
-    assert supervisor.workers[1] is not ended and supervisor.workers[1].device == "7"
+    for place, device in ((1, "7"), (0, "4")):
+        ended = supervisor.workers[place]
+        ended.is_ready = True
+        supervisor._replace_ended(place, ended)
+        assert supervisor.workers[place] is not ended and supervisor.workers[place].device == device
 
 
 def test_small_requests_of_a_gpu_worker_are_the_cpus(start: Start, root: Path) -> None:
@@ -280,7 +350,7 @@ def test_small_requests_of_a_gpu_worker_are_the_cpus(start: Start, root: Path) -
 
     with Client(server.url, retries=0) as client:
         before = batches()
-        wanted = expected(root, small)
+        wanted = on_the_cpu(root, small)
         for _ in range(4):  # by the slow path, then by a template
             found = client.lookup("demo", small)
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted)

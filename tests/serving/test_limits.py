@@ -56,6 +56,7 @@ def answer(connection: socket.socket) -> tuple[int, str]:
     """Status and error of a response that closes the connection."""
     head, _, body = everything(connection).partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower()
+    assert (b" 503 " in head) == (b"retry-after: 1" in head.lower())
     return int(head.split()[1]), json.loads(body)["error"]
 
 

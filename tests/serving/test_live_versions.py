@@ -54,7 +54,7 @@ def test_a_new_version_is_taken_by_all_workers_while_requests_run(start: Start, 
                 values = {float(found["user"].max()) / 2, float(found["user"].min()) / 2, *map(float, np.unique(found["item"]))}
                 answers.append((time.monotonic(), values))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
     for t in threads:
         t.start()
     changed = []
@@ -84,6 +84,8 @@ def test_rollback(start: Start, root: Path, tmp_path: Path) -> None:
         assert run_tableside("activate", "demo", 1, root=root).returncode == 0
         until(lambda: versions_of_workers(server, 2) == {1}, what="both workers to roll back")
         assert client.lookup("demo", {"user": [[1]]})["user"][0, 0] == 1.0
+        counted = 'tableside_swaps_total{model="demo"} 2.0'
+        until(lambda: counted in client.metrics(), what="each worker to have counted its swap")
 
 
 def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path) -> None:

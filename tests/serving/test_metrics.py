@@ -2,14 +2,18 @@
 
 import io
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client.metrics import MetricWrapperBase
 from rich.console import Console
 from support import run_tableside, until
 
+from tableside.serving import metrics
 from tableside.serving.cli import top
 from tableside.serving.client import Client, ClientError
 
@@ -42,6 +46,37 @@ def test_every_number_is_there(start: Start) -> None:
     assert sample(text, 'tableside_fp32_bytes{model="demo"}') == 4 * (1000 * 64 + 300 * 32 + 50 * 16)
     assert sample(text, 'tableside_load_seconds{model="demo"}') > 0
     assert sample(text, 'tableside_published_versions{model="demo"}') == 1
+
+
+def documented() -> set[str]:
+    """The names in the table of docs/operations.md. One that begins with "_" is a part of a name."""
+    table = (Path(__file__).parents[2] / "docs/operations.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_every_metric_of_the_table_is_there(root: Path) -> None:
+    """And every metric that there is stands in the table of docs/operations.md."""
+    registered = {m for value in vars(metrics).values() for m in (value.values() if isinstance(value, dict) else [value])
+                  if isinstance(m, MetricWrapperBase)}  # fmt: skip
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(name="demo", versions=lambda: [1]),
+        attached=lambda: SimpleNamespace(
+            version=1,
+            segment=SimpleNamespace(size=1),
+            header=SimpleNamespace(fp32_bytes=1, load={}),
+            placed=SimpleNamespace(hbm_bytes=0),
+        ),
+        cache=SimpleNamespace(statistics=lambda: SimpleNamespace(slots=1, occupied=1), bytes=1, device="cuda:0"),
+    )
+    families = [f for metric in registered for f in metric.describe()] + list(metrics._Now([engine]).collect())
+    there = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    told = documented()
+    assert len(there) > 25
+    for name in told:
+        assert any(name in one for one in there), f"{name} is in the table, and no metric"
+    for name in there:
+        assert any(part == name or (part.startswith("_") and part in name) for part in told), f"{name} is not in the table"
 
 
 def test_errors_by_kind_without_invented_labels(start: Start) -> None:
@@ -95,9 +130,11 @@ def test_top_shows_rates(start: Start) -> None:
     server = start()
     result = run_tableside("top", "--url", server.url, "--once", "--seconds", "0.2")
     assert result.returncode == 0 and "requests/s" in result.stdout and "demo" in result.stdout
-    before = top.samples('tableside_version{model="ads"} 1\n')
+    before = top.samples(
+        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 90\n'
+    )
     now = top.samples(
-        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 10\n'
+        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 100\n'
         'tableside_requests_total{model="ads",outcome="refused",protocol="v1"} 4\n'
         'tableside_cache_ids_total{table="ads/user"} 200\n'
         'tableside_cache_hits_total{table="ads/user"} 150\ntableside_cache_slots{device="cuda:0"} 8\n'

@@ -227,6 +227,15 @@ def test_a_server_starts_where_no_folder_can_be_made(tmp_path: Path) -> None:
         assert "served without counters and histograms; free shared memory" in log.read_text()
 
 
+def test_counts_lie_beside_the_root_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that may only read what is published has its folder next to that."""
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with metrics_folder(tmp_path / "root"):
+        assert Path(os.environ[VARIABLE]).parent == tmp_path
+    assert [p.name for p in tmp_path.iterdir()] == ["root"]
+
+
 def test_the_variable_goes_with_the_server(tmp_path: Path) -> None:
     with metrics_folder(tmp_path):
         assert Path(os.environ[VARIABLE]).parent == tmp_path

@@ -42,7 +42,7 @@ def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
                 if not np.array_equal(found, choose("native").lookup(table, ids.reshape(-1), np.full(4, 5, np.int32))):
                     wrong.append(ids)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(4)]
     for t in threads:
         t.start()
     until(lambda: len(answered) > 50, what="load")
@@ -119,7 +119,7 @@ def test_hangup_replaces_every_worker(start: Start) -> None:
             except ClientError as error:
                 failed.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     server.process.send_signal(signal.SIGHUP)
     until(lambda: len(server.workers()) == 2 and not before & set(server.workers()), what="new workers")

@@ -16,7 +16,7 @@ from scorers import exported, publish_scored
 from servers import Server
 from support import until
 
-from tableside.loader.program import Program, read_program
+from tableside.loader.program import Program, read_program, write_program
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ApiError, ServingError
@@ -158,6 +158,21 @@ def test_a_program_that_came_past_the_load_is_checked_where_it_is_attached(
     assert open_scorer(Model(root, "demo").attach(1)) is not None
     with pytest.raises(ServingError, match="has 2 values for 64 channels"):
         open_scorer(Model(root, "demo").attach(2))
+
+
+def test_an_operator_that_came_past_the_load_is_refused_where_it_is_attached(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who can write to shared memory gets no operator into a worker that is not of the list."""
+
+    def with_another(program: Program) -> bytes:
+        first, *others = program.nodes
+        return write_program(replace(program, nodes=(replace(first, target="torch.ops.aten.from_file.default"), *others)))
+
+    monkeypatch.setattr("tableside.loader.scorer.write_program", with_another)
+    publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
+    with pytest.raises(ServingError, match=r"its graph calls 'torch\.ops\.aten\.from_file\.default'; expected ATen operators"):
+        open_scorer(Model(root, "demo").attach())
 
 
 class Large(torch.nn.Module):

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def test_hangups_are_not_queued(start: Start) -> None:
     assert server.get("/health").status_code == 200
 
 
+def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
+    """The only worker is asked to end when its successor takes requests, and not as long as that one does not."""
+    server = start("--workers", 1)
+    (predecessor,) = server.workers()
+    below = set(processes_below(server.process.pid))
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: set(processes_below(server.process.pid)) - below, what="a successor")
+    (successor,) = set(processes_below(server.process.pid)) - below
+    os.kill(successor, signal.SIGSTOP)
+    try:
+        for _ in range(25):  # looks of the supervisor; it gives the successor up only after seconds
+            server.get("/health")
+            time.sleep(0.02)
+        assert predecessor in server.workers()
+    finally:
+        os.kill(successor, signal.SIGCONT)
+    until(lambda: server.workers() == [successor], what="the successor to be the only worker")
+
+
 def test_quit_ends_at_once(start: Start) -> None:
     """Whatever runs: a response that is being drained does not hold SIGQUIT up."""
     server = start("--workers", 2, "--drain-s", 300)
@@ -92,7 +112,7 @@ def test_more_and_fewer_workers(start: Start) -> None:
             except Exception as error:  # noqa: BLE001  # shown below
                 failed.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     server.process.send_signal(signal.SIGTTIN)
     until(lambda: len(server.workers()) == 2, what="a second worker")

@@ -273,6 +273,13 @@ LIES: dict[str, tuple[tuple[bytes, int], tuple[bytes, int]]] = {
         request({"user": np.zeros((2, 1), int)}),
         request({"user": np.zeros((2, 1), int)}, lambda h: h.replace(b"[2,", b"[1,")),
     ),
+    "two tensors' sizes exchanged": (
+        request({"user": np.zeros((2, 1), int), "item": np.zeros((1, 1), int)}),
+        request(
+            {"user": np.zeros((2, 1), int), "item": np.zeros((1, 1), int)},
+            lambda h: h.replace(b'size":16', b'size":0').replace(b'size":8', b'size":16').replace(b'size":0', b'size":8'),
+        ),
+    ),
     "a bag of more ids than a length can say": (
         request({"user": np.zeros((0, 1), int)}),
         request({"user": np.zeros((0, 1), int)}, lambda h: h.replace(b"[0,1]", b"[0,2147483648]")),

@@ -1,6 +1,8 @@
 """JSON that is laid out all at once against features taken one by one: the same answer byte for byte, or the same error."""
 
+import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -16,9 +18,11 @@ from served import Sum, engine_of
 from support import rows_of
 
 from tableside.serving.errors import ApiError
-from tableside.serving.http import v1_request
+from tableside.serving.http import v1, v1_request
 from tableside.serving.http.json_lists import packed
 from tableside.serving.http.v1_request import JsonRequest, Layouts
+from tableside.serving.service import Service
+from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
@@ -140,6 +144,37 @@ def test_answers_beyond_the_limit_say_what_the_limit_is(version: ServedVersion, 
     found, expected = both(version, text_of({"user": [[]] * bags}))
     assert found == expected
     assert ("max_response_bytes" in str(found)) is is_refused
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_long_json_is_parsed_beside_the_event_loop(publish: Publish, root: Path, is_large: bool) -> None:
+    """Beyond 64 KiB, so that health checks do not wait for it; shorter JSON is parsed where it is."""
+    publish({"t": np.ones((10, 8), np.float32)}, features={"user": {"table": "t"}})
+    text = orjson.dumps({"model": "demo", "features": {"user": [[1] * (40_000 if is_large else 10)]}})
+    assert (len(text) > 1 << 16) == is_large
+    parsed_on: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": text}
+
+    async def ask() -> bytes:
+        service = Service(ServerSettings(root=root, models=("demo",), scrub_hours=0))
+        await service.start()
+        try:
+            v1_app = v1.V1(service)
+            understand = v1_app._understand
+
+            def watched(*arguments: Any) -> Any:
+                parsed_on.append(threading.current_thread().name)
+                return understand(*arguments)
+
+            v1_app._understand = watched  # type: ignore[method-assign]
+            return await v1_app.answer({"type": "http", "headers": []}, receive, False)
+        finally:
+            await service.stop()
+
+    assert orjson.loads(asyncio.run(ask()))["vectors"]["user"] == [[40_000.0 if is_large else 10.0] * 8]
+    assert [name.startswith("tableside-beside") for name in parsed_on] == [is_large]
 
 
 @pytest.mark.parametrize("form", [list, jagged], ids=["bags", "jagged"])

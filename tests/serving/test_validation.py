@@ -114,6 +114,7 @@ BINARY = [
     ([("user.values", "INT64", [1], ONE)], {}, "came without lengths"),
     ([("user.values", "INT64", [1], ONE), ("user.lengths", "INT32", [1], b"\2\0\0\0")], {}, "add up to 2, but there are 1"),
     ([("user.values", "INT64", [1, 1], ONE), ("user.lengths", "INT32", [1], b"\1\0\0\0")], {}, "expected one dimension"),
+    ([("text.values", "INT64", [1], ONE), ("text.weights", "FP32", [1], b"\0\0\x80?")], {}, "is not pooled and takes no weights"),
     ([("nope", "INT64", [1, 1], ONE)], {}, "feature 'nope' is unknown"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "nope"}]}, "output 'nope' is unknown"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "text"}]}, "output 'text' was asked for without its input"),

@@ -56,6 +56,23 @@ def test_an_output_beyond_the_limit_is_refused(version: ServedVersion) -> None:
         version.lay_out([FeatureInput("words", 0, 7)])
 
 
+def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine goes on with the version that it serves, says so once, and takes the next one when the record is whole again."""
+    publish({"t": rows_of(10, 8)})
+    placer = Placer(ServerSettings(), choose())
+    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    engine.swap(engine.attach())
+    record = root / "demo" / "current"
+    whole = record.read_text()
+    record.write_text("{")
+    assert [engine.changed() for _ in range(3)] == [None, None, None]
+    assert engine.served().version == 1
+    assert len([r for r in caplog.records if "cannot see which version of demo is live" in r.message]) == 1
+    record.write_text(whole)
+    publish({"t": rows_of(10, 8)})
+    assert engine.changed() == 2
+
+
 def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
     version: ServedVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

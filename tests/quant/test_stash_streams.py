@@ -1,0 +1,202 @@
+"""Stashing on a GPU: copies run on the side stream, from and to page-locked memory, and whoever needs one waits for its event.
+
+Gates hold streams back (tests/helpers/gates.py), so each test sees an order. All need a GPU.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tables
+import torch
+from gates import gate, is_held, let_others_run
+from tables import table_of
+
+from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.stash import Restore, registry, stash_embedding_weights
+from tableside.quant.gpu.stash_registry import Weights
+
+pytestmark = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")
+
+ROWS, DIM = 1 << 16, 64  # 16 MiB: the allocator gives such memory a block of its own
+
+
+class Stashed:
+    """Weights that were stashed and restored once, so that all memory is there and every kernel is compiled.
+
+    before: the weights, on the host. host: the copy of them that every stash writes and every restore reads, fp32 [rows, dim].
+    """
+
+    def __init__(self) -> None:
+        self.module = torch.nn.EmbeddingBag(ROWS, DIM, device=tables.DEVICE)
+        self.side = torch.cuda.Stream(tables.DEVICE)
+        for frees in (True, False):
+            restore = self.stash(frees)
+            restore()
+        self.weight.fill_(1.0).uniform_()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is freed from now on is what the allocator gives out next
+        let_others_run(self.side.device)
+        self.before = self.weight.cpu()
+        self.host = registry.host_copy(Weights(self.module.weight)).view(torch.float32).view(ROWS, DIM)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module.weight.detach()
+
+    @property
+    def main(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(tables.DEVICE)
+
+    def stash(self, frees: bool) -> Restore:
+        return stash_embedding_weights(self.module, self.side, frees=frees)
+
+
+@pytest.fixture
+def stashed() -> Iterator[Stashed]:
+    with torch.cuda.stream(torch.cuda.Stream(tables.DEVICE)):  # the main stream of these tests
+        yield Stashed()
+        torch.cuda.synchronize()
+        registry.close()
+
+
+def test_the_host_copy_is_page_locked(stashed: Stashed) -> None:
+    assert stashed.host.is_pinned()
+
+
+def test_weights_are_copied_out_on_the_side_stream(stashed: Stashed) -> None:
+    """While that stream is held the host's copy stays as it was, and later work on the main stream runs."""
+    stashed.host.fill_(-1.0)
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore = stashed.stash(frees=False)
+        assert not is_held(stashed.main)
+        assert bool((stashed.host == -1.0).all()), "copied out, but not on the side stream"
+        closed.open()
+        stashed.side.synchronize()
+        assert torch.equal(stashed.host, stashed.before)
+    restore()
+
+
+def test_weights_are_copied_out_after_the_work_before(stashed: Stashed) -> None:
+    """What the main stream still has to write to them is in the host's copy."""
+    with gate() as closed:
+        closed.hold(stashed.main)
+        stashed.weight.fill_(3.0)
+        restore = stashed.stash(frees=False)
+        assert is_held(stashed.side)
+        closed.open()
+        torch.cuda.synchronize()
+        assert bool((stashed.host == 3.0).all())
+    restore()
+
+
+def awaited_bytes() -> int:
+    """What was freed, and is not given out before a stream that reads it has come to an end with it."""
+    found = torch.cuda.memory_stats(tables.DEVICE)
+    return int(found["active_bytes.all.current"] - found["allocated_bytes.all.current"])
+
+
+def test_memory_freed_at_once_is_not_given_out_while_it_is_copied(stashed: Stashed) -> None:
+    """The allocator counts it as free and waits with it for the side stream."""
+    allocated, awaited = torch.cuda.memory_allocated(tables.DEVICE), awaited_bytes()
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore = stashed.stash(frees=True)
+        assert allocated - torch.cuda.memory_allocated(tables.DEVICE) == 4 * ROWS * DIM
+        assert awaited_bytes() - awaited == 4 * ROWS * DIM
+        closed.open()
+        torch.cuda.synchronize()
+        assert torch.equal(stashed.host, stashed.before)
+    restore()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
+def test_memory_freed_at_a_point_is_given_out_in_the_order_of_the_stream(stashed: Stashed) -> None:
+    """The next tensor has the memory at once; what is written to it waits for the rest of the copy out."""
+    address = stashed.weight.data_ptr()
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore = stashed.stash(frees=False)
+        restore.free()
+        other = torch.empty(ROWS, DIM, device=tables.DEVICE)
+        assert other.data_ptr() == address, "the memory was not given out"
+        other.fill_(1.0)
+        assert is_held(stashed.main), "the main stream does not wait for the copy out"
+        closed.open()
+        torch.cuda.synchronize()
+        assert torch.equal(stashed.host, stashed.before)
+    del other
+    restore()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
+def test_weights_come_back_on_the_side_stream_from_page_locked_memory(stashed: Stashed) -> None:
+    """The copy reads the host's memory when the side stream comes to it: what is there by then comes back.
+
+    `start` lets the main stream run on; `wait` makes it wait, and not the CPU.
+    """
+    restore = stashed.stash(frees=True)
+    torch.cuda.synchronize()
+    assert stashed.host.is_pinned()  # else the copy would wait for the gate, and so would this test
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore.start()
+        assert not is_held(stashed.main), "`start` makes the main stream wait"
+        restore.wait()
+        assert is_held(stashed.main), "the main stream does not wait for the weights"
+        stashed.host.fill_(7.0)
+        closed.open()
+        torch.cuda.synchronize()
+    assert bool((stashed.weight == 7.0).all()), "copied back, but not behind the gate"
+
+
+def test_weights_come_back_after_the_work_before(stashed: Stashed) -> None:
+    """Memory that was another tensor's is not written to while the main stream still works on that one."""
+    restore = stashed.stash(frees=True)
+    torch.cuda.synchronize()
+    with gate() as closed:
+        closed.hold(stashed.main)
+        restore.start()
+        assert is_held(stashed.side)
+        closed.open()
+    restore()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
+def pinned(table: Table) -> torch.Tensor:
+    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+    memory.numpy()[:] = table.packed.reshape(-1)
+    return memory
+
+
+def test_served_tables_come_back_beside_other_work_and_a_lookup_waits_for_them() -> None:
+    """`restore` returns while nothing was copied yet, the current stream runs on, and the next lookup reads what was copied.
+
+    The copy reads registered memory: rows that change before its turn come as they are then.
+    """
+    backend = GpuBackend(tables.DEVICE, choose())
+    old, new = table_of(RowFormat.INT8, 24, seed=1), table_of(RowFormat.INT8, 24, seed=2)
+    source, ids = pinned(old), torch.arange(50, device=tables.DEVICE)
+    held = backend.to_hbm(old, source, stashable=True)
+    lookup = backend.prepare(backend.plan([Lookup(held, Pooling.NONE, 0, 50, 0)]))
+    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=tables.DEVICE)
+    lookup(ids.view(torch.uint8), outputs)
+    let_others_run(outputs.device)
+    assert backend.stash() == old.packed.size
+    with gate() as closed:
+        closed.hold(backend._copies)
+        backend.restore()
+        main = torch.cuda.current_stream(tables.DEVICE)
+        assert not is_held(main), "`restore` makes the current stream wait"
+        lookup(ids.view(torch.uint8), outputs)
+        assert is_held(main), "the lookup does not wait for the rows"
+        source.numpy()[:] = new.packed.reshape(-1)
+        closed.open()
+        torch.cuda.synchronize()
+    found = outputs.cpu().numpy().view(np.float32).reshape(50, 24)
+    np.testing.assert_array_equal(found, choose("reference").lookup(new, np.arange(50), pooling=Pooling.NONE))
