@@ -1,12 +1,19 @@
-"""Rows of a registered segment and batches of ids for them, looked up through our cache, FBGEMM's, or none."""
+"""Rows of a registered segment and batches of ids for them, looked up through our cache, FBGEMM's, or none.
+
+Both caches are called as they are used: FBGEMM's module eagerly, as in a server of PyTorch's, ours with the settings that
+`tableside serve` gives it.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import triton
+import triton.language as tl
 from common import console
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
@@ -23,10 +30,11 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.tables import DeviceTable
 
+T = TypeVar("T")
 DEVICE = torch.device("cuda:0")
 DIM = 128
 ROW_BYTES = RowFormat.INT8.row_bytes(DIM)
-INDEX_BYTES = 44  # of a slot, beside its row
+INDEX_BYTES = {Policy.LRU: 20, Policy.LFU: 24}  # of a slot, beside its row
 MOST_MISSES = 640_000  # rows of a batch that have room in a staging buffer
 WARM, TIMED, FRESH = 60, 30, 5  # batches; the last ones for hit rates
 
@@ -68,11 +76,13 @@ class Workload:
             at += lk.out_bytes
         return backend.prepare(backend.plan(lookups))
 
-    def ours(self, share: float, policy: Policy, **more: Any) -> "Ours":
+    def ours(self, share: float, policy: Policy, more_bytes: int = 0, **more: Any) -> "Ours":
+        """A cache with slots for a share of the rows. more_bytes: what its budget is larger by."""
         backend = GpuBackend(str(DEVICE), choose())
         staging = more.get("staging_buffers", 1) * min(self.tables * self.ids, MOST_MISSES) * ROW_BYTES
-        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES)) + staging
-        cache = backend.open_cache(budget, ROW_BYTES, CacheSettings(policy, staging_fraction=staging / budget, **more))
+        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES[policy])) + staging + more_bytes
+        settings = CacheSettings(policy, staging_fraction=staging / budget, **{"replays": True} | more)
+        cache = backend.open_cache(budget, ROW_BYTES, settings)
         tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
         return Ours(cache, backend.stream, self.prepare(backend, tables))
 
@@ -86,8 +96,8 @@ class Workload:
         backend = GpuBackend(str(DEVICE), choose())
         return self.prepare(backend, [backend.split(*self.seen(t), share) for t in range(self.tables)])
 
-    def fbgemm(self, share: float, policy: Policy) -> Callable[[torch.Tensor], torch.Tensor]:
-        """FBGEMM's module over the same memory; its cache holds as many rows."""
+    def fbgemm(self, share: float, policy: Policy, counts: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+        """FBGEMM's module over the same memory; its cache holds as many rows. counts: it keeps statistics."""
         specs = [(f"t{t}", self.rows, DIM, SparseType.INT8, EmbeddingLocation.MANAGED_CACHING) for t in range(self.tables)]
         module = IntNBitTableBatchedEmbeddingBagsCodegen(
             specs,
@@ -98,7 +108,7 @@ class Workload:
             bounds_check_mode=BoundsCheckMode.NONE,
             cache_algorithm=CacheAlgorithm.LFU if policy.is_lfu else CacheAlgorithm.LRU,
             cache_load_factor=share,
-            gather_uvm_cache_stats=True,
+            gather_uvm_cache_stats=counts,
         )
         module.weights_physical_offsets = [t.offset for t in self.segment.header.tables]
         module.initialize_logical_weights_placements_and_offsets()
@@ -143,7 +153,57 @@ class Ours:
         return call
 
 
-def steady_ms(call: Callable[[torch.Tensor], Any], batches: Sequence[torch.Tensor]) -> float:
+@dataclass(frozen=True)
+class Hbm:
+    """MB of the device that something took, as torch's allocator counts them: at most, and when it was done."""
+
+    peak: float
+    held: float
+
+
+def hbm_of(make: Callable[[], Any]) -> tuple[Any, Hbm]:
+    """What `make` returns, and what it took of the device."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = make()
+    torch.cuda.synchronize()
+    return made, Hbm((torch.cuda.max_memory_allocated() - before) / 1e6, (torch.cuda.memory_allocated() - before) / 1e6)
+
+
+def bare_fetch_ms(work: Workload, rows: int) -> float:
+    """Milliseconds of a kernel that does nothing but read so many rows of the segment, in the order of their addresses: the best
+    of several shapes, each a median.
+    """
+    total = work.tables * work.rows
+    firsts = torch.tensor([t.offset for t in work.segment.header.tables], device=DEVICE)
+    ids = torch.randint(0, total, (12, max(1, rows)), device=DEVICE, generator=work.generator).sort(1).values
+    places = list((firsts[ids // work.rows] + (ids % work.rows) * ROW_BYTES).unbind())
+    source = work.registration.view(0, work.segment.size).data_ptr()
+    target = torch.empty(max(1, rows) * ROW_BYTES // 4, dtype=torch.int32, device=DEVICE)
+
+    def shape(programs: int, at_once: int, warps: int) -> float:
+        def call(at: torch.Tensor) -> None:
+            _read_rows[(programs,)](source, at, target, at.numel(), WORDS=ROW_BYTES // 4, ROWS=at_once, num_warps=warps)
+
+        return steady_ms(call, places)
+
+    return min(shape(*s) for s in ((66, 32, 4), (132, 128, 8), (264, 32, 4), (264, 64, 8)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_rows(source, places, target, count, WORDS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies rows of WORDS int32, at bytes `places` int64 [count] of `source`, to `target`."""
+    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        n = block * ROWS + tl.arange(0, ROWS)
+        row = tl.multiple_of((source + tl.load(places + n, n < count, 0)).to(tl.pointer_type(tl.int32)), 16)
+        word = tl.arange(0, 64)[None, :]
+        is_word = (n < count)[:, None] & (word < WORDS)
+        tl.store(target + n[:, None] * WORDS + word, tl.load(row[:, None] + word, is_word, 0), is_word)
+
+
+def steady_ms(call: Callable[[T], Any], batches: Sequence[T]) -> float:
     """Median milliseconds of a call, over batches in turn."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
     marks[0].record()

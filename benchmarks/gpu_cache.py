@@ -6,8 +6,13 @@
     python benchmarks/gpu_cache.py --shift      # hit rates while the hot ids move, with a scan in it
     python benchmarks/gpu_cache.py --hybrid     # a static split, where every id is as likely as any other
 
-Every batch is new, drawn by Zipf's law over the rows; times are medians of steady state. What comes out is compared with a lookup
-without cache, bit by bit, before and after. The floor is the lookup with all rows in HBM plus the missing rows at a copy's speed.
+Every batch is new, drawn by Zipf's law over the rows; times are medians of steady state. Both are called batch by batch, as they
+are used. Ours has the settings of `tableside serve` first (it replays the launches of batches of a size, and gathers with eight
+threads where tables span 4 GiB or more), then others. Each is measured with as many slots as FBGEMM's cache has, and with as many
+bytes of HBM as FBGEMM takes at most: tables' maps, index, staging buffers, temporary arrays and outputs included.
+
+What comes out is compared with a lookup without cache, bit by bit, before and after. Two floors are given: the lookup with all
+rows in HBM, and the missing rows at the speed of one copy, or at that of a kernel that does nothing but read as many rows.
 """
 
 import argparse
@@ -18,72 +23,134 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cache_workload import DEVICE, FRESH, ROW_BYTES, TIMED, WARM, Workload, check, copy_gb_s, per_batch, steady_ms
+from cache_workload import (
+    DEVICE,
+    FRESH,
+    ROW_BYTES,
+    TIMED,
+    WARM,
+    Ours,
+    Workload,
+    bare_fetch_ms,
+    check,
+    copy_gb_s,
+    hbm_of,
+    per_batch,
+    steady_ms,
+)
 from common import console, report, shared_folder
 
 from tableside.quant.cache.settings import Policy
 from tableside.quant.gpu.prepared import PreparedLookup
 
+WIDE_BYTES, GATHERERS = 4 << 30, 8  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
 
-def compare(work: Workload, shares: Sequence[float], label: str, threads: Sequence[int] = (0,)) -> list[dict[str, Any]]:
-    """threads: of the CPU that gather misses; 0: the GPU reads them."""
+
+def compare(work: Workload, shares: Sequence[float], label: str, every_way: bool = True) -> list[dict[str, Any]]:
+    """Ours at FBGEMM's slots and at its bytes, for each policy and share of rows cached.
+
+    every_way: with 16 threads and with launches that are not replayed, too.
+    """
     copy = copy_gb_s(work)
-    warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
-    keys = work.tables * work.ids
-    in_hbm = work.tables * work.rows * ROW_BYTES < 30e9
-    reference = work.uncached(in_hbm)
+    served = GATHERERS if work.segment.size >= WIDE_BYTES else 0
+    reference = work.uncached(in_hbm=True)
     outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
-    base_ms = steady_ms(lambda b: reference(b.view(torch.uint8), outputs), timed) if in_hbm else float("nan")
+    base_ms = steady_ms(lambda b: reference(b.view(torch.uint8), outputs), work.batches[WARM:-FRESH])
     found = []
     for share, policy in product(shares, Policy):
-        theirs = work.fbgemm(share, policy)
-        for batch in warm:
-            theirs(batch)
-        work.module.reset_uvm_cache_stats()
-        fbgemm_ms = steady_ms(theirs, timed)
-        # Calls, requested, unique, unique misses, unique conflict misses, conflict misses.
-        stats = work.module.get_uvm_cache_stats().tolist()
-        fbgemm_hits = work.fbgemm_hit_rate(theirs, work.batches[-FRESH:])
-        del theirs
-        work.module = None
-        torch.cuda.empty_cache()
-        for count in threads:
-            ours = work.ours(share, policy, gather_threads=count)
-            with torch.cuda.stream(ours.stream):
-                for batch in warm:
-                    ours(batch)
-                check(work, ours, reference, warm[-1])
-                before = ours.cache.statistics(wait=True)
-                launched_ms = steady_ms(ours, timed[: TIMED // 2])
-                ms = steady_ms(ours.capture(), timed[TIMED // 2 :])
-                after = ours.cache.statistics(wait=True)
-                check(work, ours, reference, timed[0])
-            counts = per_batch(before, after, len(timed))
+        theirs = measure_fbgemm(work, share, policy)
+        slots_share = theirs["slots"] / (work.tables * work.rows)
+        counts = dict.fromkeys((served, 0, 16) if every_way else (served, 0))
+        ways: list[tuple[str, int, dict[str, Any]]] = [("equal slots", n, {"gather_threads": n}) for n in counts]
+        if every_way:
+            ways.append(("equal slots, launches not replayed", served, {"gather_threads": served, "replays": False}))
+        ways.append(("equal HBM", served, {"gather_threads": served}))
+        more_bytes = 0
+        for way, threads, more in ways:
+            extra = more_bytes if way == "equal HBM" else 0
+            row = measure_ours(work, slots_share, policy, reference, extra, **more)
+            if way == "equal slots" and threads == served:
+                more_bytes = int((theirs["HBM MB"] - row["HBM MB"]) * 1e6)
+            fetched = round(row["fetched"])
             found.append(
                 {
                     "work": label,
                     "cached": f"{share:.0%}",
                     "policy": policy.value,
-                    "CPU threads": count,
-                    "ours_ms": ms,
-                    "launched_ms": launched_ms,
-                    "fbgemm_ms": fbgemm_ms,
-                    "times_faster": fbgemm_ms / ms,
-                    "M keys/s": keys / ms / 1e3,
-                    "fbgemm M keys/s": keys / fbgemm_ms / 1e3,
+                    "way": way,
+                    "CPU threads": threads,
+                    "as served": threads == served and way == "equal slots",
+                    **row,
+                    **{f"fbgemm {name}": value for name, value in theirs.items()},
+                    "times_faster": theirs["ms"] / row["ms"],
+                    "M keys/s": work.tables * work.ids / row["ms"] / 1e3,
+                    "fbgemm M keys/s": work.tables * work.ids / theirs["ms"] / 1e3,
                     "all_hbm_ms": base_ms,
-                    "floor_ms": base_ms + counts["fetched"] * ROW_BYTES / copy / 1e6,
-                    **counts,
-                    "fbgemm hit rate": fbgemm_hits,
-                    "fbgemm conflict misses": stats[5],
-                    "slots": after.slots,
-                    "HBM MB": ours.cache.bytes / 1e6,
+                    "copy floor ms": base_ms + fetched * ROW_BYTES / copy / 1e6,
+                    "row floor ms": base_ms + bare_fetch_ms(work, fetched),
                 }
             )
             console.print(found[-1])
-            del ours
             torch.cuda.empty_cache()
     return found
+
+
+def measure_fbgemm(work: Workload, share: float, policy: Policy) -> dict[str, Any]:
+    """FBGEMM's module: its time without statistics; its conflict misses, counted by another one over the same batches."""
+    warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
+
+    def warmed(counts: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        call = work.fbgemm(share, policy, counts)
+        for batch in warm:
+            call(batch)
+        return call
+
+    theirs, hbm = hbm_of(lambda: warmed(False))
+    ms = steady_ms(theirs, timed)
+    slots = work.module.lxu_cache_state.numel()
+    hit_rate = work.fbgemm_hit_rate(theirs, work.batches[-FRESH:])
+    del theirs
+    work.module = None
+    torch.cuda.empty_cache()
+    counting = warmed(True)
+    work.module.reset_uvm_cache_stats()
+    for batch in timed:
+        counting(batch)
+    conflicts = work.module.get_uvm_cache_stats().tolist()[5]
+    del counting
+    work.module = None
+    torch.cuda.empty_cache()
+    return {
+        "ms": ms,
+        "slots": slots,
+        "HBM MB": hbm.peak,
+        "HBM held MB": hbm.held,
+        "hit rate": hit_rate,
+        "conflict misses a batch": conflicts / len(timed),
+    }
+
+
+def measure_ours(
+    work: Workload, share: float, policy: Policy, reference: PreparedLookup, more_bytes: int, **more: Any
+) -> dict[str, Any]:
+    """Our cache with slots for a share of the rows, and a budget larger by `more_bytes`."""
+    warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
+
+    def warmed() -> Ours:
+        made = work.ours(share, policy, more_bytes, **more)
+        with torch.cuda.stream(made.stream):
+            for batch in warm:
+                made(batch)
+        return made
+
+    ours, hbm = hbm_of(warmed)
+    with torch.cuda.stream(ours.stream):
+        check(work, ours, reference, warm[-1])
+        before = ours.cache.statistics(wait=True)
+        ms = steady_ms(ours, timed)
+        after = ours.cache.statistics(wait=True)
+        check(work, ours, reference, timed[0])
+    return {"ms": ms, "slots": after.slots, "HBM MB": hbm.peak, **per_batch(before, after, len(timed))}
 
 
 def hybrid(work: Workload) -> list[dict[str, Any]]:
@@ -151,7 +218,7 @@ def shift(work: Workload) -> list[dict[str, Any]]:
             found.append(phases(name, rates))
             del ours
             torch.cuda.empty_cache()
-    theirs = work.fbgemm(0.05, Policy.LRU)  # with LFU it counts no misses
+    theirs = work.fbgemm(0.05, Policy.LRU, counts=True)  # with LFU it counts no misses
     rates = []
     for batch in batches:
         work.module.reset_uvm_cache_stats()
@@ -194,13 +261,13 @@ def measure(options: argparse.Namespace, root: Path) -> None:
         for zipf, bag_length in ((1.05, 1), (1.2, 1), (1.05, 1024)):
             work = Workload(root, 1, 60_000_000, 262_144, zipf, batches, bag_length)
             label = f"60 M rows, Zipf {zipf}" + (", 256 bags of 1024" if bag_length > 1 else "")
-            rows += compare(work, (0.1,), label, (0, 16))
+            rows += compare(work, (0.1,), label)
             del work
         report("gpu_cache_keys", "one table, 262,144 keys a call", rows, gpu=gpu)
     if options.wide:
         work = Workload(root, 1, 400_000_000, 262_144, 1.05, batches)
         report(
-            "gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05", (0, 16)), gpu=gpu
+            "gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05", False), gpu=gpu
         )
         del work
     if options.shift:

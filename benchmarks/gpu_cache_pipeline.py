@@ -85,7 +85,8 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]]) -> list[d
         assert torch.equal(outputs, ours.outputs)
         steady_ms(all_hbm, timed[:10])
         base_ms = steady_ms(all_hbm, timed)  # beside it: the clock of a GPU under load changes
-        row = {"dense": kind.__name__, "ahead": ahead, "CPU threads": threads, "ms": ms, "all_hbm_ms": base_ms}
+        row = {"dense": kind.__name__, "ahead": ahead, "CPU threads": threads, "ids": "all hit" if hits else "new"}
+        row |= {"ms": ms, "all_hbm_ms": base_ms}
         found.append({**row, "ratio": ms / base_ms, **counts})
         console.print(found[-1])
         del ours, tickets

@@ -6,7 +6,7 @@ python benchmarks/gpu_index.py
 from typing import Any
 
 import torch
-from cache_workload import DEVICE, per_batch, steady_ms
+from cache_workload import DEVICE, INDEX_BYTES, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
@@ -17,14 +17,14 @@ from tableside.quant.cache.settings import CacheSettings, Policy
 def index() -> list[dict[str, Any]]:
     """Keys of rows of 16 bytes that lie in HBM, so that what is timed is the index: LRU, 1 M keys a call."""
     slots, keys, rows = 128 << 20, 1 << 20, 1 << 28
-    budget = int(slots * (16 + 20 + 8.2)) + 16 * keys
+    budget = int(slots * (16 + INDEX_BYTES[Policy.LRU]) * 1.001) + 16 * keys
     table = torch.empty(rows * 16, dtype=torch.uint8, device=DEVICE)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         cache = Cache(
             DEVICE,
             budget,
-            CacheSettings(Policy.LRU, staging_fraction=16 * keys / budget),
+            CacheSettings(Policy.LRU, staging_fraction=16 * keys / budget, replays=True),
             smallest_row_bytes=16,
             stream=stream,
         )
@@ -56,7 +56,8 @@ def index() -> list[dict[str, Any]]:
             hit_ms = steady_ms(call, ids)
             after = cache.statistics(wait=True)
             hits = per_batch(before, after, len(ids))["hit rate"]
-            find_ms = steady_ms(lambda i: cache.probe(launched, i.view(torch.uint8)), ids)
+            finds = [cache.finder(launched, i.view(torch.uint8)) for i in ids]
+            find_ms = steady_ms(lambda find: find(), finds)
             found.append(
                 {
                     "state": label,

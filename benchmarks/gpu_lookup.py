@@ -1,7 +1,8 @@
 """Our GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
 
-Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Each pair of results is compared
-before it is timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's own copies.
+Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Call times are wall times of
+single calls as a server makes them, waited for, everything on the device already. Each pair of results is compared before it is
+timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's own copies.
 
     python benchmarks/gpu_lookup.py                 # one GPU, 8 GB of its memory, 4 GB of /dev/shm
     python benchmarks/gpu_lookup.py --sweep         # every shape of the kernel instead, int8 and int4
@@ -179,7 +180,7 @@ def compare(root: Path, device: torch.device) -> None:
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
         host_to_host = functools.partial(work.backend.run, [(work.plan, work.host_inputs)])
-        device_wall, host_wall = wall_seconds(work.ours), wall_seconds(host_to_host)
+        device_wall, host_wall, their_wall = wall_seconds(work.ours), wall_seconds(host_to_host), wall_seconds(work.theirs)
         rows.append(
             row(
                 case,
@@ -189,6 +190,9 @@ def compare(root: Path, device: torch.device) -> None:
                 ratio=ours / theirs,
                 floor_us=floor * 1e6,
                 share_of_copy=floor / ours,
+                call_us=device_wall * 1e6,
+                fbgemm_call_us=their_wall * 1e6,
+                call_ratio=device_wall / their_wall,
                 overhead_us=(device_wall - ours) * 1e6,
                 host_to_host_us=host_wall * 1e6,
             )

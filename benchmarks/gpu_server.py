@@ -87,6 +87,7 @@ def memory(root: Path, gib: int, devices: Sequence[int]) -> list[dict[str, Any]]
                 {
                     "GPUs": gpus,
                     "workers": workers,
+                    "place": f"{gpus}/{workers}",
                     "registered GB/s": segment_bytes / 1e9 / (sum(seconds) / len(seconds)),
                     "registration s": sum(seconds) / len(seconds),
                     "all workers ready s": server.ready_s,

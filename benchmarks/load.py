@@ -3,11 +3,15 @@
 read      the same bytes with preadv into a buffer, as many threads as the load has
 quantize  the same rows from memory to memory, as many threads
 load      both, plus reserving, hashing and publishing the segment
+attach    mapping the segment and verifying its bytes, as every worker does; in bytes of the segment
+Private memory is the most that a load takes in a fresh process, over what that process had before.
 The file is in the page cache (warm: the processor is the limit), or dropped from it first (cold: the disk is).
 verified  loads of the same tables: not verified (safetensors), by a manifest, by the CRC-32 of a .npz
 """
 
 import argparse
+import ctypes
+import multiprocessing
 import os
 import tempfile
 import threading
@@ -22,7 +26,6 @@ from safetensors.numpy import save_file
 
 from tableside.loader.load import PIECE_BYTES, load
 from tableside.loader.manifest import write_manifest
-from tableside.loader.memory import pss_bytes
 from tableside.loader.model import ModelSpec, parse_model
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model
@@ -85,22 +88,48 @@ def quantize(row_format: RowFormat, values: np.ndarray, out: np.ndarray) -> floa
     return in_threads(part, parts * TABLES)
 
 
-def peak_of(work: Any) -> int:
-    """The most private memory (without the segment's pages) over what the process had before; this run is not timed."""
-    idle = pss_bytes()["private"]
-    peak, done = [idle], threading.Event()
+def peak_bytes(spec: ModelSpec, root: Path) -> int:
+    """The most private memory of a load over what its process had before: a fresh process, whose heap holds nothing freed."""
+    context = multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    process = context.Process(target=_load_watched, args=(spec, root, found))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the load whose memory is measured ended with {process.exitcode}; its error stands above")
+    peak: int = found.get()
+    return peak
+
+
+def _load_watched(spec: ModelSpec, root: Path, found: Any) -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+    idle = peak = anonymous_bytes()
+    done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.005):
-            found = pss_bytes()
-            peak[0] = max(peak[0], found["private"] - found["pss_shmem"])
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, anonymous_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    work()
+    load(spec, root)
     done.set()
     watcher.join()
-    return peak[0] - idle
+    found.put(peak - idle)
+
+
+def anonymous_bytes() -> int:
+    """This process's memory that is in no file: neither the segment's pages nor the page cache's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def attach_seconds(model: Model) -> float:
+    """Of mapping the live version and verifying all of its bytes, as a worker does."""
+    started = time.perf_counter()
+    model.attach()
+    return time.perf_counter() - started
 
 
 def check(root: Path, spec: ModelSpec, values: np.ndarray) -> None:
@@ -118,11 +147,13 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
     tables = {f"t{i}": {"key": f"t{i}.weight", "row_format": row_format.label} for i in range(TABLES)}
     spec = parse_model({"name": "bench", "checkpoint": path.name, "tables": tables}, path.parent)
     times: dict[str, list[float]] = {"read": [], "quantize": [], "load": []}
+    attaching: list[float] = []
     values = np.random.default_rng(0).standard_normal((rows, DIM), dtype=np.float32)
     out = np.zeros((rows, row_format.row_bytes(DIM)), np.uint8)
     with shared_folder() as root:
-        peak = peak_of(lambda: load(spec, root))
+        peak = peak_bytes(spec, root)
         check(root, spec, values)
+        segment_bytes = Model(root, spec.name).path(1).stat().st_size
         Model(root, spec.name).collect(keep=0)
         for round_ in range(ROUNDS + 1):
             for name in times:
@@ -132,6 +163,7 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
                     started = time.perf_counter()
                     load(spec, root)
                     seconds = time.perf_counter() - started
+                    attaching.append(attach_seconds(Model(root, spec.name)))
                     Model(root, spec.name).collect(keep=0)
                 else:
                     seconds = read(path) if name == "read" else quantize(row_format, values, out)
@@ -149,6 +181,7 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
         "load / slower": ratio,
         "target": TARGET,
         "met": bool(ratio >= TARGET),
+        "attach GB/s": segment_bytes / float(np.median(attaching[1:])) / 1e9,
         "peak private MB": peak / 1e6,
         "peak met": bool(peak <= MEMORY_TARGET),
     }

@@ -1,0 +1,59 @@
+"""Every benchmark that needs no GPU, one after another; says what each took and which result files it wrote.
+
+    make bench              # some 20 minutes on two cores
+    TRIAL=1 make bench      # the same, and nothing is written
+
+Nothing starts where a result would be refused in the end, since the tree is no commit (common.report).
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+from common import HERE, RESULTS, STARTED_FROM, ResultError, console, refuse_no_commit
+
+BENCHMARKS = (
+    "cpu_lookup.py",
+    "load.py",
+    "workers.py",
+    "http_lookup.py",
+    "client.py",
+    "eval_pool.py",
+    "eval_pool.py --shape criteo",
+)
+
+
+def written() -> dict[str, int]:
+    """The result files, with the times at which they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in RESULTS.glob("*.json")}
+
+
+def run(benchmark: str) -> tuple[float, list[str]]:
+    """Runs one; returns its seconds and the names of the result files that it wrote. It ends this program where it fails."""
+    console.rule(benchmark)
+    before, started = written(), time.perf_counter()
+    file, *options = benchmark.split()
+    found = subprocess.run([sys.executable, str(HERE / file), *options], cwd=HERE.parent, check=False)
+    if found.returncode:
+        raise SystemExit(f"benchmarks/{benchmark} ended with {found.returncode}; its error stands above")
+    return time.perf_counter() - started, sorted(name for name, at in written().items() if before.get(name) != at)
+
+
+def main() -> None:
+    if not os.environ.get("TRIAL"):
+        try:
+            refuse_no_commit("make bench", STARTED_FROM)
+        except ResultError as error:
+            raise SystemExit(str(error)) from None
+    lines = []
+    for benchmark in BENCHMARKS:
+        seconds, names = run(benchmark)
+        lines.append(f"{seconds:6.0f} s  {benchmark:30}{', '.join(names) or 'nothing written'}")
+    console.rule("written")
+    console.print(*lines, sep="\n")
+    console.print("write the texts' figures with: python benchmarks/figures.py --write; draw the plots with: make plots")
+
+
+if __name__ == "__main__":
+    main()
