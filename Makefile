@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu test-sanitized check wheel bench campaign clean
+.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu test-gpu-sanitized test-sanitized check wheel bench plots figures \
+	campaign claims clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -57,10 +58,30 @@ QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_se
 quick: dev       ## a part of the tests, in under two minutes
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
 
-GPU_TESTS := tests/quant tests/loader/test_registration.py $(addprefix tests/serving/,test_gpu.py test_batching.py test_score.py \
+GPU_TESTS := tests/quant tests/loader/test_registration.py tests/loader/test_shared_registration.py $(addprefix tests/serving/,test_gpu.py test_batching.py test_score.py \
 	test_eval.py)
 test-gpu:        ## all tests that a GPU can run, on this machine's first GPU, with the torch that is here
 	@$(PYTHON) -m pytest --device cuda:0 $(GPU_TESTS)
+
+# Every tensor is an allocation of its own then, so that what lies beside it is not its memory. initcheck looks at what kernels
+# read: a buffer that is copied whole may have bytes that nobody wrote.
+SANITIZER := $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
+SANITIZER_OPTIONS := --error-exitcode 9 --target-processes application-only --show-backtrace no --print-limit 20
+CACHE_EVERY_ID := tests/quant/test_cache.py::test_every_id_yields_its_row
+SANITIZED_GPU_TESTS := "$(CACHE_EVERY_ID)[Policy.LFU-7000-1024-2-2]" "$(CACHE_EVERY_ID)[Policy.LRU-60000-2048-1-2]" \
+	$(addprefix tests/quant/test_cache.py::test_,a_ticket_that_is_let_go_is_released rows_in_use_are_not_evicted \
+		forgotten_rows_are_gone warm_rows_are_there_before_they_are_asked_for) \
+	$(addprefix tests/quant/test_cache_lookups.py::test_,lookups_through_the_cache_are_the_same prefetched_and_forwarded) \
+	$(addprefix tests/quant/test_gpu_lookup.py::test_,every_format_and_width_in_one_launch starts_of_bags_are_those_of_the_reference \
+		requests_of_a_batch_are_answered_each_on_its_own tables_of_host_and_device_in_one_plan) \
+	"tests/quant/test_gpu_lookup.py::test_few_long_bags[True-int8]" "tests/quant/test_gpu_lookup.py::test_split_tables[300-int8]" \
+	$(addprefix tests/quant/test_stash.py::test_,tables_that_are_served_leave_and_come_back two_batches_before_either_backward)
+test-gpu-sanitized:  ## small shapes of lookups, cache and stashing under compute-sanitizer: memcheck, racecheck, initcheck
+	@for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do \
+		echo "compute-sanitizer --tool $$tool"; \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool $(SANITIZER_OPTIONS) \
+			$(PYTHON) -m pytest -q -p no:faulthandler --device cuda:0 $(SANITIZED_GPU_TESTS) || exit 1; \
+	done
 
 # no:faulthandler: it would take the signals that the sanitizers report.
 WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no:faulthandler
@@ -78,12 +99,21 @@ check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and exa
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh
 
-bench: dev       ## the benchmarks; results go to benchmarks/results
-	@for b in cpu_lookup load http_lookup workers eval_pool; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+bench: dev       ## the benchmarks that need no GPU; results go to benchmarks/results (TRIAL=1: nowhere)
+	@$(BIN)/python benchmarks/run_all.py
+
+plots: dev       ## draws the results: docs/images
+	@$(BIN)/python benchmarks/plots.py
+
+figures: dev     ## writes the results' figures into README.md and docs/
+	@$(BIN)/python benchmarks/figures.py --write
 
 CAMPAIGN_S ?= 600
 campaign: dev    ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
+
+claims: dev      ## takes out the code behind each claim of docs/claims.md: its tests must fail; CLAIMS="--only http" for one area
+	@$(BIN)/python -m campaigns.claims $(CLAIMS)
 
 clean:           ## removes the virtual environment and build files
 	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so
