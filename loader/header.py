@@ -13,39 +13,13 @@ import xxhash
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.model import OUTPUTS, EvalSpec, Feature
+from tableside.loader.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
 
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
 LARGEST_HEADER_BYTES = 1 << 30
 SPARE_BYTES = 256  # room for what is known only at the end: `load`
-
-
-@dataclass(frozen=True)
-class StoredTable:
-    """Where a table lies in the segment. offset: bytes from the start of the file; first_chunk: index of its first checksum."""
-
-    name: str
-    key: str
-    row_format: str
-    dim: int
-    rows: int
-    row_bytes: int
-    offset: int
-    chunk_rows: int
-    first_chunk: int
-
-    @property
-    def bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.rows // self.chunk_rows)
-
-    def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Rows [start, stop) of the table's chunk number `chunk`."""
-        return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows)
 
 
 @dataclass(frozen=True)
@@ -72,8 +46,21 @@ class StoredScorer:
 
 
 @dataclass(frozen=True)
+class Owner:
+    """Which share of a model's buckets a segment holds: that of owner `number` of `owners`, cut from a version of `model`."""
+
+    model: str
+    version: int
+    number: int
+    owners: int
+
+
+@dataclass(frozen=True)
 class Header:
-    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes."""
+    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes.
+
+    owner: None: the version is whole.
+    """
 
     model: str
     version: int
@@ -84,18 +71,24 @@ class Header:
     load: dict[str, float] = field(default_factory=dict)
     scorer: StoredScorer | None = None
     evaluation: EvalSpec | None = None
+    owner: Owner | None = None
 
     def to_json(self) -> bytes:
         raw = asdict(self)
-        for name in ("scorer", "evaluation"):
+        for name in ("scorer", "evaluation", "owner"):
             if raw[name] is None:
                 del raw[name]  # a version without one reads as it always did
+        for table in raw["tables"]:
+            if table["ids"] is None:
+                del table["ids"]
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "Header":
         raw = json.loads(text)
-        raw["tables"] = tuple(StoredTable(**t) for t in raw["tables"])
+        raw["tables"] = tuple(_table_from(t) for t in raw["tables"])
+        if owner := raw.get("owner"):
+            raw["owner"] = Owner(**owner)
         raw["features"] = tuple(Feature(**f) for f in raw["features"])
         if scorer := raw.get("scorer"):
             raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
@@ -105,8 +98,23 @@ class Header:
         return cls(**raw)
 
     @property
+    def indexes(self) -> tuple[StoredIndex, ...]:
+        """The id indexes of tables of raw ids."""
+        return tuple(t.ids.index for t in self.tables if t.ids is not None and t.ids.index is not None)
+
+    @property
+    def stored(self) -> tuple[StoredRows, ...]:
+        """All that is checksummed in chunks, in the order of the checksums: tables, then their indexes."""
+        return (*self.tables, *self.indexes)
+
+    @property
     def chunks(self) -> int:
-        return sum(t.chunks for t in self.tables)
+        return sum(s.chunks for s in self.stored)
+
+    @property
+    def format_version(self) -> int:
+        """1 where nothing is there that the first format does not have, so that earlier releases read it."""
+        return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
 
     @property
     def table_bytes(self) -> int:
@@ -116,26 +124,48 @@ class Header:
     @property
     def fp32_bytes(self) -> int:
         """Bytes that the same tables take in fp32."""
-        return sum(4 * t.rows * t.dim for t in self.tables)
+        return sum(4 * t.id_count * t.dim for t in self.tables)
+
+
+def _table_from(raw: dict[str, Any]) -> StoredTable:
+    if (ids := raw.get("ids")) is not None:
+        index = ids.get("index")
+        raw = {**raw, "ids": StoredIds(**{**ids, "index": index if index is None else StoredIndex(**index)})}
+    return StoredTable(**raw)
 
 
 def plan_tables(
-    tables: list[tuple[str, str, RowFormat, int, int]], steps: Mapping[str, int] | None = None
+    tables: list[tuple[str, str, RowFormat, int, int]],
+    steps: Mapping[str, int] | None = None,
+    ids: Mapping[str, StoredIds] | None = None,
 ) -> tuple[StoredTable, ...]:
-    """Lays tables (name, key, format, rows, dim) out one after another; offsets are relative to the first table.
+    """Lays tables (name, key, format, rows, dim) out one after another, then their indexes; offsets are relative to the first table.
 
-    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many.
+    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many. ids: table -> how its ids become
+    rows; the places of their indexes are found here.
     """
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:
         row_bytes = row_format.row_bytes(dim)
         chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
         chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
-        table = StoredTable(name, key, row_format.label, dim, rows, row_bytes, offset, chunk_rows, chunk)
+        table = StoredTable(rows, row_bytes, offset, chunk_rows, chunk, name, key, row_format.label, dim, (ids or {}).get(name))
         stored.append(table)
         offset += align(table.bytes)
         chunk += table.chunks
+    for i, table in enumerate(stored):
+        if table.ids is not None and (index := table.ids.index) is not None:
+            stored[i] = replace(table, ids=replace(table.ids, index=replace(index, offset=offset, first_chunk=chunk)))
+            offset += align(index.bytes)
+            chunk += index.chunks
     return tuple(stored)
+
+
+def _moved(table: StoredTable, by: int) -> StoredTable:
+    ids = table.ids
+    if ids is not None and ids.index is not None:
+        ids = replace(ids, index=replace(ids.index, offset=ids.index.offset + by))
+    return replace(table, offset=table.offset + by, ids=ids)
 
 
 def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
@@ -147,8 +177,8 @@ def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
     reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
     while True:
         first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
-        tables = tuple(replace(t, offset=t.offset + first_table) for t in header.tables)
-        end = max([first_table, *(align(t.offset + t.bytes) for t in tables)])
+        tables = tuple(_moved(t, first_table) for t in header.tables)
+        end = max([first_table, *(align(s.offset + s.bytes) for s in replace(header, tables=tables).stored)])
         scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
         placed = replace(header, tables=tables, scorer=scorer)
         needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
@@ -178,17 +208,20 @@ def checksum(data: Any) -> int:
 
 def check_header(header: Header, header_end: int, size: int) -> None:
     """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of the file."""
-    places = [(header_end, "the header")]
     chunks = 0
     for t in header.tables:
         _check_table(t, chunks)
         chunks += t.chunks
-        places.append((t.offset, f"table {t.name!r}"))
         _check_place(f"table {t.name!r}", t.offset, t.bytes, size)
+    for index in header.indexes:
+        if index.first_chunk != chunks:
+            raise SegmentError(f"an id index has checksum {index.first_chunk} for its first; expected {chunks}")
+        chunks += index.chunks
+        _check_place("an id index", index.offset, index.bytes, size)
     names = [t.name for t in header.tables]
     if len(set(names)) != len(names) or not names:
         raise SegmentError("the header names a table twice, or none")
-    ends = sorted((t.offset, t.offset + t.bytes) for t in header.tables)
+    ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
     starts = [header_end, *(end for _, end in ends)]
     if any(start < before for before, (start, _) in zip(starts, ends, strict=False)):
         raise SegmentError("the header has two tables in one place")
@@ -204,6 +237,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         raise SegmentError("the header's source or load is no object")
     if header.scorer is not None:
         _check_scorer(header.scorer, header.features, size)
+    if header.owner is not None:
+        _check_owner(header.owner)
 
 
 def _check_table(t: StoredTable, first_chunk: int) -> None:
@@ -218,6 +253,7 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
         raise SegmentError(f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes {row_bytes}")
     if not t.rows or not t.chunk_rows or t.first_chunk != first_chunk:
         raise SegmentError(f"table {t.name!r} has {t.rows} rows in chunks of {t.chunk_rows}, the first number {t.first_chunk}")
+    check_ids(t)
 
 
 def _check_place(what: str, offset: int, count: int, size: int) -> None:
@@ -232,6 +268,12 @@ def _check_feature(f: Feature, tables: set[str]) -> None:
         raise SegmentError(
             f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as {f.output[:60]!r}"
         )
+
+
+def _check_owner(o: Owner) -> None:
+    numbers = (o.version, o.number, o.owners)
+    if not isinstance(o.model, str) or not all(type(n) is int for n in numbers) or not 0 <= o.number < o.owners:
+        raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
 
 
 def _check_scorer(s: StoredScorer, features: tuple[Feature, ...], size: int) -> None:

@@ -6,7 +6,13 @@
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
-    policy = "error"                          # what an id outside the table yields; dense tables: an error
+    ids = "row"                               # an id is a row number; "raw": any int64, found in the checkpoint
+    missing = "error"                         # what an id without a row yields: an error, "zero", "mean" (of all rows),
+                                              # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (that version's row)
+    id_key = "user.ids"                       # raw ids: the tensor or column that holds them, where the format does not say
+    duplicates = "error"                      # raw ids: an id that comes twice is an error; "first" or "last" of them counts
+    buckets = 1024                            # raw ids: parts that a table is moved by (tableside reshard), a power of two
+    bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, of ids from 0 on; without it: by a hash
 
     [features.clicked]
     table = "user"
@@ -31,6 +37,7 @@ A model without `features` has one sum-pooled feature a table, named after it.
 """
 
 import json
+import math
 import os
 import re
 import tomllib
@@ -45,20 +52,52 @@ from tableside.quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name
-POLICIES = ("error",)
+MISSING = ("error", "zero", "mean")  # policies that are one word
+DUPLICATES = ("error", "first", "last")
+DEFAULT_BUCKETS, LARGEST_BUCKETS = 1024, 1 << 20
+_BACKFILL = re.compile(r"backfill:(?P<model>[^@]+)@(?P<version>[1-9][0-9]{0,17})")
 OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
+_OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
 @dataclass(frozen=True)
+class RawIds:
+    """Ids of a table that may be any int64. key: of the tensor or column that holds them; None: the checkpoint's format says.
+
+    bucket_ids: ids of one bucket, where a bucket is a range of ids; None: buckets are made by a hash.
+    """
+
+    key: str | None = None
+    duplicates: str = "error"
+    buckets: int = DEFAULT_BUCKETS
+    bucket_ids: int | None = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What an id without a row yields. policy: one of MISSING, "constant" (`vector`), or "backfill": the row that `version` of
+    `model` has for it in the table of the same name, else what that version yields."""
+
+    policy: str = "error"
+    vector: tuple[float, ...] = ()
+    model: str = ""
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"backfill:{self.model}@{self.version}" if self.policy == "backfill" else self.policy
+
+
+@dataclass(frozen=True)
 class TableSpec:
-    """One table as model.toml describes it."""
+    """One table as model.toml describes it. raw: None where an id is a row number."""
 
     name: str
     key: str
     row_format: RowFormat
-    policy: str = "error"
+    missing: Missing = Missing()
+    raw: RawIds | None = None
 
 
 @dataclass(frozen=True)
@@ -166,12 +205,42 @@ def _choice(raw: Mapping[str, Any], key: str, where: str, known: tuple[str, ...]
 def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     where = f"[tables.{name}]"
     check_name(name, "table", FEATURE_NAME)
-    _only(raw, where, {"key", "row_format", "policy"})
+    if "policy" in raw:
+        raise ModelError(f'{where}: policy is called missing now; write missing = "error", or leave it out, which means the same')
+    _only(raw, where, {"key", "row_format", "missing", "ids", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
         raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
     row_format = RowFormat.parse(_choice(raw, "row_format", where, tuple(f.label for f in RowFormat), "int8"))
-    return TableSpec(name, key, row_format, _choice(raw, "policy", where, POLICIES, "error"))
+    is_raw = _choice(raw, "ids", where, ("row", "raw"), "row") == "raw"
+    if not is_raw and (given := [k for k in _OF_RAW_IDS if k in raw]):
+        raise ModelError(f'{where}: {given[0]} is for raw ids; add ids = "raw", or leave it out')
+    return TableSpec(name, key, row_format, _missing(raw.get("missing", "error"), where), _raw_ids(raw, where) if is_raw else None)
+
+
+def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
+    key, buckets, bucket_ids = raw.get("id_key"), raw.get("buckets", DEFAULT_BUCKETS), raw.get("bucket_ids")
+    if key is not None and (not isinstance(key, str) or not key):
+        raise ModelError(f"{where}: id_key is {key!r}; expected the name of the tensor or column that holds the ids")
+    if type(buckets) is not int or not 1 <= buckets <= LARGEST_BUCKETS or buckets & (buckets - 1):
+        raise ModelError(f"{where}: buckets is {buckets!r}; expected a power of two from 1 to {LARGEST_BUCKETS:,}")
+    if bucket_ids is not None and (type(bucket_ids) is not int or not 1 <= bucket_ids < 2**63):
+        raise ModelError(f"{where}: bucket_ids is {bucket_ids!r}; expected how many ids a bucket holds, 1 or more")
+    return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids)
+
+
+def _missing(value: Any, where: str) -> Missing:
+    if isinstance(value, list):
+        if not value or not all(type(x) in (int, float) and math.isfinite(x) for x in value):
+            raise ModelError(f"{where}: missing is a list that is not all finite numbers; expected one number for each of dim")
+        return Missing("constant", tuple(map(float, value)))
+    if value in MISSING:
+        return Missing(value)
+    if isinstance(value, str) and (found := _BACKFILL.fullmatch(value)):
+        return Missing("backfill", model=check_name(found["model"], f"{where}: missing: model"), version=int(found["version"]))
+    raise ModelError(
+        f"{where}: missing is {value!r}; expected one of: {', '.join(MISSING)}, a list of numbers, backfill:MODEL@VERSION"
+    )
 
 
 def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
@@ -234,8 +303,14 @@ def write_model(spec: ModelSpec, skipped: list[str]) -> str:
             f"[tables.{_key(t.name)}]",
             f'key = "{_escape(t.key)}"',
             f'row_format = "{t.row_format.label}"',
-            f'policy = "{t.policy}"',
         ]
+        if t.raw is not None:
+            lines.append('ids = "raw"')
+            if t.raw.key is not None:
+                lines.append(f'id_key = "{_escape(t.raw.key)}"')
+        if t.missing != Missing():
+            vector = ", ".join(map(repr, t.missing.vector))
+            lines.append(f"missing = [{vector}]" if t.missing.policy == "constant" else f'missing = "{t.missing}"')
     for f in spec.features:
         lines += [
             "",

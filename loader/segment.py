@@ -2,14 +2,15 @@
 
     offset   bytes
     0        8      magic, the ASCII text TABLSIDE; written last, so that an unfinished file never looks whole
-    8        4      format version, uint32: 1
+    8        4      format version, uint32: 1, or 2 where a table has ids that are not its row numbers, or buckets are held in part
     12       4      H, uint32: bytes of the header
     16       8      bytes of the whole file, uint64
     24       8      xxh3-64 of header and checksums
     32       32     zeros
     64       H      header: JSON, padded with spaces (loader.header)
-    64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order
+    64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order, then of each id index
     ...             zeros; then each table at its `offset`, a multiple of 4096: rows of `row_bytes` (quant.row_format), and zeros
+    ...             the id index of each table of raw ids (loader.stored, quant.ids) at its `offset`, a multiple of 4096
     ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
 
 A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a change of
@@ -26,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, StoredTable, align, check_header, checksum, lay_out
+from tableside.loader.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, align, check_header, checksum, lay_out
 from tableside.loader.huge_pages import huge_page_bytes
 from tableside.loader.memory import Mapping, reserve
+from tableside.loader.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 1
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 2
 
 Verify = Literal["full", "header"]
 
@@ -39,7 +41,7 @@ Verify = Literal["full", "header"]
 class SegmentWriter:
     """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
 
-    Caller: writes every chunk of `header.tables` once with `rows` and `finish_chunk` (any thread), then `seal`.
+    Caller: writes every chunk of `header.stored` once with `rows` and `finish_chunk` (any thread), then `seal`.
     program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object; None: one is made there.
     NoSpace: nothing stays at `path` but an empty file.
     """
@@ -57,12 +59,12 @@ class SegmentWriter:
             os.close(self._fd)
             raise
 
-    def rows(self, table: StoredTable, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows [start, stop) of a table of `header`, to be written: uint8 [rows, row_bytes]."""
+    def rows(self, table: StoredRows, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows [start, stop) of a table or an index of `header`, to be written: uint8 [rows, row_bytes]."""
         first = table.offset + start * table.row_bytes
         return self.mapping.bytes[first : first + (stop - start) * table.row_bytes].reshape(-1, table.row_bytes)
 
-    def finish_chunk(self, table: StoredTable, chunk: int) -> None:
+    def finish_chunk(self, table: StoredRows, chunk: int) -> None:
         """Takes the checksum of a chunk whose rows are all written."""
         self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
 
@@ -76,7 +78,7 @@ class SegmentWriter:
         sums = self._checksums.tobytes()
         data = self.mapping.bytes
         data[PRELUDE.size : PRELUDE.size + len(text) + len(sums)] = np.frombuffer(text + sums, np.uint8)
-        prelude = PRELUDE.pack(MAGIC, FORMAT_VERSION, len(text), self.size, checksum(text + sums))
+        prelude = PRELUDE.pack(MAGIC, self.header.format_version, len(text), self.size, checksum(text + sums))
         data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
         data[:8] = np.frombuffer(prelude[:8], np.uint8)
         os.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o440)
@@ -139,6 +141,8 @@ class Segment:
             raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
         try:
             check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)
+            if header.format_version > PRELUDE.unpack(prelude)[1]:
+                raise SegmentError(f"the header has what format version {header.format_version} has, the file says 1")
         except SegmentError as error:
             raise SegmentError(f"{self.path}: {error}; publish the version again") from None
         return header, sums.view("<u8")
@@ -146,7 +150,7 @@ class Segment:
     def content(self) -> int:
         """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over their checksums."""
         h = self.header
-        tables = [(t.name, t.row_format, t.dim, t.rows) for t in h.tables]
+        tables = [(t.name, t.row_format, t.dim, t.rows, *((t.ids,) if t.ids else ())) for t in h.tables]
         what = repr((h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)))
         return checksum(what.encode() + self._checksums.tobytes())
 
@@ -161,22 +165,32 @@ class Segment:
 
     def _table(self, t: StoredTable) -> Table:
         packed = self.mapping.bytes[t.offset : t.offset + t.bytes].reshape(t.rows, t.row_bytes)
-        return Table(packed, RowFormat.parse(t.row_format), t.dim)
+        try:
+            return Table(packed, RowFormat.parse(t.row_format), t.dim, row_map(t, self.mapping.bytes, packed))
+        except SegmentError as error:
+            raise SegmentError(f"{self.path}: {error}; publish the version again") from None
 
-    def chunks(self) -> Iterator[tuple[StoredTable, int, int]]:
-        """(table, first row, end row) of each chunk."""
-        for t in self.header.tables:
-            for chunk in range(t.chunks):
-                yield t, *t.chunk_range(chunk)
+    def chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
+        """(table or index, first row, end row) of each chunk."""
+        for stored in self.header.stored:
+            for chunk in range(stored.chunks):
+                yield stored, *stored.chunk_range(chunk)
 
-    def is_whole(self, table: StoredTable, start: int, stop: int) -> bool:
+    def is_whole(self, table: StoredRows, start: int, stop: int) -> bool:
         """Reads the rows of a chunk; whether they are as they were written."""
         first = table.offset + start * table.row_bytes
         data = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
         return checksum(data) == int(self._checksums[table.first_chunk + start // table.chunk_rows])
 
-    def corrupt_chunks(self) -> Iterator[tuple[StoredTable, int, int]]:
-        """Reads every row; yields (table, first row, end row) of each chunk whose checksum is wrong."""
+    def describe(self, stored: StoredRows, start: int, stop: int) -> str:
+        """A chunk, for people."""
+        if isinstance(stored, StoredTable):
+            return f"table {stored.name!r}, rows [{start}, {stop})"
+        owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
+        return f"the id index of table {owner!r}"
+
+    def corrupt_chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
+        """Reads every row; yields (table or index, first row, end row) of each chunk whose checksum is wrong."""
         for t, start, stop in self.chunks():
             if not self.is_whole(t, start, stop):
                 yield t, start, stop
@@ -187,7 +201,7 @@ class Segment:
             self.program()
         for t, start, stop in self.corrupt_chunks():
             raise SegmentError(
-                f"{self.path}: table {t.name!r}, rows [{start}, {stop}): the checksum is wrong, so bytes changed after they "
+                f"{self.path}: {self.describe(t, start, stop)}: the checksum is wrong, so bytes changed after they "
                 "were written; activate another version, or publish this one again"
             )
 
@@ -212,9 +226,9 @@ def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
     magic, version, header_bytes, recorded, _ = PRELUDE.unpack(prelude)
     if magic != MAGIC:
         raise SegmentError(f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment")
-    if version != FORMAT_VERSION:
+    if not 1 <= version <= FORMAT_VERSION:
         raise SegmentError(
-            f"{path}: segment format version {version}, this tableside reads {FORMAT_VERSION}; publish it again with this release"
+            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish it again with this release"
         )
     if recorded != size:
         raise SegmentError(f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it again")

@@ -3,6 +3,9 @@
 Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is checked before a
 row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that is `row_format`.
 
+An id is a row number, or becomes one as the table's `RowMap` says (`quant.ids`), before anything else looks at it. A missing id that
+has a default row counts as any other: that row is added to a bag, and the bag's length counts it.
+
     pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
     pooling SUM    out[b] = sum over the bag of weight * row(id)           [bags, dim]
     pooling MEAN   the sum, divided by the bag's length; 0 for an empty bag
@@ -10,7 +13,7 @@ row is read: `BadIds` says which one is wrong. Nothing here knows how a row is p
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
+from tableside.quant.ids import RowMap
 from tableside.quant.row_format import RowFormat, Source
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
@@ -76,18 +80,22 @@ class RowSource(Protocol):
     @property
     def dim(self) -> int: ...
 
+    @property
+    def row_map(self) -> RowMap | None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """Packed rows in host memory.
 
-    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. QuantError: `packed`
-    has another dtype, shape or stride than `row_format` and `dim` need.
+    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. row_map: how ids become
+    row numbers; None: they are row numbers. QuantError: `packed` has another dtype, shape or stride than `row_format` and `dim` need.
     """
 
     packed: Bytes
     row_format: RowFormat
     dim: int
+    row_map: RowMap | None = None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_bytes(self.dim)
@@ -118,7 +126,8 @@ class Lookup:
     """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any alignment.
 
     lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used. out_row_bytes: from one
-    vector to the next; None: they lie one after another.
+    vector to the next; None: they lie one after another. found_at: where in the output buffer a byte for each id says whether the
+    table has it, 1 or 0; None: nowhere.
     """
 
     table: RowSource
@@ -132,6 +141,7 @@ class Lookup:
     bag_length: int = 0
     weights_at: int | None = None
     out_row_bytes: int | None = None
+    found_at: int | None = None
 
     @property
     def outputs(self) -> int:
@@ -171,6 +181,7 @@ class Place(NamedTuple):
     bags: int
     weights_at: int
     out_at: int
+    found_at: int = -1
 
 
 def place_of(lookup: Lookup) -> Place:
@@ -183,6 +194,7 @@ def place_of(lookup: Lookup) -> Place:
         lookup.bags,
         -1 if lookup.weights_at is None else lookup.weights_at,
         lookup.out_at,
+        -1 if lookup.found_at is None else lookup.found_at,
     )
 
 
@@ -200,7 +212,16 @@ def lookup_at(kind: LookupKind, place: Place) -> Lookup:
         place.bag_length,
         None if place.weights_at < 0 else place.weights_at,
         kind.out_row_bytes,
+        None if place.found_at < 0 else place.found_at,
     )
+
+
+class Unfound(NamedTuple):
+    """Ids of one lookup that had no row of their own in its table. missing: they got the default row; backfilled: a row that the
+    table took from an older version."""
+
+    missing: int
+    backfilled: int
 
 
 class Plan(ABC):
@@ -212,10 +233,11 @@ class Plan(ABC):
         return 0
 
     @abstractmethod
-    def run(self, inputs: Any, outputs: Any) -> None:
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer protocol).
 
-        BadIds: something in `inputs` is wrong; `outputs` was not touched.
+        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs` is wrong; no vector was
+        written to `outputs`.
         """
 
 
@@ -283,22 +305,49 @@ class Backend(ABC):
         return _OneByOnePlanner(self, kinds, threads)
 
     def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        """Rows [start, stop) as fp32 [rows, dim]."""
+        """Rows [start, stop) as fp32 [rows, dim], by their numbers."""
+        table = by_row_number(table)
         ids = np.arange(start, table.rows if stop is None else stop, dtype=np.int64)
         return self.lookup(table, ids, pooling=Pooling.NONE)
 
 
 def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
-    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0, rows)."""
+    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0, rows).
+
+    rows -1: ids may be any.
+    """
     if lengths is not None:
         if (negative := np.flatnonzero(lengths < 0)).size:
             at = int(negative[0])
             raise BadIds(Problem.LENGTH, job, at, int(lengths[at]), 0)
         if (total := int(lengths.sum(dtype=np.int64))) != ids.size:
             raise BadIds(Problem.SUM, job, lengths.size, total, ids.size)
-    if (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
+    if rows >= 0 and (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
         at = int(outside[0])
         raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
+
+
+def by_row_number(table: RowSource) -> RowSource:
+    """The same rows, where an id is a row number."""
+    return replace(table, row_map=None) if isinstance(table, Table) and table.row_map is not None else table
+
+
+def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
+    """The row of each id, which ids have one (None: all), and how many do not. As `check_ids`, BadIds where an id is refused."""
+    row_map = table.row_map
+    if row_map is None:
+        check_ids(ids, lengths, table.rows, job)
+        return ids, None, Unfound(0, 0)
+    check_ids(ids, lengths, -1, job)
+    rows = row_map.find(ids)
+    found = rows >= 0
+    backfilled = int(np.count_nonzero(row_map.is_backfilled(rows[found])))
+    if (lacks := np.flatnonzero(~found)).size:
+        if row_map.default_row is None:
+            at = int(lacks[0])
+            raise BadIds(Problem.MISSING, job, at, int(ids[at]), row_map.count)
+        rows[lacks] = row_map.default_row
+    return rows, found, Unfound(int(lacks.size), backfilled)
 
 
 def check_arguments(

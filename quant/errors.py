@@ -30,6 +30,7 @@ class Problem(StrEnum):
     """Why ids were refused."""
 
     ID = "id"  # outside [0, rows)
+    MISSING = "missing"  # the table has no row for it, and refuses such ids
     LENGTH = "length"  # negative
     SUM = "sum"  # the lengths do not add up to the number of ids
 
@@ -37,8 +38,9 @@ class Problem(StrEnum):
 class BadIds(QuantError):
     """Ids or lengths that cannot be looked up; nothing was read.
 
-    job: which lookup of the plan; position: index into its ids (ID) or lengths (LENGTH), or the number of bags (SUM);
-    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), number of ids (SUM), 0 (LENGTH).
+    job: which lookup of the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or the number of bags (SUM);
+    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), its ids (MISSING), ids of the lookup (SUM),
+    0 (LENGTH).
     """
 
     def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:
@@ -49,6 +51,11 @@ class BadIds(QuantError):
         """The error as a sentence about the feature `name`."""
         if self.problem is Problem.ID:
             return f"{name}: id {self.value} at position {self.position} is outside the table's rows [0, {self.bound})"
+        if self.problem is Problem.MISSING:
+            return (
+                f"{name}: id {self.value} at position {self.position} is not among the table's {self.bound:,} ids; "
+                "send ids that it has, or publish the table with a policy for missing ids"
+            )
         if self.problem is Problem.LENGTH:
             return f"{name}: length {self.value} at position {self.position} is negative; expected 0 or more"
         return f"{name}: the {self.position} lengths add up to {self.value}, but there are {self.bound} ids"

@@ -116,7 +116,7 @@ def damage_of(model: Model, version: int) -> str | None:
     began = time.monotonic()
     for table, start, stop in segment.chunks():
         if not segment.is_whole(table, start, stop):
-            return f"table {table.name!r}, rows [{start}, {stop}): the checksum is wrong"
+            return f"{segment.describe(table, start, stop)}: the checksum is wrong"
         if (read_s := time.monotonic() - began) > _READ_S:
             time.sleep(_REST * read_s)
             began = time.monotonic()

@@ -40,8 +40,8 @@ static int n_available;
 
 /* The fields of the matrices that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
  * lengths_at, weights_at: -1 where there are none. out_row_bytes: from one vector to the next. */
-#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) F(out_half)
-#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at)
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) F(out_half) F(row_map)
+#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at) F(found_at)
 /* The same for `gather`. */
 #define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
 #define MEMBER(name) int64_t name;

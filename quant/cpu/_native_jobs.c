@@ -21,7 +21,7 @@
 typedef struct { GPU_KIND_FIELDS(MEMBER) } kind;
 typedef struct { JOB_FIELDS(MEMBER) } job;
 typedef struct { MOVE_FIELDS(MEMBER) } move;
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at; } place; /* as PLACE_FIELDS */
+typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place; /* as PLACE_FIELDS */
 typedef struct { int64_t table, ids_at, ids, locations_at; } cached;
 
 enum { OUT_ALIGNMENT = 16 };

@@ -7,7 +7,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Backend, Bytes, Lookup, LookupKind, Plan, Pooling, Precision, RowSource, Table, check_ids
+from tableside.quant.contract import (
+    Backend,
+    Bytes,
+    Lookup,
+    LookupKind,
+    Plan,
+    Pooling,
+    Precision,
+    RowSource,
+    Table,
+    Unfound,
+    by_row_number,
+    check_ids,
+    rows_of,
+)
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat, Source
 
@@ -67,8 +81,10 @@ class _OneByOne(Plan):
         self._backend, self._threads = backend, threads
         self._lookups = list(zip(lookups, host_tables(lookups), strict=True))
 
-    def run(self, inputs: Any, outputs: Any) -> None:
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         parsed = []
+        unfound: list[Unfound] = []
+        marks: list[tuple[Lookup, NDArray[np.bool_] | None]] = []
         for job, (lookup, table) in enumerate(self._lookups):
             ids = np.frombuffer(inputs, np.int64, lookup.ids, lookup.ids_at)
             if lookup.pooling is Pooling.NONE:
@@ -78,8 +94,13 @@ class _OneByOne(Plan):
             else:
                 lengths = np.frombuffer(inputs, np.int32, lookup.bags, lookup.lengths_at)
             weights = None if lookup.weights_at is None else np.frombuffer(inputs, np.float32, lookup.ids, lookup.weights_at)
-            check_ids(ids, lengths, table.rows, job)
-            parsed.append((lookup, table, ids, lengths, weights))
+            rows, found, lacks = rows_of(table, ids, lengths, job)
+            unfound.append(lacks)
+            parsed.append((lookup, by_row_number(table), rows, lengths, weights))
+            marks.append((lookup, found))
+        for lookup, found in marks:
+            if lookup.found_at is not None:
+                np.frombuffer(outputs, np.bool_, lookup.ids, lookup.found_at)[:] = True if found is None else found
         for lookup, table, ids, lengths, weights in parsed:
             half = lookup.precision is Precision.FP16
             dtype = np.float16 if half else np.float32
@@ -91,3 +112,4 @@ class _OneByOne(Plan):
                 shape, strides = (lookup.outputs, table.dim), (lookup.out_row_bytes, np.dtype(dtype).itemsize)
                 apart = np.ndarray(shape, dtype, outputs, lookup.out_at, strides)
                 apart[:] = self._backend.lookup(table, ids, lengths, **how)
+        return unfound if any(map(any, unfound)) else None

@@ -75,7 +75,7 @@ class Fbgemm(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        contract.check_ids(ids, lengths, table.rows)
+        ids, _, _ = contract.rows_of(table, ids, lengths)
         offsets = torch.arange(ids.size + 1)
         if lengths is not None:
             offsets = torch.zeros(lengths.size + 1, dtype=torch.int64)

@@ -52,6 +52,7 @@ class _Kind(NamedTuple):
     pooling: int
     out_row_bytes: int  # from one vector to the next
     out_half: int
+    row_map: int  # address of a NativeRowMap, or 0
 
 
 class _GatherJob(NamedTuple):
@@ -98,7 +99,10 @@ class _NativePlanner(Planner):
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
-        self.kinds = np.array([_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64).tobytes()
+        self._row_maps = [None if t.row_map is None else np.frombuffer(t.row_map.native, np.int64) for t in tables]
+        addresses = [0 if m is None else m.ctypes.data for m in self._row_maps]
+        kinds_of = [_kind(k, t, m) for k, t, m in zip(kinds, tables, addresses, strict=True)]
+        self.kinds = np.array(kinds_of, dtype=np.int64).tobytes()
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _NativePlan(self, places)
@@ -117,7 +121,7 @@ class _GatherPlan(Plan):
             _raise(verdict, self._tables, self._counts)
 
 
-def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
+def _kind(kind: Lookup | LookupKind, table: Table, row_map: int) -> _Kind:
     return _Kind(
         table=table.address,
         rows=table.rows,
@@ -127,6 +131,7 @@ def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
         pooling=kind.pooling,
         out_row_bytes=table.dim * kind.precision.bytes if kind.out_row_bytes is None else kind.out_row_bytes,
         out_half=kind.precision,
+        row_map=row_map,
     )
 
 

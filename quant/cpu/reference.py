@@ -120,7 +120,7 @@ class Reference(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        contract.check_ids(ids, lengths, table.rows)
+        ids, _, _ = contract.rows_of(table, ids, lengths)
         vectors = unpack(torch.from_numpy(host_table(table).packed[ids]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()

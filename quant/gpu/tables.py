@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence import OnHost, Residence
+from tableside.quant.ids import RowMap
 from tableside.quant.row_format import RowFormat
 
 
@@ -53,6 +54,10 @@ class DeviceTable:
     @property
     def dim(self) -> int:
         return self.host.dim
+
+    @property
+    def row_map(self) -> RowMap | None:
+        return self.host.row_map
 
 
 def on_device(table: RowSource) -> DeviceTable:

@@ -170,7 +170,7 @@ typedef struct {
 typedef struct { int64_t role, owner, item, dims, first_hole, second_hole, size_hole, width; } tensor;
 typedef struct { int64_t is_pooled, vector_bytes, row_bytes; } feature;
 typedef struct { int64_t what, output; } telling; /* output: a feature's number; then the scores', kjt's, and those of its sequences and offsets */
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at; } place;
+typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place;
 typedef struct { int64_t weights, count, out_bytes; } laid; /* what is known of a feature while a request is laid out */
 typedef struct { int64_t at, count, bytes; } output;
 
@@ -401,7 +401,7 @@ static int cut_up(request *r, const compact *kjt) {
         int64_t ids = sum_of(r->body + kjt->lengths_from + 4 * kjt->bags * f, kjt->bags);
         if (ids < 0 || ids > kjt->ids - first) return 0;
         r->places[f] = (place){.ids_at = kjt->values + 8 * first, .ids = ids, .lengths_at = kjt->lengths + 4 * kjt->bags * f,
-                               .bags = kjt->bags, .weights_at = kjt->weights < 0 ? -1 : kjt->weights + 4 * first};
+                               .bags = kjt->bags, .weights_at = kjt->weights < 0 ? -1 : kjt->weights + 4 * first, .found_at = -1};
         first += ids;
     }
     return first == kjt->ids;
@@ -560,7 +560,7 @@ static int lay_out(request *r) {
     const template *t = r->t;
     compact kjt = {.weights = -1};
     for (int64_t f = 0; f < t->n.features; f++) {
-        r->places[f] = (place){.ids_at = -1, .lengths_at = -1, .weights_at = -1};
+        r->places[f] = (place){.ids_at = -1, .lengths_at = -1, .weights_at = -1, .found_at = -1};
         t->laid[f] = (laid){.weights = -1, .count = -1};
     }
     return walk(r) && read_tensors(r, &kjt) && (t->n.apart ? cut_up(r, &kjt) : check_parts(r)) && place_vectors(r);

@@ -45,7 +45,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         ({"tables": {}}, "at least one table"),
         ({"tables": {"user": {}}}, r"\[tables.user\]: key is None"),
         ({"tables": {"user": {"key": "k", "row_format": "int3"}}}, "row_format is 'int3'; expected one of: int2"),
-        ({"tables": {"user": {"key": "k", "policy": "zero"}}}, "policy is 'zero'; expected one of: error"),
+        ({"tables": {"user": {"key": "k", "policy": "error"}}}, "policy is called missing now"),
         ({"tables": {"user": {"key": "k", "dim": 3}}}, "unknown key 'dim'"),
         ({"tables": {"u.values": {"key": "k"}}}, "table name"),
         ({"tables": 3}, "expected sections"),

@@ -215,9 +215,9 @@ def test_a_lookup_beyond_a_launch_is_refused_by_a_planner_too() -> None:
     table = placed(table_of(RowFormat.INT8, 8))
     planner = backend.planner([LookupKind(table, Pooling.SUM)])
     with pytest.raises(QuantError, match="at most 2,147,483,647 of each run on a GPU"):
-        planner.plan(np.array([[0, 2**31, 0, 0, 1, -1, 0]], np.int64).tobytes())
+        planner.plan(np.array([[0, 2**31, 0, 0, 1, -1, 0, -1]], np.int64).tobytes())
     with pytest.raises(QuantError, match="3 bags of 2 ids are 6; the lookup has 5"):
-        planner.plan(np.array([[0, 5, -1, 2, 3, -1, 0]], np.int64).tobytes())
+        planner.plan(np.array([[0, 5, -1, 2, 3, -1, 0, -1]], np.int64).tobytes())
 
 
 @pytest.mark.parametrize("is_built", [True, False])
