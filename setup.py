@@ -16,7 +16,7 @@ setup(
     ext_modules=[
         Extension(
             "tableside.quant.cpu._native",
-            sources=[str(KERNEL / f"_native{part}.c") for part in ("", "_jobs", "_avx512", "_avx2", "_portable")],
+            sources=[str(KERNEL / f"_native{part}.c") for part in ("", "_index", "_jobs", "_avx512", "_avx2", "_portable")],
             depends=sorted(map(str, KERNEL.glob("*.h"))),
             extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
             extra_link_args=["-pthread", "-s"],

@@ -215,7 +215,9 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     is_raw = _choice(raw, "ids", where, ("row", "raw"), "row") == "raw"
     if not is_raw and (given := [k for k in _OF_RAW_IDS if k in raw]):
         raise ModelError(f'{where}: {given[0]} is for raw ids; add ids = "raw", or leave it out')
-    return TableSpec(name, key, row_format, _missing(raw.get("missing", "error"), where), _raw_ids(raw, where) if is_raw else None)
+    return TableSpec(
+        name, key, row_format, _missing(raw.get("missing", "error"), where), _raw_ids(raw, where) if is_raw else None
+    )
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

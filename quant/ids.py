@@ -156,9 +156,13 @@ class RowMap:
         return (bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1).astype(np.bool_)
 
     @cached_property
-    def native(self) -> bytes:
-        """The fields of `NativeRowMap`, as the extension reads them. The arrays behind them must stay alive."""
-        return np.array(native_row_map(self), np.int64).tobytes()
+    def _native(self) -> NDArray[np.int64]:
+        return np.array(native_row_map(self), np.int64)
+
+    @property
+    def native_address(self) -> int:
+        """Where the fields of `NativeRowMap` lie, as long as this object lives."""
+        return _address(self._native)
 
 
 class NativeRowMap(NamedTuple):

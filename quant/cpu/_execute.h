@@ -6,6 +6,9 @@
 #pragma once
 #include "_pool.h"
 #include "_prefetch.h"
+#include "_ids.h"
+#include <stdlib.h>
+#include <string.h>
 
 /* A call with fewer bytes to read and write runs on its caller's thread: it would be done by the time that another one has woken. */
 enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8, MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
@@ -13,7 +16,7 @@ enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8, MAX_P
 /* What runs lookups. into_l1: rows are prefetched into L1; 0: into L2. */
 typedef struct { const kernel *kernel; int into_l1; } runner;
 
-enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3 };
+enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3, MISSING_ID = 4, NO_MEMORY = 5 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
 /* The sign of `id | (rows - 1 - id)` is set for an id below 0 and for one above rows - 1; it needs no comparison of 64 bits. */
@@ -52,13 +55,83 @@ static verdict check_lengths(const job *j) {
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
         verdict v = check_lengths(jobs + k);
-        if (!v.problem) v = check_ids(jobs + k);
+        if (!v.problem && !jobs[k].map) v = check_ids(jobs + k);
         if (v.problem) {
             v.job = k;
             return v;
         }
     }
     return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+/* ---- ids of jobs that have a map become row numbers ----
+ *
+ * A table that has a row for missing ids is looked up piece by piece: the ids of some bags become rows, which come into the cache by
+ * that, and these bags are pooled at once. Where a missing id is refused all of them are resolved first, since nothing is written then.
+ */
+
+enum { IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that resolves them on its caller's thread */
+
+static int refuses(const job *j) { return j->map && j->map->default_row < 0; }
+
+static int64_t pieces_of(const job *j) { return refuses(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
+
+typedef struct { runner with; const job *jobs; } resolution;
+
+/* Piece number `piece` over all jobs that refuse ids. */
+static void resolve_piece(const void *argument, int piece) {
+    const resolution *all = argument;
+    const job *j = all->jobs;
+    int64_t k = piece;
+    for (; k >= pieces_of(j); j++) k -= pieces_of(j);
+    job part = *j;
+    const int64_t from = k * IDS_A_PIECE, left = j->n_ids - from;
+    part.ids += 8 * from, part.numbers += from, part.n_ids = left < IDS_A_PIECE ? left : IDS_A_PIECE;
+    if (part.found) part.found += from;
+    all->with.kernel->resolve(&part, all->with.into_l1);
+}
+
+/* Jobs that refuse ids get their row numbers. The verdict is of the first id that has none. */
+static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
+    int64_t ids = 0, pieces = 0;
+    for (int64_t k = 0; k < n; k++) {
+        if (refuses(jobs + k)) ids += jobs[k].n_ids, pieces += pieces_of(jobs + k);
+        else if (!jobs[k].map && jobs[k].found) memset(jobs[k].found, 1, (size_t)jobs[k].n_ids);
+    }
+    if (pieces > INT32_MAX) return (verdict){0, NO_MEMORY, 0, ids};
+    resolution all = {with, jobs};
+    if (pieces) run_parts((int)pieces, ids < SHARED_IDS ? 1 : (int)threads, resolve_piece, &all);
+    for (int64_t k = 0; k < n; k++) {
+        job *j = jobs + k;
+        int64_t at = 0;
+        if (!refuses(j)) continue;
+        if (j->unfound[0]) {
+            while (j->numbers[at] >= 0) at++;
+            return (verdict){k, MISSING_ID, at, load_i64(j->ids + 8 * at)};
+        }
+        j->ids = (const uint8_t *)j->numbers, j->map = NULL;
+    }
+    return (verdict){0, NO_PROBLEM, 0, 0};
+}
+
+/* Memory for the row numbers of all jobs that have a map, and for what they lack. Null: none is needed, or, with failed set, there is none. */
+static int64_t *make_rows(job *jobs, int64_t n, int *failed) {
+    int64_t ids = 0, maps = 0, *memory;
+    for (int64_t k = 0; k < n; k++)
+        if (jobs[k].map) ids += jobs[k].n_ids, maps++;
+    if (!maps) return NULL;
+    if (!(memory = malloc((size_t)(ids + 2 * n) * 8))) {
+        *failed = 1;
+        return NULL;
+    }
+    memset(memory, 0, (size_t)(2 * n) * 8);
+    int64_t *rows = memory + 2 * n;
+    for (int64_t k = 0; k < n; k++) {
+        if (!jobs[k].map) continue;
+        jobs[k].unfound = memory + 2 * k, jobs[k].numbers = rows;
+        rows += jobs[k].n_ids;
+    }
+    return memory;
 }
 
 /* Copies rows as they are, unpooled; no vector registers of floats, which would change the bytes of a signaling NaN. */
@@ -72,14 +145,6 @@ static void copy_rows(const job *j, ahead *a) {
     }
 }
 
-static void run_jobs(runner with, const job *jobs, const job *end) {
-    ahead a = prefetch_ahead(jobs, end, with.into_l1);
-    for (const job *j = jobs; j < end; j++) {
-        if (j->is_gather) copy_rows(j, &a);
-        else with.kernel->lookup(j, &a);
-    }
-}
-
 /* Takes the first `bags` bags, of `ids` ids, off a job. */
 static job split(job *rest, int64_t bags, int64_t ids) {
     job head = *rest;
@@ -89,6 +154,8 @@ static job split(job *rest, int64_t bags, int64_t ids) {
     rest->ids += 8 * ids, rest->out += outputs * rest->out_row_bytes;
     if (rest->lengths) rest->lengths += 4 * bags;
     if (rest->weights) rest->weights += 4 * ids;
+    if (rest->map) rest->numbers += ids;
+    if (rest->map && rest->found) rest->found += ids;
     return head;
 }
 
@@ -104,8 +171,35 @@ static job split_ids(job *rest, int64_t wanted) {
     return split(rest, bags, ids);
 }
 
+/* A job whose ids are not row numbers yet: some bags after others. */
+static void run_mapped(runner with, const job *j) {
+    job rest = *j;
+    while (bags_of(&rest)) {
+        const int is_last = rest.n_ids <= IDS_A_PIECE;
+        job piece = is_last ? rest : split_ids(&rest, IDS_A_PIECE);
+        ahead none = {&piece + 1, &piece + 1, 0, with.into_l1}; /* what is resolved is in the cache */
+        with.kernel->resolve(&piece, with.into_l1);
+        piece.ids = (const uint8_t *)piece.numbers;
+        with.kernel->lookup(&piece, &none);
+        if (is_last) return;
+    }
+}
+
+static void run_jobs(runner with, const job *jobs, const job *end) {
+    while (jobs < end) {
+        const job *stop = jobs;
+        while (stop < end && !stop->map) stop++;
+        ahead a = prefetch_ahead(jobs, stop, with.into_l1);
+        for (; jobs < stop; jobs++) {
+            if (jobs->is_gather) copy_rows(jobs, &a);
+            else with.kernel->lookup(jobs, &a);
+        }
+        for (; jobs < end && jobs->map; jobs++) run_mapped(with, jobs);
+    }
+}
+
 /* The bytes that a job reads and writes for each of its ids, lines that a row shares with others included. */
-static int64_t bytes_an_id(const job *j) { return j->row_bytes + 48 + (j->pooling == POOL_NONE ? j->out_row_bytes : 0); }
+static int64_t bytes_an_id(const job *j) { return j->row_bytes + 48 + (j->map ? 64 : 0) + (j->pooling == POOL_NONE ? j->out_row_bytes : 0); }
 
 /* Jobs cut into parts of about as many bytes each: part p is pieces [first[p], first[p + 1]). */
 typedef struct { runner with; job *pieces; int64_t first[MAX_PARTS + 1]; } parts_of;
@@ -138,20 +232,25 @@ static void run_part_of(const void *argument, int part) {
     run_jobs(p->with, p->pieces + p->first[part], p->pieces + p->first[part + 1]);
 }
 
-/* Runs jobs on at most `threads` threads. room: for n + MAX_PARTS jobs, where threads > 1. */
-static verdict execute(runner with, const job *jobs, int64_t n, int64_t threads, job *room) {
-    verdict v = check(jobs, n);
-    if (v.problem || !n) return v;
+/* room: for n + MAX_PARTS jobs, where threads > 1. */
+static void run_all(runner with, const job *jobs, int64_t n, int64_t threads, job *room) {
     int64_t bytes = 0, parts;
     for (int64_t k = 0; k < n; k++) bytes += jobs[k].n_ids * bytes_an_id(jobs + k);
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
     parts = bytes / PART_BYTES < threads * PARTS_A_THREAD ? bytes / PART_BYTES : threads * PARTS_A_THREAD;
     if (threads == 1 || bytes < SHARED_BYTES) {
         run_jobs(with, jobs, jobs + n);
-        return v;
+        return;
     }
     parts_of p = {.with = with, .pieces = room};
     cut(jobs, n, bytes, (int)parts, &p);
     run_parts((int)parts, (int)threads, run_part_of, &p);
+}
+
+/* Checks and runs jobs, which `make_rows` was called for, on at most `threads` threads. room: for n + MAX_PARTS jobs, where threads > 1. */
+static verdict execute(runner with, job *jobs, int64_t n, int64_t threads, job *room) {
+    verdict v = check(jobs, n);
+    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    if (!v.problem) v = resolve_ids(with, jobs, n, threads);
+    if (!v.problem && n) run_all(with, jobs, n, threads, room);
     return v;
 }

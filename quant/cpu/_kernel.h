@@ -17,3 +17,4 @@
 #include "_lanes.h"
 #include "_lookup.h"
 #include "_quantize.h"
+#include "_resolve.h"

@@ -4,16 +4,17 @@
  * use(name) -> selects one of them
  * prefetches_into() -> the level of the cache that rows are prefetched into, 1 or 2, as suits the processor
  * prefetch_into(level) -> selects it, for measurements
- * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads)
- *   lengths: int32, for pooled lookups
+ * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads, row_map)
+ *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
  * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what they read, and
  *   places int64 [n, fields of PLACE_FIELDS], where in the buffers
  * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are packed
  *   All three check every id and length before any row is read. They return None, or (job, problem, position, value) for
- *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths).
+ *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths), MISSING_ID.
+ *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
- * totals, lay_out, move: see _native_jobs.c
+ * totals, lay_out, move: see _native_jobs.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -27,6 +28,7 @@
 #include "_processor.h"
 #endif
 #include "_execute.h"
+#include "_native_index.h"
 #include "_native_jobs.h"
 
 #if defined(__x86_64__)
@@ -50,6 +52,7 @@ typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
 typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
 static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
+static const char *const row_map_names[] = {ROW_MAP_FIELDS(NAME) NULL};
 static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
 static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
 
@@ -127,6 +130,7 @@ static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
 
 static PyObject *answer(verdict v) {
     if (!v.problem) Py_RETURN_NONE;
+    if (v.problem == NO_MEMORY) return PyErr_NoMemory();
     return Py_BuildValue("LiLL", (long long)v.job, (int)v.problem, (long long)v.position, (long long)v.value);
 }
 
@@ -166,18 +170,19 @@ static int is_sound(const job *j, int64_t threads) {
 }
 
 static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t a[6], half_threads[2];
+    int64_t a[6], half_threads[3];
     Py_buffer ids = {0}, lengths = {0}, weights = {0}, out = {0};
     PyObject *result = NULL;
-    if (n != 12) return PyErr_Format(PyExc_TypeError, "lookup takes 12 arguments, got %zd", n);
-    if (!integers(args, 6, a) || !integers(args + 10, 2, half_threads)) return NULL;
+    if (n != 13) return PyErr_Format(PyExc_TypeError, "lookup takes 13 arguments, got %zd", n);
+    if (!integers(args, 6, a) || !integers(args + 10, 3, half_threads)) return NULL;
     if (PyObject_GetBuffer(args[6], &ids, PyBUF_SIMPLE) || PyObject_GetBuffer(args[9], &out, PyBUF_WRITABLE)
         || (args[7] != Py_None && PyObject_GetBuffer(args[7], &lengths, PyBUF_SIMPLE))
         || (args[8] != Py_None && PyObject_GetBuffer(args[8], &weights, PyBUF_SIMPLE)))
         goto done;
     job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
              .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
-             .weights = weights.buf, .out = out.buf, .out_half = half_threads[0] != 0};
+             .weights = weights.buf, .out = out.buf, .out_half = half_threads[0] != 0,
+             .map = (const row_map *)(intptr_t)half_threads[2]};
     j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
     j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.len / 4;
     if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
@@ -185,8 +190,11 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         goto done;
     job room[1 + MAX_PARTS];
     verdict v;
+    int failed = 0;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(active, &j, 1, half_threads[1], room);
+    int64_t *rows = make_rows(&j, 1, &failed);
+    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active, &j, 1, half_threads[1], room);
+    free(rows);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
@@ -214,14 +222,17 @@ static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buf
     const uint8_t *inputs = in->buf;
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
                .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids, .fixed_length = p->bag_length,
-               .n_bags = p->bags, .out_row_bytes = f->out_row_bytes, .out_half = f->out_half != 0};
+               .n_bags = p->bags, .out_row_bytes = f->out_row_bytes, .out_half = f->out_half != 0,
+               .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
     if (!is_sound(j, threads) || !fits("inputs (ids)", p->ids_at, p->ids, 8, in)
         || (has_lengths && !fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
         || (has_weights && !fits("inputs (weights)", p->weights_at, p->ids, 4, in))
+        || (p->found_at >= 0 && !fits("outputs (found)", p->found_at, p->ids, 1, out))
         || !vectors_fit(p->out_at, outputs, f->out_row_bytes, f->dim * (j->out_half ? 2 : 4), out))
         return 0;
+    j->found = p->found_at >= 0 ? (uint8_t *)out->buf + p->found_at : NULL;
     j->ids = inputs + p->ids_at;
     j->lengths = has_lengths ? inputs + p->lengths_at : NULL;
     j->weights = has_weights ? inputs + p->weights_at : NULL;
@@ -241,11 +252,21 @@ static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buf
     return 1;
 }
 
+/* How many ids of each job were missing and how many backfilled, int64 [count, 2]; None: none. of: where `make_rows` keeps these. */
+static PyObject *unfound(const int64_t *of, int64_t count) {
+    int64_t any = 0;
+    for (int64_t k = 0; of && k < 2 * count; k++) any |= of[k];
+    if (!any) Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)of, count * 16);
+}
+
 /* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
 static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in, const Py_buffer *out,
                           int64_t threads) {
     enum { FEW = 64 };
     job few[FEW], *jobs = few;
+    int64_t *rows = NULL;
+    int failed = 0;
     PyObject *result = NULL;
     int64_t count = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
     int64_t room = threads > 1 ? 2 * count + MAX_PARTS : count;
@@ -261,10 +282,12 @@ static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, con
     }
     verdict v;
     Py_BEGIN_ALLOW_THREADS
-    v = execute(active, jobs, count, threads, jobs + count);
+    rows = make_rows(jobs, count, &failed);
+    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active, jobs, count, threads, jobs + count);
     Py_END_ALLOW_THREADS
-    result = answer(v);
+    result = v.problem ? answer(v) : unfound(rows, count);
 done:
+    free(rows);
     if (jobs != few) PyMem_Free(jobs);
     return result;
 }
@@ -350,6 +373,11 @@ static PyMethodDef methods[] = {
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
     {"totals", (PyCFunction)(void (*)(void))py_totals, METH_FASTCALL, NULL},
     {"lay_out", (PyCFunction)(void (*)(void))py_lay_out, METH_FASTCALL, NULL},
+    {"count_buckets", (PyCFunction)(void (*)(void))py_count_buckets, METH_FASTCALL, NULL},
+    {"put_in_buckets", (PyCFunction)(void (*)(void))py_put_in_buckets, METH_FASTCALL, NULL},
+    {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},
+    {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
+    {"find_rows", (PyCFunction)(void (*)(void))py_find_rows, METH_FASTCALL, NULL},
     {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
@@ -376,7 +404,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     open_pool();
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
-        && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
+        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
         && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names))
         return made;
     Py_XDECREF(made);

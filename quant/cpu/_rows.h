@@ -23,6 +23,10 @@ typedef struct {
     int64_t out_row_bytes;
     int out_half;  /* 1: fp16, 0: fp32 */
     int is_gather; /* 1: rows are copied as they are packed; format, dim and pooling are not read */
+    const struct row_map *map; /* how ids become row numbers (_ids.h), or null: they are row numbers */
+    uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */
+    int64_t *numbers;          /* [n_ids], of a job that has a map: where its row numbers go */
+    int64_t *unfound;          /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
 } job;
 
 /* How many vectors a job writes. */
@@ -43,6 +47,8 @@ typedef struct {
     /* Packs rows; returns the first row that cannot be packed, or -1. */
     int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
                         int64_t row_bytes, float *scratch);
+    /* Turns ids of a job that has a map into row numbers (_resolve.h). */
+    void (*resolve)(const job *j, int into_l1);
 } kernel;
 
 static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }

@@ -24,10 +24,12 @@ from tableside.quant.contract import (
     Pooling,
     RowSource,
     Table,
+    Unfound,
     place_of,
 )
 from tableside.quant.cpu.backend import CpuBackend, host_table, host_tables
 from tableside.quant.errors import BadIds, MissingBackend, Problem
+from tableside.quant.ids import NativeRowMap
 from tableside.quant.row_format import RowFormat, Source
 
 try:
@@ -38,7 +40,7 @@ except ImportError as error:  # the extension is optional: installing works with
         "(Debian: python3-dev), or choose the backend fbgemm"
     ) from error
 
-_PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM)
+_PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
 
 
 class _Kind(NamedTuple):
@@ -66,8 +68,8 @@ class _GatherJob(NamedTuple):
     out_at: int
 
 
-_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS)
-if (_Kind._fields, Place._fields, _GatherJob._fields) != _FIELDS:
+_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS)
+if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields) != _FIELDS:
     raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
 
 
@@ -75,7 +77,9 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     job, kind, position, value = verdict
     problem = _PROBLEMS[kind]
     assert problem is not None
-    bound = {Problem.ID: tables[job].rows, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
+    table = tables[job]
+    ids = table.rows if table.row_map is None else table.row_map.count
+    bound = {Problem.ID: ids, Problem.MISSING: ids, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
     raise BadIds(problem, job, position, value, bound)
 
 
@@ -87,11 +91,13 @@ class _NativePlan(Plan):
     def __init__(self, planner: "_NativePlanner", places: Any) -> None:
         self._planner, self._places = planner, places
 
-    def run(self, inputs: Any, outputs: Any) -> None:
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         planner = self._planner
-        if verdict := _native.run(planner.kinds, self._places, inputs, outputs, planner.threads):
+        verdict = _native.run(planner.kinds, self._places, inputs, outputs, planner.threads)
+        if isinstance(verdict, tuple):
             counts = np.frombuffer(self._places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
             _raise(verdict, planner.tables, counts.tolist())
+        return None if verdict is None else [Unfound(*pair) for pair in np.frombuffer(verdict, np.int64).reshape(-1, 2).tolist()]
 
 
 class _NativePlanner(Planner):
@@ -99,10 +105,7 @@ class _NativePlanner(Planner):
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
-        self._row_maps = [None if t.row_map is None else np.frombuffer(t.row_map.native, np.int64) for t in tables]
-        addresses = [0 if m is None else m.ctypes.data for m in self._row_maps]
-        kinds_of = [_kind(k, t, m) for k, t, m in zip(kinds, tables, addresses, strict=True)]
-        self.kinds = np.array(kinds_of, dtype=np.int64).tobytes()
+        self.kinds = np.array([_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64).tobytes()
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _NativePlan(self, places)
@@ -121,7 +124,7 @@ class _GatherPlan(Plan):
             _raise(verdict, self._tables, self._counts)
 
 
-def _kind(kind: Lookup | LookupKind, table: Table, row_map: int) -> _Kind:
+def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
     return _Kind(
         table=table.address,
         rows=table.rows,
@@ -131,7 +134,7 @@ def _kind(kind: Lookup | LookupKind, table: Table, row_map: int) -> _Kind:
         pooling=kind.pooling,
         out_row_bytes=table.dim * kind.precision.bytes if kind.out_row_bytes is None else kind.out_row_bytes,
         out_half=kind.precision,
-        row_map=row_map,
+        row_map=0 if table.row_map is None else table.row_map.native_address,
     )
 
 
@@ -181,6 +184,7 @@ class Native(CpuBackend):
             out,
             half,
             threads,
+            0 if held.row_map is None else held.row_map.native_address,
         )
         if verdict:
             _raise(verdict, (held,), (ids.size,))

@@ -1,0 +1,51 @@
+/* From ids to row numbers, as quant/ids.py specifies it: the structures, and what the resolver and the builder share. */
+#pragma once
+#include <stdint.h>
+#include "_rows.h"
+
+/* The fields of quant.ids.NativeRowMap, int64 each. */
+#define ROW_MAP_FIELDS(F)                                                                                         \
+    F(count) F(default_row) F(first) F(own) F(directory) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
+    F(first_bucket) F(buckets_here) F(backfilled)
+#define ROW_MAP_MEMBER(name) int64_t name;
+typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
+#undef ROW_MAP_MEMBER
+
+/* An entry of a directory. The entry behind the last bucket's has the row behind its last one. */
+typedef struct { int64_t first_row; uint64_t seed; } entry;
+
+static const uint64_t ID_MIX = 0xD6E8FEB86659FD93u, ID_SEED = 0x9E3779B97F4A7C15u, ID_SPREAD = 0xBF58476D1CE4E5B9u,
+                      ID_PILOT = 0x94D049BB133111EBu, ID_SLOT = 0xC2B2AE3D27D4EB4Fu;
+
+static inline uint64_t mix_id(uint64_t x) {
+    x = (x ^ (x >> 32)) * ID_MIX;
+    x = (x ^ (x >> 32)) * ID_MIX;
+    return x ^ (x >> 32);
+}
+
+/* An id's hash in its bucket: its high half says which pilot it has. */
+static inline uint64_t spread(uint64_t hash, uint64_t seed) { return (hash ^ seed * ID_SEED) * ID_SPREAD; }
+
+/* `x` of 32 bits as a number below `count`, which has 32 bits too. */
+static inline uint64_t reduce(uint64_t x, uint64_t count) { return (x >> 32) * count >> 32; }
+
+/* How many pilots come before row `slots` of a bucket, or of a table without its buckets' extra ones. */
+static inline uint64_t pilots_before(uint64_t slots) { return slots * 5 >> 4; }
+
+static inline uint64_t slot_of(uint64_t spread, uint64_t pilot, uint64_t slots) {
+    return reduce((spread ^ (pilot + 1) * ID_PILOT) * ID_SLOT, slots);
+}
+
+/* The bucket of an id, counted from the first that is here; a number that is not below buckets_here: it has none here. */
+static inline uint64_t bucket_of(const row_map *m, uint64_t id, uint64_t hash) {
+    if (!m->bucket_ids) return (hash & (uint64_t)(m->buckets - 1)) - (uint64_t)m->first_bucket;
+    uint64_t bucket = id / (uint64_t)m->bucket_ids;
+    return (int64_t)id < 0 || bucket >= (uint64_t)m->buckets ? UINT64_MAX : bucket - (uint64_t)m->first_bucket;
+}
+
+/* Ids of a job become row numbers: those of the job itself. */
+typedef struct resolving {
+    const job *job;
+    int into_l1;
+    int64_t missing, backfilled;
+} resolving;

@@ -1,0 +1,135 @@
+"""Builds id indexes (`quant.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each bucket.
+
+The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the buckets, and once to be put into
+them, as records in memory that the caller brings. Nothing here reads files.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.quant.errors import MissingBackend, QuantError
+from tableside.quant.ids import DirectoryField, IdIndex, NativeRowMap, RowMap, native_row_map, pilots_for, slots_for
+
+try:
+    from tableside.quant.cpu import _native
+except ImportError as error:
+    raise MissingBackend(
+        "indexes of raw ids are built by the native kernel, which was not built when tableside was installed; install a wheel, or "
+        "reinstall where Python.h is (Debian: python3-dev)"
+    ) from error
+
+RECORD_BYTES = 16  # an id, and the number of its row in the source
+KEEP = {"error": 0, "first": 1, "last": 2}
+LARGEST_BUCKET = 1 << 29  # ids of one bucket that a builder takes
+_RANGES = 64  # that buckets are built in, for threads to share
+
+
+class DuplicateId(QuantError):
+    """An id comes twice. first, second: numbers of the two rows in the source."""
+
+    def __init__(self, id_: int, first: int, second: int) -> None:
+        self.id, self.first, self.second = id_, first, second
+        super().__init__(f"id {id_} comes twice, in rows {first} and {second}")
+
+
+class IndexBuilder:
+    """Makes the index of one table: `count` all blocks, `put` all again into `records`, then `build`.
+
+    buckets, bucket_ids: as in `IdIndex`. QuantError: an id has no bucket, or a bucket would be too large.
+    """
+
+    def __init__(self, buckets: int, bucket_ids: int = 0, threads: int = 1) -> None:
+        self.buckets, self.bucket_ids, self._threads = buckets, bucket_ids, threads
+        self._map = np.array(NativeRowMap(0, -1, 0, 0, 0, 0, 0, 8, buckets, bucket_ids, 0, buckets, 0), np.int64)
+        self._counts = np.zeros(buckets, np.int64)
+        self._starts = np.zeros(buckets + 1, np.int64)
+        self._ends = np.zeros(buckets, np.int64)
+        self.kept = np.zeros(buckets, np.int64)
+
+    @property
+    def ids(self) -> int:
+        """How many were counted."""
+        return int(self._counts.sum())
+
+    def count(self, ids: NDArray[np.int64]) -> None:
+        """Counts a block of ids [n]."""
+        ids = np.ascontiguousarray(ids)
+        outside = _native.count_buckets(self._map, ids, self._counts)
+        if outside is not None:
+            raise QuantError(
+                f"id {ids[outside]} has no bucket: {self.buckets} buckets of {self.bucket_ids} ids hold ids from 0 to "
+                f"{self.buckets * self.bucket_ids - 1}; set bucket_ids higher, or leave it out"
+            )
+
+    def begin(self) -> int:
+        """After the last `count`: how many records there will be."""
+        self._starts[1:] = np.cumsum(self._counts)
+        self._ends[:] = self._starts[:-1]
+        if (largest := int(self._counts.max())) > LARGEST_BUCKET:
+            raise QuantError(f"a bucket has {largest:,} ids, the most is {LARGEST_BUCKET:,}; set more buckets")
+        return self.ids
+
+    def put(self, ids: NDArray[np.int64], first_source: int, records: NDArray[np.int64]) -> None:
+        """Puts a block into records [ids, 2]. first_source: the number of its first row in the source."""
+        _native.put_in_buckets(self._map, np.ascontiguousarray(ids), first_source, self._ends, records)
+
+    def distinct(self, records: NDArray[np.int64], duplicates: str) -> NDArray[np.int64]:
+        """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not kept.
+
+        DuplicateId: duplicates are an error, and there is one.
+        """
+        self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates]))
+        parts = [
+            records[start + kept : end, 1]
+            for start, kept, end in zip(self._starts, self.kept, self._starts[1:], strict=False)
+            if start + kept < end
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _distinct(self, records: NDArray[np.int64], first: int, last: int, keep: int) -> None:
+        if twice := _native.distinct(records, self._starts, first, last, keep, self.kept):
+            raise DuplicateId(*twice)
+
+    @property
+    def slots(self) -> int:
+        """Rows that the table takes, after `distinct`."""
+        return sum(map(slots_for, self.kept.tolist()))
+
+    def build(self, records: NDArray[np.int64], progress: Callable[[int], None] | None = None) -> IdIndex:
+        """The index, whose `ids` are empty still. progress: is told how many ids have been placed, from any thread."""
+        directory = np.zeros((self.buckets + 1, len(DirectoryField._fields)), np.int64)
+        directory[1:, 0] = np.cumsum([slots_for(n) for n in self.kept.tolist()])
+        pilots = np.zeros(pilots_for(self.slots, self.buckets), np.uint8)
+
+        def build(first: int, last: int) -> None:
+            failed = _native.build(records, self._starts, self.kept, first, last, directory, pilots)
+            if failed is not None:
+                raise QuantError(
+                    f"no pilots were found for bucket {failed} of {self.kept[failed]} ids; set another number of buckets"
+                )
+            if progress is not None:
+                progress(int(self.kept[first:last].sum()))
+
+        self._over_buckets(build)
+        return IdIndex(directory, pilots, np.empty(0, np.int64), self.buckets, self.bucket_ids)
+
+    def _over_buckets(self, work: Callable[[int, int], None]) -> None:
+        bounds = [self.buckets * i // _RANGES for i in range(_RANGES + 1)]
+        threads = self._threads or len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(threads, thread_name_prefix="tableside-index") as pool:
+            futures = [pool.submit(work, a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+    """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps is not looked at."""
+    _native.find_rows(np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows)
