@@ -4,10 +4,11 @@
  *
  * count_buckets(row_map, ids, counts): adds how many of the ids each bucket has to counts, int64 [buckets]; -> None, or the position of the
  *   first id that has no bucket
- * put_in_buckets(row_map, ids, first_source, ends, records): appends each id to its bucket; ends: int64 [buckets], where a bucket's next record goes
- * distinct(records, starts, first, last, keep, kept): of buckets [first, last) keeps each id once, the first (keep 1) or the last (2) of
+ * put_in_buckets(row_map, ids, sources, ends, records): appends each id, with its source, to its bucket; ends: int64 [buckets], where a
+ *   bucket's next record goes
+ * distinct(records, starts, first, last, keep, own, kept): of buckets [first, last) keeps each id once, the first (keep 1) or the last (2) of
  *   those that are the same, in front, and moves the others behind; kept: int64 [buckets], how many stay. keep 0: -> (id, source row, source
- *   row) of two that are the same, or None
+ *   row) of two that are the same, or None. A source from `own` on is an older version's: it stays where no other has its id
  * build(records, starts, kept, first, last, directory, pilots): finds seeds and pilots of buckets [first, last). directory has the first rows.
  *   -> None, or the number of a bucket for which none were found
  * find_rows(row_map, ids, rows): the row that each id has if it is there, int64 [n]; what a row keeps is not looked at
@@ -93,22 +94,19 @@ PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n)
     buffers all;
     (void)self;
     if (n != 5) return PyErr_Format(PyExc_TypeError, "put_in_buckets takes 5 arguments, got %zd", n);
-    const int64_t first_source = PyLong_AsLongLong(args[2]);
-    if (first_source == -1 && PyErr_Occurred()) return NULL;
-    PyObject *const given[] = {args[0], args[1], args[3], args[4]};
-    if (!take(given, 4, 12, &all)) return NULL;
+    if (!take(args, 5, 24, &all)) return NULL;
     const row_map *m = map_in(&all.b[0]);
-    if (!m || int64s(&all.b[2]) != m->buckets_here) return unsound(&all, "put_in_buckets");
-    const int64_t ids = int64s(&all.b[1]), room = all.b[3].len / (int64_t)sizeof(record);
-    int64_t *ends = all.b[2].buf;
-    record *records = all.b[3].buf;
+    const int64_t ids = int64s(&all.b[1]), room = all.b[4].len / (int64_t)sizeof(record);
+    if (!m || int64s(&all.b[2]) != ids || int64s(&all.b[3]) != m->buckets_here) return unsound(&all, "put_in_buckets");
+    int64_t *ends = all.b[3].buf;
+    record *records = all.b[4].buf;
     int fits = 1;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t i = 0; fits && i < ids; i++) {
         const int64_t id = load_i64((const uint8_t *)all.b[1].buf + 8 * i);
         const uint64_t bucket = bucket_of(m, (uint64_t)id, mix_id((uint64_t)id));
         fits = bucket < (uint64_t)m->buckets_here && ends[bucket] >= 0 && ends[bucket] < room;
-        if (fits) records[ends[bucket]++] = (record){id, first_source + i};
+        if (fits) records[ends[bucket]++] = (record){id, load_i64((const uint8_t *)all.b[2].buf + 8 * i)};
     }
     Py_END_ALLOW_THREADS
     if (!fits) return unsound(&all, "put_in_buckets");
@@ -143,7 +141,7 @@ enum keep { KEEP_ONE = 0, KEEP_FIRST = 1, KEEP_LAST = 2 };
 typedef struct { int failed; record twice; int64_t other; } twins;
 
 /* Moves records whose id came before behind the others; the rest stays in order. Returns how many stay. */
-static int64_t keep_distinct(record *records, int64_t n, int keep, twins *found) {
+static int64_t keep_distinct(record *records, int64_t n, int keep, int64_t own, twins *found) {
     set s;
     int64_t kept = 0, dropped = 0;
     if (n >= UINT32_MAX / 2 || !make_set(&s, n)) {
@@ -159,7 +157,8 @@ static int64_t keep_distinct(record *records, int64_t n, int keep, twins *found)
             kept++;
             continue;
         }
-        if (keep == KEEP_ONE) {
+        const int is_older = here.source >= own;
+        if (keep == KEEP_ONE && !is_older) {
             *found = (twins){1, here, records[before].source};
             break;
         }
@@ -167,8 +166,8 @@ static int64_t keep_distinct(record *records, int64_t n, int keep, twins *found)
             found->failed = 2;
             break;
         }
-        behind[dropped++] = keep == KEEP_FIRST ? here : records[before];
-        if (keep == KEEP_LAST) records[before] = here;
+        behind[dropped++] = keep == KEEP_FIRST || is_older ? here : records[before];
+        if (keep == KEEP_LAST && !is_older) records[before] = here;
     }
     if (dropped) memcpy(records + kept, behind, (size_t)dropped * sizeof(record));
     free(behind), free(s.at);
@@ -177,12 +176,12 @@ static int64_t keep_distinct(record *records, int64_t n, int keep, twins *found)
 
 PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     buffers all;
-    int64_t given[3];
+    int64_t given[4];
     (void)self;
-    if (n != 6) return PyErr_Format(PyExc_TypeError, "distinct takes 6 arguments, got %zd", n);
-    for (int i = 0; i < 3; i++)
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "distinct takes 7 arguments, got %zd", n);
+    for (int i = 0; i < 4; i++)
         if ((given[i] = PyLong_AsLongLong(args[2 + i])) == -1 && PyErr_Occurred()) return NULL;
-    PyObject *const of[] = {args[0], args[1], args[5]};
+    PyObject *const of[] = {args[0], args[1], args[6]};
     if (!take(of, 3, 5, &all)) return NULL;
     const int64_t *starts = all.b[1].buf, buckets = int64s(&all.b[2]), room = all.b[0].len / (int64_t)sizeof(record);
     int64_t *kept = all.b[2].buf;
@@ -192,7 +191,7 @@ PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     twins found = {0};
     Py_BEGIN_ALLOW_THREADS
     for (int64_t b = given[0]; b < given[1] && !found.failed; b++)
-        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2], &found);
+        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2], given[3], &found);
     Py_END_ALLOW_THREADS
     release(&all);
     if (found.failed == 2) return PyErr_NoMemory();

@@ -73,16 +73,17 @@ class IndexBuilder:
             raise QuantError(f"a bucket has {largest:,} ids, the most is {LARGEST_BUCKET:,}; set more buckets")
         return self.ids
 
-    def put(self, ids: NDArray[np.int64], first_source: int, records: NDArray[np.int64]) -> None:
-        """Puts a block into records [ids, 2]. first_source: the number of its first row in the source."""
-        _native.put_in_buckets(self._map, np.ascontiguousarray(ids), first_source, self._ends, records)
+    def put(self, ids: NDArray[np.int64], sources: NDArray[np.int64], records: NDArray[np.int64]) -> None:
+        """Puts a block into records [ids, 2]. sources: the numbers of its rows in the source, which ascend from block to block."""
+        _native.put_in_buckets(self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records)
 
-    def distinct(self, records: NDArray[np.int64], duplicates: str) -> NDArray[np.int64]:
+    def distinct(self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1) -> NDArray[np.int64]:
         """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not kept.
 
+        own: source rows from this number on are an older version's: one of them is kept where no other row has its id.
         DuplicateId: duplicates are an error, and there is one.
         """
-        self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates]))
+        self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates], own))
         parts = [
             records[start + kept : end, 1]
             for start, kept, end in zip(self._starts, self.kept, self._starts[1:], strict=False)
@@ -90,8 +91,8 @@ class IndexBuilder:
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _distinct(self, records: NDArray[np.int64], first: int, last: int, keep: int) -> None:
-        if twice := _native.distinct(records, self._starts, first, last, keep, self.kept):
+    def _distinct(self, records: NDArray[np.int64], first: int, last: int, keep: int, own: int) -> None:
+        if twice := _native.distinct(records, self._starts, first, last, keep, own, self.kept):
             raise DuplicateId(*twice)
 
     @property
