@@ -8,14 +8,14 @@ So a sum of 4 bytes a record is all that is kept. Bytes of a record that no tabl
 storage) are read at the end, where they are few; else the record is not verified.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 
 from isal import isal_zlib
 
 from tableside.loader.checkpoint.archive import Record
-from tableside.loader.checkpoint.rows import Matrix, Shard
+from tableside.loader.checkpoint.rows import Placed, Shard
 from tableside.loader.errors import CheckpointError
 
 _REST_BYTES, _REST_FRACTION = 8 << 20, 1 / 32
@@ -51,8 +51,8 @@ class _Sum:
 class Crc32Check:
     """The CRC-32 of the records that a load's tables lie in. `take` while rows are read, then `finish`."""
 
-    def __init__(self, matrices: dict[str, Matrix]) -> None:
-        """matrices: table -> its matrix, every row of which will be read once."""
+    def __init__(self, matrices: Mapping[str, Placed]) -> None:
+        """matrices: table -> its matrix or ids, every row of which will be read once."""
         self._lock = Lock()
         self._sums = self._sums_of(matrices)
         self._readers: dict[tuple[str, Shard], _Sum] = {}
@@ -67,7 +67,7 @@ class Crc32Check:
             self._plan(found)
 
     @staticmethod
-    def _sums_of(matrices: dict[str, Matrix]) -> "list[_Sum]":
+    def _sums_of(matrices: Mapping[str, Placed]) -> "list[_Sum]":
         sums: dict[tuple[Path, int], _Sum] = {}
         for table, matrix in matrices.items():
             for shard in matrix.shards:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tableside.loader.checkpoint import torch_files
+from tableside.loader.checkpoint.collector import Collector
 from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Record, Refused, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.rows import Checkpoint, Shard
 from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, Tensor
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError
@@ -82,7 +83,7 @@ def read(path: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: {error})"
             ) from error
-    return Checkpoint(path, found.matrices, found.skipped)
+    return found.checkpoint(path)
 
 
 def _read_metadata(path: Path) -> _Metadata:
@@ -132,13 +133,13 @@ def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dic
     shape = _wholes(entry["size"])
     properties = entry["properties"].state
     dtype = (properties[0] if isinstance(properties, tuple) else properties["dtype"]).value
-    if len(shape) != 2:
+    if len(shape) != 2 and not (len(shape) == 1 and dtype in ("int64", "int32")):  # neither a matrix nor ids
         found.add(key, shape, dtype, None)
         return
     shards: list[Shard] = []
     for chunk in entry["chunks"]:
         offsets, sizes = _wholes(chunk["offsets"]), _wholes(chunk["sizes"])
-        if len(offsets) != 2 or len(sizes) != 2:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"{key!r} has a chunk of {len(sizes)} dimensions at {list(offsets)}")
         if 0 in sizes:
             continue
@@ -159,7 +160,8 @@ def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[
     tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
     if not isinstance(tensor, Tensor) or tensor.shape != sizes or not tensor.contiguous or tensor.dtype != dtype:
         raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor {list(sizes)}")
-    return Shard(path, tensor.begin, offsets[0], sizes[0], offsets[1], sizes[1], tensor.storage.record)
+    (row, column), (rows, columns) = (*offsets, 0)[:2], (*sizes, 1)[:2]
+    return Shard(path, tensor.begin, row, rows, column, columns, tensor.storage.record)
 
 
 class _Files:

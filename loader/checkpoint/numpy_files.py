@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 
 from tableside.loader.checkpoint.archive import Archive, Record
-from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
+from tableside.loader.checkpoint.rows import Checkpoint
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError
 
@@ -30,13 +31,13 @@ def read(path: Path, fd: int) -> Checkpoint:
     window = Window(fd, path)
     if path.suffix == ".npy":
         _add(found, path.stem, window, None)
-        return Checkpoint(path, found.matrices, found.skipped)
+        return found.checkpoint(path)
     archive = Archive(window, "write it with np.savez, not np.savez_compressed")
     if len(archive.records) > LIMIT_TENSORS:
         raise CheckpointError(f"{path}: more than {LIMIT_TENSORS:,} arrays; save the tables alone")
     for name, record in archive.records.items():
         _add(found, name.removesuffix(".npy"), Window(fd, path, record.offset, record.bytes), record)
-    return Checkpoint(path, found.matrices, found.skipped)
+    return found.checkpoint(path)
 
 
 def _add(found: Collector, key: str, window: Window, record: Record | None) -> None:
@@ -52,8 +53,8 @@ def _add(found: Collector, key: str, window: Window, record: Record | None) -> N
                 "it was truncated, is still being written, or holds more than one array"
             )
     shards = None
-    if len(shape) == 2 and (not fortran or 1 in shape):
-        shards = (Shard(window.path, window.begin + start, 0, shape[0], 0, shape[1], record),)
+    if not fortran or len(shape) == 1 or 1 in shape:
+        shards = whole(window.path, window.begin + start, shape, record)
     found.add(key, shape, dtype, shards)
 
 

@@ -3,14 +3,16 @@
 import os
 from pathlib import Path
 
-from tableside.loader.checkpoint import dcp, numpy_files, safetensors, torch_files
+from tableside.loader.checkpoint import dcp, keyed_folders, numpy_files, safetensors, torch_files
+from tableside.loader.checkpoint.keyed_pairs import Pairs
 from tableside.loader.checkpoint.rows import Checkpoint
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 
 _KINDS = (
     "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), "
-    "a folder with .metadata (torch distributed checkpoint), or .npy / .npz"
+    "a folder with .metadata (torch distributed checkpoint), .npy / .npz, or, for raw ids, .parquet, a DynamicEmb dump, or a "
+    "sparse model of HugeCTR"
 )
 
 
@@ -19,9 +21,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if "\0" not in str(path) and not os.path.exists(path):
         raise CheckpointError(f"checkpoint {path} does not exist; expected {_KINDS}")
     try:
-        return _open_folder(path) if os.path.isdir(path) else _open_file(path)
+        found = _open_folder(path) if os.path.isdir(path) else _open_file(path)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
+    if found.ids:
+        found.tables = Pairs(found)
+    return found
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -30,10 +35,26 @@ def _open_folder(path: Path) -> Checkpoint:
     for name in (safetensors.INDEX, "model.safetensors"):
         if os.path.exists(path / name):
             return _open_file(path / name)
+    if found := keyed_folders.dynamicemb(path):
+        return found
+    if groups := keyed_folders.parquet(path):
+        return _parquet(path, groups)
+    if found := keyed_folders.hugectr(path):
+        return found
     raise CheckpointError(
-        f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors; "
-        "a distributed checkpoint without .metadata was not finished"
+        f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors, Parquet, a DynamicEmb dump "
+        "or a sparse model of HugeCTR; a distributed checkpoint without .metadata was not finished"
     )
+
+
+def _parquet(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
+    try:
+        from tableside.loader.checkpoint import keyed_parquet
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: Parquet is read by pyarrow, which does not import ({error}); install tableside[eval]"
+        ) from error
+    return keyed_parquet.read(path, groups)
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -45,4 +66,6 @@ def _open_file(path: Path) -> Checkpoint:
             return numpy_files.read(path, file.fileno())
         if path.suffix in (".pt", ".pth", ".bin", ".ckpt") or magic[:4] == b"PK\x03\x04":
             return torch_files.read(path, file.fileno())
+    if path.suffix == ".parquet" or magic[:4] == b"PAR1":
+        return _parquet(path, {"": [path]})
     raise CheckpointError(f"{path}: begins with {magic!r}, which is no known kind; expected {_KINDS}")

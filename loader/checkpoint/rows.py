@@ -1,5 +1,7 @@
 """`Matrix`: a tensor of a checkpoint as places in files. Every format's reader only finds the places; reading is here.
 
+`Ids` is a tensor of ids in the same way. What pairs the two, and all other tables of raw ids, is in `keyed`.
+
 Rows are read with preadv into a buffer of the caller's, never through a mapping: a file that is truncated or a disk that
 fails while it is read gives an error, not SIGBUS.
 """
@@ -10,21 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.archive import Record
+from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables, NoKeyedTables
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
 
 DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
-
-
-LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memory here
-
 Seen = Callable[["Shard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
 
 
@@ -44,25 +43,28 @@ class Shard:
     record: Record | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly (`check`)."""
+class Placed:
+    """What a matrix and a tensor of ids have in common: [rows, dim] values of `item_bytes` each, in shards that cover it."""
 
+    __slots__ = ()
     key: str
     rows: int
     dim: int
-    source: Source
     shards: tuple[Shard, ...]
 
     @property
+    def item_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
     def bytes(self) -> int:
-        return self.rows * self.dim * self.source.bytes
+        return self.rows * self.dim * self.item_bytes
 
     def span(self, shard: Shard) -> tuple[int, int]:
         """[begin, end) of a shard's bytes in its file."""
-        return shard.offset, shard.offset + shard.rows * shard.columns * self.source.bytes
+        return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
-    def check(self, checkpoint: Path) -> "Matrix":
+    def check(self, checkpoint: Path) -> Self:
         """Raises CheckpointError unless the shards cover every value once and lie inside their files."""
         sizes: dict[Path, int] = {}
         covered = 0
@@ -88,6 +90,36 @@ class Matrix:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix(Placed):
+    """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly (`check`)."""
+
+    key: str
+    rows: int
+    dim: int
+    source: Source
+    shards: tuple[Shard, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        return self.source.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ids(Placed):
+    """A tensor of ids [rows] or [rows, 1]. dtype: as they lie, int64 or int32."""
+
+    key: str
+    rows: int
+    dtype: np.dtype[Any]
+    shards: tuple[Shard, ...]
+    dim: ClassVar[int] = 1  # type: ignore[misc]  # a field of the others
+
+    @property
+    def item_bytes(self) -> int:
+        return self.dtype.itemsize
+
+
 def _overlapping(shards: Iterable[Shard]) -> Shard | None:
     """A shard that holds values of another, or None. Goes down the rows with the columns that are covered there, sorted."""
     begins = [(s.row, 1, i, s) for i, s in enumerate(shards) if s.rows and s.columns]
@@ -106,12 +138,27 @@ def _overlapping(shards: Iterable[Shard]) -> Shard | None:
 
 
 class Checkpoint:
-    """The matrices of a checkpoint, by key, and the files that they are read from. A context manager; any thread may read."""
+    """The matrices of a checkpoint, by key, and the files that they are read from. A context manager; any thread may read.
 
-    def __init__(self, path: Path, matrices: Mapping[str, Matrix], skipped: Mapping[str, str]) -> None:
-        """skipped: tensors that are not matrices of floats, with the reason."""
-        self.path, self.matrices, self.skipped = path, dict(matrices), dict(skipped)
+    ids: its tensors of ids, by key. tables: its tables of raw ids, which `open_checkpoint` sets.
+    """
+
+    def __init__(
+        self, path: Path, matrices: Mapping[str, Matrix], skipped: Mapping[str, str], ids: Mapping[str, Ids] | None = None
+    ) -> None:
+        """skipped: tensors that are not matrices of floats, with the reason; those of ids as well."""
+        self.path, self.matrices, self.skipped, self.ids = path, dict(matrices), dict(skipped), dict(ids or {})
+        self.tables: KeyedTables = NoKeyedTables(path)
         self._files: dict[Path, int] = {}
+
+    @property
+    def keyed_tables(self) -> Mapping[str, str | None]:
+        """The tables of raw ids that the format or the names tell of: key -> the ids' key, None where the format says it."""
+        return self.tables.names
+
+    def keyed(self, key: str, id_key: str | None = None) -> KeyedRows:
+        """The ids and vectors of a table of raw ids, its files open. CheckpointError: there is none, or what is wrong with it."""
+        return self.tables.open(key, id_key)
 
     def matrix(self, key: str) -> Matrix:
         """The matrix `key`, its shards checked; CheckpointError says what else there is."""
@@ -119,21 +166,22 @@ class Checkpoint:
             return self.matrices[key].check(self.path)
         if key in self.skipped:
             raise CheckpointError(f"{self.path}: {key!r} cannot be a table: {self.skipped[key]}")
-        near = ", ".join(sorted(self.matrices)[:10]) or "none"
-        raise CheckpointError(
-            f"{self.path}: there is no tensor {key!r}; matrices there: {near}{' ...' if len(self.matrices) > 10 else ''}"
-        )
+        if key in self.keyed_tables:
+            raise CheckpointError(
+                f'{self.path}: the rows of {key!r} are found by ids; add ids = "raw" to its table in model.toml'
+            )
+        raise CheckpointError(f"{self.path}: there is no tensor {key!r}; matrices there: {some(self.matrices)}")
 
-    def open_files(self, matrix: Matrix) -> None:
+    def open_files(self, matrix: Placed) -> None:
         """Opens the files of a matrix, ahead of reading it from several threads."""
         for shard in matrix.shards:
             if shard.path not in self._files:
                 self._files[shard.path] = open_regular(shard.path, "a file of the checkpoint", CheckpointError)
 
     def read(
-        self, matrix: Matrix, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
+        self, matrix: Placed, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
     ) -> None:
-        """Fills out [stop - start, dim] with rows [start, stop). scratch: at least as many bytes as out, for column shards.
+        """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out, for column shards.
 
         seen: is shown each shard's bytes while they are in the cache. Caller has opened the files.
         CheckpointError: a file ended early or could not be read.
@@ -142,7 +190,7 @@ class Checkpoint:
             first, last = max(start, s.row), min(stop, s.row + s.rows)
             if first >= last:
                 continue
-            row_bytes = s.columns * matrix.source.bytes
+            row_bytes = s.columns * matrix.item_bytes
             offset = s.offset + (first - s.row) * row_bytes
             part = out[first - start : last - start]
             if s.columns == matrix.dim:
@@ -191,43 +239,7 @@ def file_size(path: Path) -> int:
         raise CheckpointError(f"{path}: {reason}; a part of the checkpoint is missing or unreadable") from error
 
 
-class Collector:
-    """Gathers a checkpoint's tensors: matrices of floats go one way, everything else is skipped with a reason."""
-
-    def __init__(self) -> None:
-        self.matrices: dict[str, Matrix] = {}
-        self.skipped: dict[str, str] = {}
-
-    def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[Shard, ...] | None) -> None:
-        """dtype: the format's own name. shards None: the values do not lie row after row."""
-        source = _SOURCES.get(dtype.removeprefix("torch.").lower())
-        if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
-            raise CheckpointError(f"more than {LIMIT_TENSORS:,} tensors; save the tables alone")
-        if key in self.matrices or key in self.skipped:
-            self.matrices.pop(key, None)
-            self.skipped[key] = "two tensors have this name"
-        elif source is None:
-            self.skipped[key] = f"dtype {dtype}; expected fp32, fp16 or bf16"
-        elif len(shape) != 2 or min(shape) < 1:
-            self.skipped[key] = f"shape {list(shape)}; expected [rows, dim] with at least one of each"
-        elif shards is None:
-            self.skipped[key] = "its values do not lie row after row; save it with .contiguous()"
-        else:
-            self.matrices[key] = Matrix(key, shape[0], shape[1], source, shards)
-
-    def skip(self, key: str, why: str) -> None:
-        """Leaves a tensor out, with the reason."""
-        if key in self.skipped or len(self.skipped) < LIMIT_TENSORS:
-            self.skipped[key] = why
-
-
-_SOURCES = {
-    "f32": Source.FP32, "float32": Source.FP32, "<f4": Source.FP32,
-    "f16": Source.FP16, "float16": Source.FP16, "<f2": Source.FP16,
-    "bf16": Source.BF16, "bfloat16": Source.BF16,
-}  # fmt: skip
-
-
-def whole(path: Path, offset: int, shape: tuple[int, ...]) -> tuple[Shard, ...] | None:
-    """One shard that is the whole matrix."""
-    return (Shard(path, offset, 0, shape[0], 0, shape[1]),) if len(shape) == 2 else None
+def some(names: Iterable[str]) -> str:
+    """The first names in their order, for people."""
+    listed = sorted(names)
+    return (", ".join(listed[:10]) or "none") + (" ..." if len(listed) > 10 else "")

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import orjson
 
-from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, Collector, whole
+from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
+from tableside.loader.checkpoint.rows import Checkpoint
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular, read_regular
@@ -46,7 +47,7 @@ def read(path: Path, fd: int) -> Checkpoint:
     found = Collector()
     if not path.name.endswith(".index.json"):
         _collect(found, path, *_header(Window(fd, path)))
-        return Checkpoint(path, found.matrices, found.skipped)
+        return found.checkpoint(path)
     by_file: dict[str, list[str]] = {}
     for key, name in _index(path).items():
         by_file.setdefault(name, []).append(key)
@@ -57,7 +58,7 @@ def read(path: Path, fd: int) -> Checkpoint:
         if missing := sorted(set(keys) - set(entries)):
             raise CheckpointError(f"{part}: the index says it holds {missing[0]!r}, but it does not")
         _collect(found, part, {key: entries[key] for key in keys}, start)
-    return Checkpoint(path, found.matrices, found.skipped)
+    return found.checkpoint(path)
 
 
 def _index(path: Path) -> dict[str, str]:

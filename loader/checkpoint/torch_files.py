@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tableside.loader.checkpoint.archive import Archive, Record
+from tableside.loader.checkpoint.collector import Collector, whole
 from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, Collector, Shard
+from tableside.loader.checkpoint.rows import Checkpoint, Shard
 from tableside.loader.checkpoint.window import Window
 from tableside.loader.errors import CheckpointError
 
@@ -65,7 +66,7 @@ def read(path: Path, fd: int) -> Checkpoint:
             found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
         else:
             found.skip(key, "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or .dequantize()")
-    return Checkpoint(path, found.matrices, found.skipped)
+    return found.checkpoint(path)
 
 
 def load(window: Window) -> Any:
@@ -236,7 +237,5 @@ def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, Tensor | Other]]:
 
 
 def shards_of(tensor: Tensor, path: Path) -> tuple[Shard, ...] | None:
-    """Where a matrix's values lie. None: not row after row."""
-    if len(tensor.shape) != 2 or not tensor.contiguous:
-        return None
-    return (Shard(path, tensor.begin, 0, tensor.shape[0], 0, tensor.shape[1], tensor.storage.record),)
+    """Where a tensor's values lie. None: not row after row."""
+    return whole(path, tensor.begin, tensor.shape, tensor.storage.record) if tensor.contiguous else None

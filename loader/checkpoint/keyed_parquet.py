@@ -1,0 +1,239 @@
+"""Tables of raw ids in Parquet: a column of ids and a column of vectors, in a file, or in a folder of part files in name order.
+
+ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32 or float16,
+none of them null. Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
+so that memory does not grow with a file. A row group is a piece. Checksums of pages are compared where the writer left some.
+
+Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
+Names that begin with "_" or "." are not read.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from tableside.loader.checkpoint import keyed
+from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
+from tableside.loader.checkpoint.rows import Checkpoint, some
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular
+from tableside.quant import Source
+
+_READ_BYTES = 1 << 20  # of a column chunk at once
+_SOURCES = {pa.float32(): Source.FP32, pa.float16(): Source.FP16}
+
+
+def read(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
+    """The tables of a Parquet file or a folder. groups: prefix of keys -> files. CheckpointError: a file is damaged."""
+    checkpoint = Checkpoint(path, {}, {})
+    checkpoint.tables = ParquetTables(checkpoint, groups)
+    return checkpoint
+
+
+class ParquetTables(KeyedTables):
+    """The tables of some groups of files. Only columns that look like a table alone are named: one of vectors, and of its ids."""
+
+    def __init__(self, checkpoint: Checkpoint, groups: dict[str, list[Path]]) -> None:
+        self._path, self._groups = checkpoint.path, groups
+        self.names = {}
+        for prefix, files in groups.items():
+            if prefix.endswith(".parquet/") and "" in groups:
+                continue  # a part of a table that is named already
+            schema = _schema(files[0])
+            ids = [f.name for f in schema if pa.types.is_integer(f.type)]
+            ids = [n for n in ids if n.lower() in ("id", "ids", "key", "keys")] or ids
+            for field in schema:
+                if _is_list(field.type) and field.type.value_type in _SOURCES:
+                    if len(ids) == 1:
+                        self.names[prefix + field.name] = ids[0]
+                    else:
+                        what = f"which column holds its ids cannot be told: {some(ids)}" if ids else "no column of integers"
+                        checkpoint.skipped[prefix + field.name] = what
+
+    def open(self, key: str, id_key: str | None) -> KeyedRows:
+        prefix, column = next(
+            ((p, key.removeprefix(p)) for p in sorted(self._groups, reverse=True) if key.startswith(p)), ("", key)
+        )
+        if prefix not in self._groups:
+            raise CheckpointError(f"{self._path}: there is no column {key!r}; columns of vectors there: {some(self.names)}")
+        id_key = id_key or self.names.get(key)
+        if id_key is None:
+            raise CheckpointError(f"{self._path}: say the column of the ids of {key!r} as id_key in model.toml")
+        return ParquetRows(key, column, id_key.removeprefix(prefix), self._groups[prefix])
+
+
+class _Piece(NamedTuple):
+    """A row group. first: its first row, of the whole table; in_file: of its file."""
+
+    path: Path
+    group: int
+    first: int
+    rows: int
+    in_file: int
+
+
+class ParquetRows(KeyedRows):
+    """A table of part files."""
+
+    def __init__(self, key: str, column: str, id_column: str, files: list[Path]) -> None:
+        """CheckpointError: a file is damaged, or lacks a column, or has one of another type."""
+        self.key, self.paths, self._column, self._id_column = key, tuple(files), column, id_column
+        self._row_groups: list[_Piece] = []
+        self.rows, kinds = 0, dict[tuple[Source, int], Path]()
+        for path in files:
+            with _open(path) as file:
+                kind = _kind(file, path, column, id_column)
+                if kind[1] or file.metadata.num_rows:
+                    kinds.setdefault((kind[0], kind[1] or _first_length(file, path, column)), path)
+                self._add(path, file.metadata)
+        if not kinds:
+            raise CheckpointError(
+                f"{files[0]}: {column!r} has no rows, and as a list it does not say how many values a vector has"
+            )
+        if len(kinds) > 1:
+            ((source, dim), path), ((other, other_dim), other_path) = list(kinds.items())[:2]
+            raise CheckpointError(
+                f"{other_path}: vectors of {other_dim} {other.label} values, in {path} they are of {dim} {source.label}; name a "
+                f'file as "{path.name}/{column}" where each is a table of its own'
+            )
+        ((self.source, self.dim),) = kinds
+        self.pieces = len(self._row_groups)
+
+    @property
+    def verification(self) -> Mapping[str, str]:
+        return {"not": "Parquet has checksums only where its writer was asked for them"}
+
+    def finish(self) -> None:
+        """Nothing is left: pages are compared while they are read."""
+
+    def _add(self, path: Path, metadata: Any) -> None:
+        in_file = 0
+        for group in range(metadata.num_row_groups):
+            if rows := metadata.row_group(group).num_rows:
+                self._row_groups.append(_Piece(path, group, self.rows, rows, in_file))
+            self.rows, in_file = self.rows + rows, in_file + rows
+
+    def ids(self, piece: int) -> Iterator[IdBlock]:
+        for first, batch in self._batches(piece, [self._id_column], keyed.ID_BLOCK_ROWS):
+            yield IdBlock(np.arange(first, first + len(batch)), self._ids_of(batch, first))
+
+    def blocks(self, piece: int) -> Iterator[Block]:
+        rows = max(1, keyed.BLOCK_BYTES // (self.dim * self.source.bytes))
+        for first, batch in self._batches(piece, [self._id_column, self._column], rows):
+            yield Block(np.arange(first, first + len(batch)), self._ids_of(batch, first), self._values_of(batch, first))
+
+    def where(self, row: int) -> str:
+        piece = next(p for p in self._row_groups if p.first <= row < p.first + p.rows)
+        return f"{piece.path}: row {row - piece.first + piece.in_file:,} (row group {piece.group})"
+
+    def _batches(self, piece: int, columns: list[str], rows: int) -> Iterator[tuple[int, Any]]:
+        """(row of the whole table, batch) of a row group; CheckpointError: it cannot be read."""
+        at = self._row_groups[piece]
+        first = at.first
+        with _open(at.path) as file:
+            if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
+                raise CheckpointError(f"{at.path}: its row groups changed while it was read; load it when it is whole")
+            for batch in file.iter_batches(rows, row_groups=[at.group], columns=columns, use_threads=False):
+                if len(batch):
+                    yield first, batch
+                first += len(batch)
+        if first != at.first + at.rows:
+            raise CheckpointError(f"{at.path}: row group {at.group} has {first - at.first:,} rows, its footer says {at.rows:,}")
+
+    def _ids_of(self, batch: Any, first: int) -> NDArray[np.int64]:
+        column = batch.column(self._id_column)
+        if column.null_count:
+            raise CheckpointError(
+                f"{self.where(first + _first_null(column))}: {self._id_column!r} is null; expected an id in every row"
+            )
+        ids = column.to_numpy(zero_copy_only=False)
+        if ids.dtype == np.uint64 and (large := ids >> np.uint64(63)).any():
+            at = int(large.argmax())
+            raise CheckpointError(f"{self.where(first + at)}: id {ids[at]} does not fit an int64; expected ids below 2**63")
+        return ids.astype(np.int64, copy=False)  # type: ignore[no-any-return]
+
+    def _values_of(self, batch: Any, first: int) -> NDArray[Any]:
+        column = batch.column(self._column)
+        if column.null_count:
+            raise CheckpointError(
+                f"{self.where(first + _first_null(column))}: {self._column!r} is null; expected a vector in every row"
+            )
+        if not pa.types.is_fixed_size_list(column.type):
+            lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+            if (other := lengths != self.dim).any():
+                at = int(other.argmax())
+                raise CheckpointError(f"{self.where(first + at)}: a vector of {lengths[at]} values; the first one has {self.dim}")
+        values = column.flatten()
+        if values.null_count:
+            at = _first_null(values) // self.dim
+            raise CheckpointError(f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers")
+        return values.to_numpy(zero_copy_only=True).reshape(-1, self.dim)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A Parquet file, read as a stream. CheckpointError: it is no regular file, or damaged, here or while it is read."""
+    fd = open_regular(path, "a file of the checkpoint", CheckpointError)
+    try:
+        with pa.OSFile(f"/proc/self/fd/{fd}") as source:
+            yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
+    finally:
+        os.close(fd)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _schema(path: Path) -> Any:
+    with _open(path) as file:
+        return file.schema_arrow
+
+
+def _is_list(kind: Any) -> bool:
+    return any(is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list))
+
+
+def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Source, int]:
+    """(source, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a column cannot be used."""
+    schema = file.schema_arrow
+    for name in (column, id_column):
+        if (count := len(schema.get_all_field_indices(name))) != 1:
+            raise CheckpointError(f"{path}: {count} columns are called {name!r}; expected one, of: {some(schema.names)}")
+    ids, vectors = schema.field(id_column).type, schema.field(column).type
+    if not pa.types.is_integer(ids):
+        raise CheckpointError(f"{path}: the ids {id_column!r} are of type {ids}; expected int64")
+    if not _is_list(vectors):
+        raise CheckpointError(f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
+    if (source := _SOURCES.get(vectors.value_type)) is None:
+        raise CheckpointError(
+            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32 or float16, so cast them "
+            "when the file is written"
+        )
+    dim = vectors.list_size if pa.types.is_fixed_size_list(vectors) else 0
+    if dim == 0 and pa.types.is_fixed_size_list(vectors):
+        raise CheckpointError(f"{path}: the vectors {column!r} have no values; expected at least one")
+    return source, dim
+
+
+def _first_length(file: Any, path: Path, column: str) -> int:
+    """How many values the first vector of a file has; CheckpointError: none, or it is null."""
+    for batch in file.iter_batches(1, columns=[column], use_threads=False):
+        if len(batch):
+            if length := batch.column(column).value_lengths()[0].as_py():
+                return int(length)
+            break
+    raise CheckpointError(f"{path}: row 0: {column!r} is null or has no values; expected a vector in every row")
+
+
+def _first_null(column: Any) -> int:
+    return int(column.is_null().to_numpy(zero_copy_only=False).argmax())
