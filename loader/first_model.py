@@ -1,15 +1,16 @@
 """A first `model.toml`, proposed from what a checkpoint holds: `tableside init`.
 
 A tensor becomes a table where its name says that it is an embedding. Where no name does, every matrix with at least four times as
-many rows as columns becomes one, and where there is none of those, every matrix.
+many rows as columns becomes one, and where there is none of those, every matrix. Where the checkpoint tells of tables of raw ids
+(`Checkpoint.keyed_tables`), those are the tables, and beside them only what is called an embedding.
 """
 
 import re
 from pathlib import Path
 
-from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.errors import ModelError
-from tableside.loader.model import Feature, ModelSpec, TableSpec, check_name
+from tableside.loader.model import Feature, ModelSpec, RawIds, TableSpec, check_name
 from tableside.quant import RowFormat
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
@@ -26,20 +27,31 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     ModelError: the checkpoint holds no matrix, or the name cannot be a model's. CheckpointError: it cannot be read.
     """
     with open_checkpoint(checkpoint) as found:
-        keys = [k for k in found.matrices if "emb" in k.lower()]
-        keys = keys or [k for k, m in found.matrices.items() if m.rows >= _TALL * m.dim] or list(found.matrices)
-        skipped = [f"{k}: {why}" for k, why in found.skipped.items()]
+        raw = dict(found.keyed_tables)
+        keys = _tables(found, raw)
+        skipped = [f"{k}: {why}" for k, why in found.skipped.items() if k not in raw.values()]
         skipped += [f"{k}: a matrix" for k in found.matrices if k not in keys]
     if not keys:
-        raise ModelError(f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16")
+        raise ModelError(
+            f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16, and no table of raw ids is found by its names"
+            + "".join(f"; {line}" for line in skipped[:3])
+        )
     tables: dict[str, TableSpec] = {}
     for key in keys:
         table = _table_name(key, tables)
-        tables[table] = TableSpec(table, key, row_format)
+        tables[table] = TableSpec(table, key, row_format, raw=RawIds(raw[key]) if key in raw else None)
     absolute = checkpoint.resolve()
     model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
     path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
     return ModelSpec(model, path, tuple(tables.values()), tuple(Feature(t, t) for t in tables)), skipped
+
+
+def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
+    """The keys that become tables."""
+    keys = [k for k in found.matrices if k in raw or "emb" in k.lower()]
+    if not raw:
+        keys = keys or [k for k, m in found.matrices.items() if m.rows >= _TALL * m.dim] or list(found.matrices)
+    return keys + [k for k in raw if k not in found.matrices]
 
 
 def _table_name(key: str, taken: dict[str, TableSpec]) -> str:

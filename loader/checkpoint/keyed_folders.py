@@ -28,8 +28,9 @@ import numpy as np
 
 from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables
 from tableside.loader.checkpoint.keyed_flat import FlatRows
-from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, Shard, file_size, some
+from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, Shard, some
 from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular
 from tableside.quant import Source
 
 _DYNAMICEMB = re.compile(r"(?P<table>.+)_emb_(?P<item>keys|values)\.rank_(?P<rank>\d{1,9})\.world_size_(?P<world>\d{1,9})")
@@ -63,7 +64,7 @@ def _tensors(key: str, parts: list[Part]) -> tuple[Ids, Matrix]:
     """The ids and vectors of a table, one file after another. CheckpointError: their sizes do not fit."""
     counts, dims = [], dict[int, Path]()
     for part in parts:
-        size, values = file_size(part.ids), file_size(part.values)
+        size, values = _size(part.ids), _size(part.values)
         count = size // _ID.itemsize
         if size % _ID.itemsize:
             raise CheckpointError(
@@ -90,6 +91,11 @@ def _tensors(key: str, parts: list[Part]) -> tuple[Ids, Matrix]:
     value_shards = [Shard(p.values, 0, first, n, 0, dim) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
     rows = firsts[-1]
     return Ids(key, rows, _ID, tuple(id_shards)), Matrix(key, rows, dim, Source.FP32, tuple(value_shards))
+
+
+def _size(path: Path) -> int:
+    with open(open_regular(path, "a file of the checkpoint", CheckpointError), "rb") as file:
+        return os.fstat(file.fileno()).st_size
 
 
 # ---- DynamicEmb ----
@@ -120,7 +126,7 @@ def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[Part]:
     for item in ("keys", "values"):
         for rank in range(worlds[0]):
             if (item, rank, worlds[0]) not in files:
-                name = f"{any_file.name.split('_emb_')[0]}_emb_{item}.rank_{rank}.world_size_{worlds[0]}"
+                name = f"{table.rpartition('/')[2]}_emb_{item}.rank_{rank}.world_size_{worlds[0]}"
                 raise CheckpointError(
                     f"{any_file.parent / name} is missing; expected files of all {worlds[0]} ranks of {table!r}"
                 )

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.first_model import first_model
+from tableside.loader.hps import hps_model, hps_text, is_hps
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
@@ -37,12 +38,20 @@ def _chosen(options: argparse.Namespace) -> list[Model]:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes a first model.toml for a checkpoint."""
+    """Writes a first model.toml for a checkpoint, or for a model of HPS's ps.json."""
     out: Path = options.out
     if out.exists() and not options.force:
         raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
-    spec, skipped = first_model(options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
-    out.write_text(write_model(spec, skipped), encoding="utf-8")
+    asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
+    if is_hps(options.checkpoint):
+        spec, notes = hps_model(*asked)
+        text = hps_text(spec, options.checkpoint, notes)
+        for note in notes:
+            console.print(note, markup=False)
+    else:
+        spec, skipped = first_model(*asked)
+        text = write_model(spec, skipped)
+    out.write_text(text, encoding="utf-8")
     names = ", ".join(t.name for t in spec.tables)
     console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
     return 0
