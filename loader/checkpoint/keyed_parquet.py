@@ -3,6 +3,7 @@
 ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32 or float16,
 none of them null. Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
 so that memory does not grow with a file. A row group is a piece. Checksums of pages are compared where the writer left some.
+Arrow takes the sizes in page headers on trust: a damaged file may take 2 GiB for a moment before it is refused.
 
 Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
 Names that begin with "_" or "." are not read.
@@ -184,7 +185,7 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         with pa.OSFile(f"/proc/self/fd/{fd}") as source:
             yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
     finally:
         os.close(fd)

@@ -1,5 +1,6 @@
 """Tables of raw ids in Parquet, written by pyarrow: what was saved comes back, what an id or a vector cannot be is refused."""
 
+import io
 import os
 import subprocess
 import sys
@@ -13,10 +14,12 @@ import pytest
 from keyed_tables import ids_of, read, small_pieces
 from support import rows_of
 
+from campaigns.common import random_of
+from campaigns.files import mutate
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError
 
-DIM = 6
+SEED, DIM = 14, 6
 IDS, VALUES = ids_of(57), rows_of(57, DIM)
 
 
@@ -199,6 +202,33 @@ def test_changed_bytes_are_found_where_pages_have_checksums(tmp_path: Path) -> N
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"t\.parquet.*(crc|CRC|checksum)"), open_checkpoint(path) as found:
         read(found.keyed("vector"))
+
+
+@pytest.mark.parametrize("kind", [fixed, lists])
+def test_random_changes_break_nothing(kind: Any, tmp_path: Path) -> None:
+    """100 of a file whose pages have checksums: refused in one line, or read with the true rows."""
+    honest, path = io.BytesIO(), tmp_path / "t.parquet"
+    pq.write_table(pa.table({"id": IDS, "vector": kind(VALUES)}), honest, row_group_size=20, write_page_checksum=True)
+    refused = 0
+    for number in range(100):
+        path.write_bytes(mutate(honest.getvalue(), random_of(SEED, kind.__name__, number)))
+        try:
+            with open_checkpoint(path) as found:
+                got = read(found.keyed("vector", "id"))
+        except CheckpointError as error:
+            refused += 1
+            assert "\n" not in str(error) and str(path) in str(error), (SEED, number, error)
+        else:
+            assert np.array_equal(got.ids, IDS) and np.array_equal(got.values, VALUES), (SEED, number)
+    assert refused > 50
+
+
+def test_a_column_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Arrow decodes names late, and with an error of another kind."""
+    path = write(tmp_path / "t.parquet", id=IDS, vector=lists(VALUES), namenamename=IDS)
+    path.write_bytes(path.read_bytes().replace(b"namenamename", b"namenam\xffname"))
+    with pytest.raises(CheckpointError, match=r"t\.parquet: not a whole Parquet file"):
+        open_checkpoint(path)
 
 
 def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
