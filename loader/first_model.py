@@ -49,8 +49,7 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
 def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
     """The keys that become tables."""
     keys = [k for k in found.matrices if k in raw or "emb" in k.lower()]
-    if not raw:
-        keys = keys or [k for k, m in found.matrices.items() if m.rows >= _TALL * m.dim] or list(found.matrices)
+    keys = keys or [k for k, m in found.matrices.items() if m.rows >= _TALL * m.dim] or list(found.matrices)
     return keys + [k for k in raw if k not in found.matrices]
 
 

@@ -12,8 +12,11 @@ from keyed_tables import ids_of, read, small_pieces
 from safetensors.torch import save_file
 from support import rows_of
 
-from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, Matrix, Shard, open_checkpoint
+from tableside.loader.checkpoint.keyed_flat import FlatRows
+from tableside.loader.checkpoint.rows import Ids
 from tableside.loader.errors import CheckpointError
+from tableside.quant import Source
 
 MPZCH = Path(__file__).parent.parent / "fixtures" / "torchrec_mpzch"
 IDENTITIES = "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
@@ -135,6 +138,26 @@ def test_what_does_not_fit_is_refused(key: str, id_key: str | None, message: str
     }
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(_npz(tmp_path, tensors)).keyed(key, id_key)
+
+
+def test_ids_of_one_name_are_no_ids(tmp_path: Path) -> None:
+    """Nested dicts may give two tensors one name: which is meant cannot be told."""
+    torch.save({"a.ids": torch.arange(5), "a": {"ids": torch.ones(5), "weight": torch.ones(5, 2)}}, tmp_path / "c.pt")
+    found = open_checkpoint(tmp_path / "c.pt")
+    assert not found.keyed_tables and found.skipped["a.ids"] == "two tensors have this name"
+    with pytest.raises(CheckpointError, match="it holds no ids for"):
+        found.keyed("a.weight", "a.ids")
+
+
+@pytest.mark.parametrize("rows", [range(4), range(5, 10)])
+def test_ids_that_are_not_all_there_are_refused(rows: range, tmp_path: Path) -> None:
+    """Of a sharded tensor of ids, as of a matrix: a shard is missing, or lies outside."""
+    (tmp_path / "x").write_bytes(bytes(400))
+    shards = (Shard(tmp_path / "x", 0, rows.start, len(rows), 0, 1),)
+    checkpoint = Checkpoint(tmp_path, {}, {})
+    values = Matrix("a", 5, 2, Source.FP32, (Shard(tmp_path / "x", 0, 0, 5, 0, 2),))
+    with pytest.raises(CheckpointError, match="a part of the checkpoint is missing|lies outside"):
+        FlatRows(checkpoint, Ids("a.ids", 5, np.dtype("<i8"), shards), values)
 
 
 def test_a_checkpoint_without_ids_says_so(tmp_path: Path) -> None:
