@@ -139,10 +139,11 @@ def plan_tables(
     steps: Mapping[str, int] | None = None,
     ids: Mapping[str, StoredIds] | None = None,
 ) -> tuple[StoredTable, ...]:
-    """Lays tables (name, key, format, rows, dim) out one after another, then their indexes; offsets are relative to the first table.
+    """Lays tables (name, key, format, rows, dim) out one after another, then their indexes; offsets are relative to the first
+    table.
 
-    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many. ids: table -> how its ids become
-    rows; the places of their indexes are found here.
+    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many. ids: table -> how its ids
+    become rows; the places of their indexes are found here.
     """
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:

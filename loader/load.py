@@ -2,7 +2,7 @@
 
 Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its core's cache,
 quantizes it straight into the segment, and hashes the chunk when its last piece is done. So fp32 never exists whole, and the
-private memory of a load is a few pieces a thread, whatever the table's size.
+private memory of a load is a few pieces a thread, whatever the table's size. Tables of raw ids are read as `loader.raw_ids` says.
 """
 
 import os
@@ -11,22 +11,28 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tableside.loader.backfill import Backfill
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from tableside.loader.checkpoint.rows import DTYPES
+from tableside.loader.checkpoint.keyed import KeyedRows
+from tableside.loader.checkpoint.rows import DTYPES, fingerprint
+from tableside.loader.default_rows import DefaultRow
 from tableside.loader.errors import CheckpointError, ModelError
-from tableside.loader.header import Header, StoredTable, plan_tables
-from tableside.loader.model import ModelSpec
+from tableside.loader.header import Header, plan_tables
+from tableside.loader.model import ModelSpec, TableSpec
+from tableside.loader.raw_ids import RawTable, RawWriter, Scratch, plan_raw_table
 from tableside.loader.scorer import stored_scorer
 from tableside.loader.segment import SegmentWriter
+from tableside.loader.stored import StoredIds, StoredRows, StoredTable
 from tableside.loader.verification import Verification
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, QuantError, RowFormat, choose
+from tableside.quant import CpuBackend, QuantError, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
@@ -69,29 +75,28 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     """
     backend = choose(settings.backend)
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
-        for matrix in matrices.values():
-            checkpoint.open_files(matrix)
-        scorer, program = stored_scorer(spec, {name: matrix.dim for name, matrix in matrices.items()})
+        sources = _Sources(spec, checkpoint)
+        scorer, program = stored_scorer(spec, sources.dims)
         model = Model(root, spec.name)
         with model.loading(settings.group) as version:
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                checks = Verification(checkpoint, matrices)
+                planned = _plan(spec, sources, root, lambda: model.create_scratch(version), settings.threads)
+                checks = Verification(checkpoint, sources.matrices)
                 source = {
                     "path": str(spec.checkpoint),
-                    "files": checkpoint.fingerprint(matrices.values()),
-                    "verified": checks.describe(),
+                    "files": checkpoint.fingerprint(sources.matrices.values()) | fingerprint(sources.paths),
+                    "verified": checks.describe() | {name: dict(k.verification) for name, k in sources.keyed.items()},
                 }
-                steps = {table: checks.step(table) for table in matrices}
-                header = replace(_plan(spec, matrices, version, source, steps), scorer=scorer, evaluation=spec.evaluation)
+                steps = {table: checks.step(table) for table in sources.matrices}
+                header = replace(_header(spec, planned, version, source, steps), scorer=scorer, evaluation=spec.evaluation)
                 writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
-                    job = _Load(checkpoint, matrices, checks, writer, backend, settings, progress)
-                    job.run()
+                    work = _Load(checkpoint, planned, checks, writer, backend, settings, progress)
+                    work.run()
                     huge = writer.mapping.huge_fraction()
-                    header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(job.source_bytes)})
+                    header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)})
                 finally:
                     writer.close()
                 model.publish(version, settings.activate)
@@ -100,18 +105,88 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                 raise
             seconds = time.monotonic() - started
     return Loaded(
-        spec.name, version, model.path(version), header, seconds, writer.size, job.source_bytes, huge, writer.mapping.page_bytes
+        spec.name, version, model.path(version), header, seconds, writer.size, sources.bytes, huge, writer.mapping.page_bytes
     )
 
 
-def _plan(spec: ModelSpec, matrices: dict[str, Matrix], version: int, source: dict[str, Any], steps: dict[str, int]) -> Header:
-    try:
-        shapes = [(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables]
-        tables = plan_tables(shapes, steps)
-    except QuantError as error:
-        raise ModelError(f"model {spec.name!r}: {error}") from error
+class _Sources:
+    """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
+
+    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint) -> None:
+        self.matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables if t.raw is None}
+        for matrix in self.matrices.values():
+            checkpoint.open_files(matrix)
+        self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in spec.tables if t.raw is not None}
+        both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
+        self.dims = {name: source.dim for name, source in both.items()}
+        self.rows = {name: source.rows for name, source in both.items()}
+        self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
+        self.row_bytes = max(s.dim * s.source.bytes for s in both.values())
+        self.paths = {path for k in self.keyed.values() for path in k.paths}
+
+
+@dataclass(frozen=True, eq=False)
+class _PlannedTable:
+    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others are refused."""
+
+    spec: TableSpec
+    rows: int
+    dim: int
+    ids: StoredIds | None
+    matrix: Matrix | None
+    raw: RawTable | None
+    default_row: DefaultRow
+    backfill: Backfill | None
+
+
+def _plan(spec: ModelSpec, sources: _Sources, root: Path, scratch: Scratch, threads: int) -> list[_PlannedTable]:
+    """Builds the indexes of raw ids, and finds how many rows each table takes."""
+    planned = []
+    for t in spec.tables:
+        dim = sources.dims[t.name]
+        backfill = Backfill(root, t, dim) if t.missing.policy == "backfill" else None
+        default_row = DefaultRow(t, dim, backfill)
+        raw = None
+        try:
+            t.row_format.row_bytes(dim)
+        except QuantError as error:
+            raise ModelError(f"model {spec.name!r}: {error}") from error
+        if t.raw is not None:
+            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, root, scratch, threads)
+            ids: StoredIds | None = raw.ids
+            rows = raw.rows
+            if default_row.is_used:
+                ids = replace(raw.ids, default_row=rows - 1)
+        else:
+            ids, rows = _ids_of_rows(t, sources.rows[t.name], backfill, default_row)
+        planned.append(_PlannedTable(t, rows, dim, ids, sources.matrices.get(t.name), raw, default_row, backfill))
+    return planned
+
+
+def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow) -> tuple[StoredIds | None, int]:
+    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the checkpoint."""
+    count = max(own, 0 if backfill is None else backfill.rows)
+    if count == own and not default_row.is_used:
+        return None, own
+    rows = count + default_row.is_used
+    return StoredIds(count, str(t.missing), rows - 1 if default_row.is_used else None, 0, count - own), rows
+
+
+def _header(spec: ModelSpec, planned: list[_PlannedTable], version: int, source: dict[str, Any], steps: dict[str, int]) -> Header:
+    shapes = [(p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned]
+    tables = plan_tables(shapes, steps, {p.spec.name: p.ids for p in planned if p.ids is not None})
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(spec.name, version, created, tables, spec.features, source)
+
+
+_Work = Callable[["_Buffers"], None]
+
+
+class _Buffers(NamedTuple):
+    """A thread's memory: a piece of the checkpoint, and room for column shards."""
+
+    piece: bytearray
+    scratch: bytearray
 
 
 class _Load:
@@ -120,23 +195,22 @@ class _Load:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        matrices: dict[str, Matrix],
+        planned: list[_PlannedTable],
         checks: Verification,
         writer: SegmentWriter,
         backend: CpuBackend,
         settings: LoadSettings,
         progress: Progress | None,
     ) -> None:
-        self.checkpoint, self.matrices, self.checks, self.writer, self.backend = checkpoint, matrices, checks, writer, backend
-        self.row_formats = {t.name: RowFormat.parse(t.row_format) for t in writer.header.tables}
+        self.checkpoint, self.checks, self.writer, self.backend = checkpoint, checks, writer, backend
+        self.planned = list(zip(planned, writer.header.tables, strict=True))
         self.progress = progress or (lambda done, total: None)
-        self.source_bytes = sum(m.bytes for m in matrices.values())
-        self.total_rows = sum(m.rows for m in matrices.values())
+        self.total_rows = sum(p.matrix.rows if p.matrix else p.raw.source.rows if p.raw else 0 for p in planned)
         self.done_rows = 0
-        self.buffer_bytes = max([PIECE_BYTES, *(m.dim * m.source.bytes for m in matrices.values())])
+        row_bytes = max(4 * p.dim for p in planned)
+        self.buffer_bytes = max(PIECE_BYTES, row_bytes)
         self.threads = self._threads(settings)
         self._lock = Lock()
-        self._chunks = self._all_chunks()
         self._stop = False
 
     def _threads(self, settings: LoadSettings) -> int:
@@ -146,51 +220,120 @@ class _Load:
             raise ModelError(f"max memory is {settings.max_memory_bytes:,} bytes; a load of this model needs at least {each:,}")
         return max(1, min(wanted, settings.max_memory_bytes // each))
 
-    def _all_chunks(self) -> Iterator[tuple[StoredTable, int]]:
-        for table in self.writer.header.tables:
-            for chunk in range(table.chunks):
-                yield table, chunk
-
     def run(self) -> None:
-        """Quantizes every chunk; raises an error where a thread had one."""
+        """Writes every row, and takes the checksums; raises an error where a thread had one."""
         self.progress(0, self.total_rows)
+        raw = {p.spec.name: self._raw_writer(p, t) for p, t in self.planned if p.raw is not None}
+        self._share(self._reading(raw))
+        self.checks.finish()
+        for p, table in self.planned:
+            if p.raw is not None:
+                p.raw.source.finish()
+                raw[p.spec.name].write_older()
+            elif p.matrix is not None and table.rows > p.matrix.rows:
+                self._write_tail(p, p.matrix, table)
+            if p.default_row.is_used:
+                p.default_row.write(self.writer.rows(table, table.rows - 1, table.rows)[0], self.backend)
+        self._share(self._finishing(raw))
+
+    def _share(self, items: Iterator[_Work]) -> None:
+        """Does work on all threads."""
         with ThreadPoolExecutor(self.threads, thread_name_prefix="tableside-load") as pool:
-            futures = [pool.submit(self._work) for _ in range(self.threads)]
+            futures = [pool.submit(self._work, items) for _ in range(self.threads)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self._stop = True
         for future in futures:
             future.result()
-        self.checks.finish()
+        self._stop = False
 
-    def _work(self) -> None:
-        buffer, scratch = bytearray(self.buffer_bytes), bytearray(self.buffer_bytes)
+    def _work(self, items: Iterator[_Work]) -> None:
+        buffers = _Buffers(bytearray(self.buffer_bytes), bytearray(self.buffer_bytes))
         while not self._stop:
             with self._lock:
-                item = next(self._chunks, None)
+                item = next(items, None)
             if item is None:
                 return
-            table, chunk = item
-            self._quantize(table, *table.chunk_range(chunk), buffer, scratch)
+            item(buffers)
+
+    def _reading(self, raw: dict[str, RawWriter]) -> Iterator[_Work]:
+        """All that reads the checkpoint. Chunks whose rows are all there then get their checksums too."""
+        for p, table in self.planned:
+            if p.matrix is not None:
+                for chunk in range(table.chunks):
+                    yield partial(self._quantize_chunk, p, p.matrix, table, chunk)
+            elif p.raw is not None:
+                for piece in range(p.raw.source.pieces):
+                    yield partial(self._read_piece, p, raw[p.spec.name], piece)
+
+    def _finishing(self, raw: dict[str, RawWriter]) -> Iterator[_Work]:
+        """The checksums that wait for rows which are written last."""
+        for p, table in self.planned:
+            first = 0 if p.matrix is None else p.matrix.rows // table.chunk_rows
+            for chunk in range(first, table.chunks):
+                if p.raw is not None:
+                    yield partial(self._finish_raw_chunk, raw[p.spec.name], table, chunk)
+                elif table.chunk_range(chunk)[1] > (p.matrix.rows if p.matrix else 0):
+                    yield partial(self._finish_chunk, table, chunk)
+        for index in self.writer.header.indexes:
+            for chunk in range(index.chunks):
+                yield partial(self._finish_chunk, index, chunk)
+
+    def _finish_chunk(self, stored: StoredRows, chunk: int, buffers: _Buffers) -> None:
+        self.writer.finish_chunk(stored, chunk)
+
+    def _finish_raw_chunk(self, raw: RawWriter, table: StoredTable, chunk: int, buffers: _Buffers) -> None:
+        raw.finish(*table.chunk_range(chunk))
+        self.writer.finish_chunk(table, chunk)
+
+    def _raw_writer(self, p: _PlannedTable, table: StoredTable) -> RawWriter:
+        assert p.raw is not None and table.ids is not None and table.ids.index is not None
+        index = table.ids.index
+        return RawWriter(p.raw, self.writer.rows(table, 0, table.rows), self.writer.rows(index, 0, index.rows), self.backend)
+
+    def _read_piece(self, p: _PlannedTable, raw: RawWriter, piece: int, buffers: _Buffers) -> None:
+        assert p.raw is not None
+        for block in p.raw.source.blocks(piece):
+            if self._stop:
+                return
+            written = raw.write(block)
+            p.default_row.add(block.values if written is None else block.values[written], p.raw.source.source)
+            self._done(len(block.ids))
+
+    def _write_tail(self, p: _PlannedTable, matrix: Matrix, table: StoredTable) -> None:
+        """The rows that an older version has beyond those of the checkpoint."""
+        if p.backfill is not None:
+            end = table.rows - p.default_row.is_used
+            self.writer.rows(table, matrix.rows, end)[:] = p.backfill.table.packed[matrix.rows : end]
+
+    def _done(self, rows: int) -> None:
+        with self._lock:
+            self.done_rows += rows
+            self.progress(self.done_rows, self.total_rows)
+
+    def _quantize_chunk(self, p: _PlannedTable, matrix: Matrix, table: StoredTable, chunk: int, buffers: _Buffers) -> None:
+        start, end = table.chunk_range(chunk)
+        stop = min(end, matrix.rows)
+        if start < stop:
+            self._quantize(p, matrix, table, start, stop, buffers)
+            self._done(stop - start)
+        if stop == end:
             self.writer.finish_chunk(table, chunk)
 
-    def _quantize(self, table: StoredTable, start: int, stop: int, buffer: bytearray, scratch: bytearray) -> None:
-        matrix = self.matrices[table.name]
+    def _quantize(self, p: _PlannedTable, matrix: Matrix, table: StoredTable, start: int, stop: int, buffers: _Buffers) -> None:
         step = self.checks.step(table.name)  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
-        read_rows = max(1, len(buffer) // (matrix.dim * matrix.source.bytes) // step) * step
+        read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
         for first in range(start // step * step, end, read_rows):
             last = min(first + read_rows, end)
             count = (last - first) * matrix.dim
-            values = np.frombuffer(buffer, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
-            self.checks.read(table.name, first, last, values, scratch)
+            values = np.frombuffer(buffers.piece, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
+            self.checks.read(table.name, first, last, values, buffers.scratch)
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]
             try:
-                self.backend.quantize(rows, matrix.source, self.row_formats[table.name], self.writer.rows(table, begin, last))
+                self.backend.quantize(rows, matrix.source, p.spec.row_format, self.writer.rows(table, begin, last))
             except NotRepresentable as error:
                 raise CheckpointError(f"{self.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}") from error
-        with self._lock:
-            self.done_rows += stop - start
-            self.progress(self.done_rows, self.total_rows)
+            p.default_row.add(rows, matrix.source)

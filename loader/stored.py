@@ -1,4 +1,5 @@
-"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays that they describe."""
+"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays that they
+describe."""
 
 from dataclasses import dataclass, replace
 
@@ -42,8 +43,8 @@ class StoredRows:
 class StoredIndex(StoredRows):
     """The id index of a table of raw ids (`quant.ids`), at a multiple of 4096, in units of 64 bytes, checksummed like rows.
 
-    Its parts lie one after another, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the rows'
-    padding, and a bit for each row that says whether it was backfilled, where any was.
+    Its parts lie one after another, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the
+    rows' padding, and a bit for each row that says whether it was backfilled, where any was.
 
     buckets: of the whole table, of which `owned` from `first_bucket` on are here. bucket_ids: ids of a bucket, or 0: by hash.
     slots: rows of the table but for the default row. id_at: where an id lies in its row, or -1.
@@ -61,9 +62,9 @@ class StoredIndex(StoredRows):
 class StoredIds:
     """How ids become rows of a table (`quant.ids.RowMap`).
 
-    count: ids with a row of their own; backfilled: how many of those rows came from an older version. missing: the policy as it was
-    written; default_row: the row of an id that is missing, the table's last, or None where such an id is refused. first: the id of
-    row 0, where there is no index; index: of raw ids.
+    count: ids with a row of their own; backfilled: how many of those rows came from an older version. missing: the policy as it
+    was written; default_row: the row of an id that is missing, the table's last, or None where such an id is refused. first:
+    the id of row 0, where there is no index; index: of raw ids.
     """
 
     count: int
@@ -92,8 +93,8 @@ class StoredTable(StoredRows):
 
 
 def plan_index(
-    row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0, owned: int | None = None,
-    has_backfilled: bool = False,
+    row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0, owned: int | None =
+    None, has_backfilled: bool = False,
 ) -> StoredIndex:  # fmt: skip
     """An index of so many slots; offset and first checksum are not known yet. owned None: all buckets."""
     owned = buckets if owned is None else owned
@@ -139,7 +140,8 @@ def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uin
 
 
 def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:
-    """How a table's ids become rows of `packed`, over the bytes of its segment. SegmentError: the index points outside the table."""
+    """How a table's ids become rows of `packed`, over the bytes of its segment. SegmentError: the index points outside the
+    table."""
     if (ids := table.ids) is None:
         return None
     if (stored := ids.index) is None:

@@ -144,6 +144,14 @@ class Model:
         with self.opened() as folder:
             return folder.create(f"{version}{_PARTIAL}")
 
+    def create_scratch(self, version: int) -> int:
+        """A descriptor of a new, empty file that has no name, for a load that holds `loading`."""
+        name = f"{version}.scratch.partial"
+        with self.opened() as folder:
+            fd = folder.create(name)
+            folder.unlink(name)
+        return fd
+
     def publish(self, version: int, activate: bool = True) -> None:
         """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`.
 

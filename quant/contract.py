@@ -3,8 +3,8 @@
 Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is checked before a
 row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that is `row_format`.
 
-An id is a row number, or becomes one as the table's `RowMap` says (`quant.ids`), before anything else looks at it. A missing id that
-has a default row counts as any other: that row is added to a bag, and the bag's length counts it.
+An id is a row number, or becomes one as the table's `RowMap` says (`quant.ids`), before anything else looks at it. A missing id
+that has a default row counts as any other: that row is added to a bag, and the bag's length counts it.
 
     pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
     pooling SUM    out[b] = sum over the bag of weight * row(id)           [bags, dim]
@@ -88,8 +88,9 @@ class RowSource(Protocol):
 class Table:
     """Packed rows in host memory.
 
-    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. row_map: how ids become
-    row numbers; None: they are row numbers. QuantError: `packed` has another dtype, shape or stride than `row_format` and `dim` need.
+    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. row_map: how ids
+    become row numbers; None: they are row numbers. QuantError: `packed` has another dtype, shape or stride than `row_format`
+    and `dim` need.
     """
 
     packed: Bytes
@@ -236,8 +237,8 @@ class Plan(ABC):
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer protocol).
 
-        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs` is wrong; no vector was
-        written to `outputs`.
+        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs` is wrong; no
+        vector was written to `outputs`.
         """
 
 

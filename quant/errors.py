@@ -39,8 +39,8 @@ class BadIds(QuantError):
     """Ids or lengths that cannot be looked up; nothing was read.
 
     job: which lookup of the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or the number of bags (SUM);
-    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), its ids (MISSING), ids of the lookup (SUM),
-    0 (LENGTH).
+    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), its ids (MISSING), ids of the lookup
+    (SUM), 0 (LENGTH).
     """
 
     def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:

@@ -1,10 +1,11 @@
 """From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels do the same.
 
-A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row numbers as it says, and an
-id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows of ids.
+A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row numbers as it says,
+and an id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows of
+ids.
 
-Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without signs, with `>>` and `*`
-keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT` below):
+Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without signs, with `>>`
+and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT` below):
 
     h = mix(id)                                    mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
     bucket = h & (buckets - 1)                     interleaved, or, chunked: id // bucket_ids, which must lie in [0, buckets)
@@ -12,9 +13,9 @@ keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLO
     pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]   first_pilot = first_row * 5 // 16 + bucket here
     row = first_row + (((g ^ (pilot + 1) * PILOT) * SLOT >> 32) * slots >> 32)
 
-A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two of its
-ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that has 8 bytes,
-else in an array. A slot without an id keeps one that belongs to another slot, so no value of an id is special.
+A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two
+of its ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that
+has 8 bytes, else in an array. A slot without an id keeps one that belongs to another slot, so no value of an id is special.
 
 Buckets lie one after another, rows and pilots alike. So a range of buckets is a range of bytes, and moves as it is.
 """
@@ -73,11 +74,12 @@ def mix(ids: Ids) -> U64:
 
 @dataclass(frozen=True, eq=False)
 class IdIndex:
-    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on, one less than the directory has entries.
+    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on, one less than the directory has
+    entries.
 
-    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets here)]; ids: int64 [slots],
-    the id of each row, at any stride; backfilled: bit `row` says that the row came from an older version, uint8 [(slots + 7) // 8],
-    or None: none did. bucket_ids: ids of a bucket, or 0: buckets are made by the hash.
+    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets here)]; ids: int64
+    [slots], the id of each row, at any stride; backfilled: bit `row` says that the row came from an older version, uint8
+    [(slots + 7) // 8], or None: none did. bucket_ids: ids of a bucket, or 0: buckets are made by the hash.
     """
 
     directory: NDArray[np.int64]
@@ -130,8 +132,8 @@ class RowMap:
     """How ids become row numbers of one table.
 
     count: ids that have a row of their own. default_row: the row of every other id; None: those are refused. index: of raw ids.
-    first: the id of row 0 of a table without an index, whose ids are [first, first + count). own: rows of such a table that did not
-    come from an older version, which are the first ones; None: all.
+    first: the id of row 0 of a table without an index, whose ids are [first, first + count). own: rows of such a table that did
+    not come from an older version, which are the first ones; None: all.
     """
 
     count: int
@@ -153,7 +155,7 @@ class RowMap:
             return rows >= (self.count if self.own is None else self.own)
         if (bits := self.index.backfilled) is None:
             return np.zeros(rows.shape, np.bool_)
-        return (bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return np.asarray(bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1, np.bool_)
 
     @cached_property
     def _native(self) -> NDArray[np.int64]:
@@ -168,7 +170,7 @@ class RowMap:
 class NativeRowMap(NamedTuple):
     """A RowMap as kernels read it, int64 each. Addresses are 0 where there is nothing; default_row: -1 where ids are refused."""
 
-    count: int
+    id_count: int
     default_row: int
     first: int
     own: int
@@ -188,7 +190,7 @@ def native_row_map(of: RowMap) -> NativeRowMap:
     index = of.index
     default = -1 if of.default_row is None else of.default_row
     if index is None:
-        return NativeRowMap(of.count, default, of.first, of.count if of.own is None else of.own, *[0] * 8)
+        return NativeRowMap(of.count, default, of.first, of.count if of.own is None else of.own, *[0] * 9)
     return NativeRowMap(
         of.count,
         default,

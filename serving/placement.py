@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tableside.loader.header import StoredTable
+from tableside.loader.stored import StoredTable
 from tableside.loader.segment import Segment
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER

@@ -218,8 +218,7 @@ class Checkpoint:
 
     def fingerprint(self, matrices: Iterable[Matrix]) -> dict[str, list[int]]:
         """File -> [bytes, modification time in ns], of the files that hold `matrices`: what a version was made from."""
-        paths = sorted({s.path for m in matrices for s in m.shards})
-        return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths}
+        return fingerprint({s.path for m in matrices for s in m.shards})
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -228,6 +227,11 @@ class Checkpoint:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+
+def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """File -> [bytes, modification time in ns]."""
+    return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(paths)}
 
 
 def file_size(path: Path) -> int:

@@ -5,7 +5,7 @@
 
 /* The fields of quant.ids.NativeRowMap, int64 each. */
 #define ROW_MAP_FIELDS(F)                                                                                         \
-    F(count) F(default_row) F(first) F(own) F(directory) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
+    F(id_count) F(default_row) F(first) F(own) F(directory) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
     F(first_bucket) F(buckets_here) F(backfilled)
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;

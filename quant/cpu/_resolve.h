@@ -118,7 +118,7 @@ static NOINLINE void NAME(resolve_rows)(resolving *r) {
     for (int64_t i = 0; i < j->n_ids; i++) {
         const int64_t id = load_i64(j->ids + 8 * i);
         const uint64_t row = (uint64_t)id - (uint64_t)m->first;
-        const int is_there = row < (uint64_t)m->count && id >= m->first;
+        const int is_there = row < (uint64_t)m->id_count && id >= m->first;
         j->numbers[i] = is_there ? (int64_t)row : m->default_row;
         r->missing += !is_there;
         r->backfilled += is_there && (int64_t)row >= m->own;
@@ -137,7 +137,7 @@ static void NAME(resolve)(const job *j, int into_l1) {
     resolving of = {j, into_l1, 0, 0}, *r = &of;
     const row_map *m = j->map;
     const int64_t row_bytes = j->row_bytes, lines = row_bytes % 64 == 16 ? row_bytes / 64 + 1 : (row_bytes + 48 + 63) / 64;
-    if (!m->directory || !m->count) NAME(resolve_rows)(r);
+    if (!m->directory || !m->id_count) NAME(resolve_rows)(r);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(resolve_part)(r);
     else if (lines == 1) NAME(resolve_1)(r);
     else if (lines == 2) NAME(resolve_2)(r);

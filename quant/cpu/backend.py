@@ -96,7 +96,7 @@ class _OneByOne(Plan):
             weights = None if lookup.weights_at is None else np.frombuffer(inputs, np.float32, lookup.ids, lookup.weights_at)
             rows, found, lacks = rows_of(table, ids, lengths, job)
             unfound.append(lacks)
-            parsed.append((lookup, by_row_number(table), rows, lengths, weights))
+            parsed.append((lookup, host_table(by_row_number(table)), rows, lengths, weights))
             marks.append((lookup, found))
         for lookup, found in marks:
             if lookup.found_at is not None:

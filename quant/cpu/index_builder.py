@@ -1,12 +1,13 @@
 """Builds id indexes (`quant.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each bucket.
 
-The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the buckets, and once to be put into
-them, as records in memory that the caller brings. Nothing here reads files.
+The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the buckets, and once to be
+put into them, as records in memory that the caller brings. Nothing here reads files.
 """
 
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,8 @@ class IndexBuilder:
         return self.ids
 
     def put(self, ids: NDArray[np.int64], sources: NDArray[np.int64], records: NDArray[np.int64]) -> None:
-        """Puts a block into records [ids, 2]. sources: the numbers of its rows in the source, which ascend from block to block."""
+        """Puts a block into records [ids, 2]. sources: the numbers of its rows in the source, which ascend from block to
+        block."""
         _native.put_in_buckets(self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records)
 
     def distinct(self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1) -> NDArray[np.int64]:
@@ -122,7 +124,7 @@ class IndexBuilder:
         bounds = [self.buckets * i // _RANGES for i in range(_RANGES + 1)]
         threads = self._threads or len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(threads, thread_name_prefix="tableside-index") as pool:
-            futures = [pool.submit(work, a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+            futures = [pool.submit(work, a, b) for a, b in pairwise(bounds) if a < b]
             try:
                 for future in futures:
                     future.result()

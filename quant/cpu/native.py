@@ -97,7 +97,9 @@ class _NativePlan(Plan):
         if isinstance(verdict, tuple):
             counts = np.frombuffer(self._places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
             _raise(verdict, planner.tables, counts.tolist())
-        return None if verdict is None else [Unfound(*pair) for pair in np.frombuffer(verdict, np.int64).reshape(-1, 2).tolist()]
+        if verdict is None or isinstance(verdict, tuple):
+            return None
+        return [Unfound(*pair) for pair in np.frombuffer(verdict, np.int64).reshape(-1, 2).tolist()]
 
 
 class _NativePlanner(Planner):

@@ -1,0 +1,76 @@
+"""The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks: `missing =
+"backfill:MODEL@VERSION"`.
+
+They are copied as they are packed. So the new version needs the older one no more once it is published, and nothing that reads
+rows knows of two tables. Rows that an older version itself took over are among them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import ModelError
+from tableside.loader.model import TableSpec
+from tableside.loader.versions import Model
+
+_BLOCK_BYTES = 2 << 20
+
+Ids = NDArray[np.int64]
+
+
+class Backfill:
+    """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which are numbered from 0."""
+
+    def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
+        """The table of the name of `spec` in the version that its policy names. ModelError: there is none, or it has other rows.
+
+        VersionError, SegmentError: the version is not published, or damaged.
+        """
+        self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
+        what = f"[tables.{spec.name}]: missing = {str(spec.missing)!r}"
+        if spec.name not in self.segment.tables:
+            raise ModelError(f"{what}: that version has no table {spec.name!r}; it has: {', '.join(self.segment.tables)}")
+        self.table = self.segment.tables[spec.name]
+        found = (self.table.row_format, self.table.dim)
+        if found != (spec.row_format, dim):
+            raise ModelError(
+                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} of dim {dim}; rows are taken "
+                "over as they are, so load both in one row format"
+            )
+        row_map = self.table.row_map
+        if spec.raw is None and row_map is not None and row_map.index is not None:
+            raise ModelError(f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"')
+        if spec.raw is None and row_map is not None and row_map.first:
+            raise ModelError(f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is whole")
+        self._map = row_map
+        self.rows = self.table.rows if row_map is None else row_map.count
+        index = None if row_map is None else row_map.index
+        self.rows_there = self.rows if index is None else index.slots
+        self._step = max(1, _BLOCK_BYTES // self.table.row_bytes)
+
+    def ids(self) -> Iterator[tuple[Ids, Ids]]:
+        """(ids, their rows there), block after block."""
+        for start in range(0, self.rows_there, self._step):
+            yield self._block(start)
+
+    def blocks(self) -> Iterator[tuple[Ids, Ids, NDArray[np.uint8]]]:
+        """(ids, their rows there, a copy of these as they are packed)."""
+        for ids, rows in self.ids():
+            yield ids, rows, self.table.packed[rows]
+
+    def _block(self, start: int) -> tuple[Ids, Ids]:
+        rows = np.arange(start, min(start + self._step, self.rows_there))
+        if self._map is None or self._map.index is None:
+            return rows + (0 if self._map is None else self._map.first), rows
+        ids = np.ascontiguousarray(self._map.index.ids[rows])
+        own = self._map.index.places(ids) == rows  # a row that no id has keeps an id of another one
+        return ids[own], rows[own]
+
+    @property
+    def default_row(self) -> NDArray[np.uint8] | None:
+        """What the older version yields for an id that it lacks; None: an error."""
+        if self._map is None or self._map.default_row is None:
+            return None
+        return np.asarray(self.table.packed[self._map.default_row])

@@ -1,0 +1,191 @@
+"""A table of raw ids while it is loaded: its index is built from the ids alone, then the vectors are read and go to their rows.
+
+1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets. The records lie in
+shared
+   memory beside the segment, in a file without a name, which is gone before the segment is made.
+2. Bucket by bucket ids that come twice are found, and pilots (`quant.cpu.index_builder`). Now the table's rows are known.
+3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and each row is written
+to its place.
+
+So neither ids nor vectors are ever whole in private memory; what stays there is the index, a third of a byte an id.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.backfill import Backfill
+from tableside.loader.checkpoint.keyed import Block, KeyedRows
+from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.memory import reserve
+from tableside.loader.model import RawIds, TableSpec
+from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, plan_index
+from tableside.quant import CpuBackend, QuantError, RowFormat
+from tableside.quant.errors import NotRepresentable
+from tableside.quant.ids import ID_BYTES, IdIndex, id_at
+
+Scratch = Callable[[], int]  # makes an empty file without a name, and returns its descriptor
+
+
+@dataclass(frozen=True, eq=False)
+class RawTable:
+    """A table of raw ids whose index is built. dropped: rows of the source that another row with the same id replaces, a bit
+    each; None: there are none. spare_id: an id of the table, for rows that no id has. has_zero: whether id 0 is there."""
+
+    name: str
+    source: KeyedRows
+    row_format: RowFormat
+    ids: StoredIds
+    index: IdIndex
+    dropped: NDArray[np.uint8] | None
+    spare_id: int
+    has_zero: bool
+    backfill: Backfill | None
+
+    @property
+    def rows(self) -> int:
+        """Rows that it takes in a segment: its slots, and the default row, which is there even where it is not used."""
+        return self.index.slots + 1
+
+    def is_dropped(self, sources: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which rows of the source are not written; None: all are."""
+        if self.dropped is None:
+            return None
+        return np.asarray(self.dropped[sources >> 3] >> (sources & 7).astype(np.uint8) & 1, np.bool_)
+
+
+def plan_raw_table(
+    spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, where: Path, scratch: Scratch, threads: int
+) -> RawTable:
+    """Builds the index of a table. where: the folder of the scratch file, for errors.
+
+    CheckpointError: ids come twice, or cannot be read. ModelError: ids do not fit the buckets. NoSpace: the records have no room.
+    """
+    from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder
+
+    try:
+        builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, threads)
+        has_zero, spare_id = False, 0
+        for ids, _ in _all_ids(source, backfill):
+            builder.count(ids)
+            has_zero = has_zero or not ids.all()
+            spare_id = spare_id or int(next(iter(ids[ids != 0][:1]), 0))
+        total = builder.begin()
+        records = _records(total * RECORD_BYTES, where, scratch)
+        for ids, rows in _all_ids(source, backfill):
+            builder.put(ids, rows, records)
+        dropped = builder.distinct(records, raw.duplicates, source.rows)
+        index = builder.build(records)
+    except DuplicateId as error:
+        raise CheckpointError(
+            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and {source.where(error.second)}; remove one, or "
+            'set duplicates = "first" or "last"'
+        ) from error
+    except QuantError as error:
+        raise ModelError(f"[tables.{spec.name}]: {error}") from error
+    count = int(builder.kept.sum())
+    backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
+    stored = plan_index(spec.row_format, source.dim, index.slots, raw.buckets, raw.bucket_ids or 0, has_backfilled=backfilled > 0)
+    ids_of = StoredIds(count, str(spec.missing), backfilled=backfilled, index=stored)
+    bits = None
+    if dropped.size:
+        bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
+        np.bitwise_or.at(bits, dropped >> 3, np.left_shift(1, dropped & 7).astype(np.uint8))
+    return RawTable(spec.name, source, spec.row_format, ids_of, index, bits, spare_id, has_zero, backfill)
+
+
+def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """(ids, rows of the source): those of an older version come last, numbered from `source.rows` on."""
+    for piece in range(source.pieces):
+        for block in source.ids(piece):
+            yield block.ids, block.rows
+    if backfill is not None:
+        for ids, rows in backfill.ids():
+            yield ids, rows + source.rows
+
+
+def _records(size: int, where: Path, scratch: Scratch) -> NDArray[np.int64]:
+    """Zeros in shared memory that go with the array, int64 [records, 2]."""
+    if not size:
+        return np.zeros((0, 2), np.int64)
+    fd = scratch()
+    try:
+        return reserve(fd, -(-size // 4096) * 4096, where).bytes[:size].view(np.int64).reshape(-1, 2)
+    finally:
+        os.close(fd)
+
+
+class RawWriter:
+    """Writes the rows of a planned table to a segment. Any thread may write blocks; then one calls `write_older`, and any
+    `finish`.
+
+    packed: uint8 [rows, row_bytes], the table's rows in the segment; index: the bytes of its index, uint8 [n, 64]; both zeros.
+    """
+
+    def __init__(self, table: RawTable, packed: NDArray[np.uint8], index: NDArray[np.uint8], backend: CpuBackend) -> None:
+        self.table, self._packed, self._backend = table, packed, backend
+        self._id_at = id_at(table.row_format, table.source.dim)
+        assert table.ids.index is not None and index.shape[1] == INDEX_UNIT_BYTES
+        directory, pilots, kept, self._bits = index_parts(table.ids.index, index.reshape(-1), table.ids.backfilled > 0)
+        directory[:] = table.index.directory.reshape(-1).view(np.uint8)
+        pilots[:] = table.index.pilots
+        if self._id_at >= 0:
+            self._kept = np.ndarray((table.index.slots,), np.int64, packed.reshape(-1), self._id_at, (packed.shape[1],))
+        else:
+            self._kept = kept.view(np.int64)
+        self._items = packed.view(f"V{packed.shape[1]}")[:, 0]
+
+    def write(self, block: Block) -> NDArray[np.bool_] | None:
+        """Quantizes a block and writes its rows; returns which of them were written, or None: all.
+
+        CheckpointError: the row format cannot represent a value.
+        """
+        dropped = self.table.is_dropped(block.rows)
+        packed = np.empty((len(block.ids), self._packed.shape[1]), np.uint8)
+        try:
+            self._backend.quantize(block.values, self.table.source.source, self.table.row_format, packed)
+        except NotRepresentable as error:
+            source = self.table.source
+            raise CheckpointError(
+                f"{source.key!r}: {source.where(int(block.rows[error.row]))}: {error.describe(int(block.rows[error.row]))}"
+            ) from error
+        if dropped is None or not dropped.any():
+            self._put(block.ids, packed)
+            return None
+        self._put(block.ids[~dropped], packed[~dropped])
+        return ~dropped
+
+    def _put(self, ids: NDArray[np.int64], packed: NDArray[np.uint8]) -> NDArray[np.int64]:
+        from tableside.quant.cpu.index_builder import find_rows
+
+        rows = np.empty(len(ids), np.int64)
+        find_rows(self.table.index, ids, rows)
+        if self._id_at >= 0:
+            packed[:, self._id_at : self._id_at + ID_BYTES] = np.ascontiguousarray(ids).view(np.uint8).reshape(-1, ID_BYTES)
+        else:
+            self._kept[rows] = ids
+        self._items[rows] = packed.view(f"V{packed.shape[1]}")[:, 0]
+        return rows
+
+    def write_older(self) -> None:
+        """Copies the rows of ids that only the older version has, and notes which they are."""
+        if (backfill := self.table.backfill) is None:
+            return
+        for ids, sources, packed in backfill.blocks():
+            dropped = self.table.is_dropped(sources + self.table.source.rows)
+            here = slice(None) if dropped is None else ~dropped
+            rows = self._put(ids[here], packed[here])
+            np.bitwise_or.at(self._bits, rows >> 3, np.left_shift(1, rows & 7).astype(np.uint8))
+
+    def finish(self, start: int, stop: int) -> None:
+        """Rows [start, stop) that no id has get the spare id: it is there, and elsewhere. After all rows were written."""
+        stop = min(stop, self.table.index.slots)
+        empty = np.flatnonzero(self._kept[start:stop] == 0) + start
+        if self.table.has_zero and empty.size:
+            zero = int(self.table.index.places(np.zeros(1, np.int64))[0])
+            empty = empty[empty != zero]
+        self._kept[empty] = self.table.spare_id
