@@ -37,7 +37,8 @@ class Block(NamedTuple):
 
 
 class KeyedRows(ABC):
-    """One table. rows: at most so many; pieces: parts that are read apart, by any threads; paths: the files that it lies in.
+    """One table. rows: at most so many; pieces: parts that are read apart, by any threads; paths: the files that it lies in;
+    buffer_bytes: private memory that reading a piece takes, about.
 
     The rows of a piece lie behind those of the piece before it. What `ids` and `blocks` give for a piece has the same rows in the
     same order, in blocks that may be cut elsewhere. The arrays of a block may be overwritten once the next block is asked for.
@@ -48,6 +49,7 @@ class KeyedRows(ABC):
     dim: int
     source: Source
     pieces: int
+    buffer_bytes: int
     paths: tuple[Path, ...]
 
     @abstractmethod

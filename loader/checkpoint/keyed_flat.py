@@ -37,6 +37,7 @@ class FlatRows(KeyedRows):
         row_bytes = values.dim * values.item_bytes
         self._piece_rows, self._block_rows = max(1, keyed.PIECE_BYTES // row_bytes), max(1, keyed.BLOCK_BYTES // row_bytes)
         self.pieces = -(-self.rows // self._piece_rows)
+        self.buffer_bytes = 2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)  # whole rows, and those of column shards
         self._crc = Crc32Check({_IDS: ids, _VALUES: values})
         self._lock = Lock()
         self._begun, self._ended = set[int](), set[int]()

@@ -2,7 +2,7 @@
 
 ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32 or float16,
 none of them null. Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
-so that memory does not grow with a file. A row group is a piece. Checksums of pages are compared where the writer left some.
+so that memory does not grow with a file. A piece is whole row groups. Checksums of pages are compared where the writer left some.
 Arrow takes the sizes in page headers on trust: a damaged file may take 2 GiB for a moment before it is refused.
 
 Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
@@ -10,6 +10,7 @@ Names that begin with "_" or "." are not read.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ from tableside.loader.files import open_regular
 from tableside.quant import Source
 
 _READ_BYTES = 1 << 20  # of a column chunk at once
+_SMALLER = 4  # than elsewhere are blocks: Arrow takes some 12 times a block's bytes, and is no slower
+_ARROW_BYTES = 24 << 20  # that it takes besides
 _SOURCES = {pa.float32(): Source.FP32, pa.float16(): Source.FP16}
 
 
@@ -70,8 +73,8 @@ class ParquetTables(KeyedTables):
         return ParquetRows(key, column, id_key.removeprefix(prefix), self._groups[prefix])
 
 
-class _Piece(NamedTuple):
-    """A row group. first: its first row, of the whole table; in_file: of its file."""
+class _Group(NamedTuple):
+    """A row group that has rows. group: its number in its file; first: its first row, in the whole table; in_file: in the file."""
 
     path: Path
     group: int
@@ -86,7 +89,7 @@ class ParquetRows(KeyedRows):
     def __init__(self, key: str, column: str, id_column: str, files: list[Path]) -> None:
         """CheckpointError: a file is damaged, or lacks a column, or has one of another type."""
         self.key, self.paths, self._column, self._id_column = key, tuple(files), column, id_column
-        self._row_groups: list[_Piece] = []
+        self._groups: list[_Group] = []
         self.rows, kinds = 0, dict[tuple[Source, int], Path]()
         for path in files:
             with _open(path) as file:
@@ -105,7 +108,9 @@ class ParquetRows(KeyedRows):
                 f'file as "{path.name}/{column}" where each is a table of its own'
             )
         ((self.source, self.dim),) = kinds
-        self.pieces = len(self._row_groups)
+        self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // (self.dim * self.source.bytes))))
+        self._block_rows = max(1, keyed.BLOCK_BYTES // _SMALLER // (self.dim * self.source.bytes))
+        self.pieces, self.buffer_bytes = len(self._pieces), _ARROW_BYTES + 12 * keyed.BLOCK_BYTES // _SMALLER
 
     @property
     def verification(self) -> Mapping[str, str]:
@@ -118,35 +123,47 @@ class ParquetRows(KeyedRows):
         in_file = 0
         for group in range(metadata.num_row_groups):
             if rows := metadata.row_group(group).num_rows:
-                self._row_groups.append(_Piece(path, group, self.rows, rows, in_file))
+                self._groups.append(_Group(path, group, self.rows, rows, in_file))
             self.rows, in_file = self.rows + rows, in_file + rows
+
+    def _cut(self, most: int) -> Iterator[list[_Group]]:
+        """The pieces: as many row groups of a file as have `most` rows together, or one. So a file of small ones is opened rarely."""
+        piece: list[_Group] = []
+        for group in self._groups:
+            if piece and (group.path != piece[0].path or group.first + group.rows - piece[0].first > most):
+                yield piece
+                piece = []
+            piece.append(group)
+        if piece:
+            yield piece
 
     def ids(self, piece: int) -> Iterator[IdBlock]:
         for first, batch in self._batches(piece, [self._id_column], keyed.ID_BLOCK_ROWS):
             yield IdBlock(np.arange(first, first + len(batch)), self._ids_of(batch, first))
 
     def blocks(self, piece: int) -> Iterator[Block]:
-        rows = max(1, keyed.BLOCK_BYTES // (self.dim * self.source.bytes))
-        for first, batch in self._batches(piece, [self._id_column, self._column], rows):
+        for first, batch in self._batches(piece, [self._id_column, self._column], self._block_rows):
             yield Block(np.arange(first, first + len(batch)), self._ids_of(batch, first), self._values_of(batch, first))
 
     def where(self, row: int) -> str:
-        piece = next(p for p in self._row_groups if p.first <= row < p.first + p.rows)
-        return f"{piece.path}: row {row - piece.first + piece.in_file:,} (row group {piece.group})"
+        group = self._groups[bisect_right(self._groups, row, key=lambda g: g.first) - 1]
+        return f"{group.path}: row {row - group.first + group.in_file:,} (row group {group.group})"
 
     def _batches(self, piece: int, columns: list[str], rows: int) -> Iterator[tuple[int, Any]]:
-        """(row of the whole table, batch) of a row group; CheckpointError: it cannot be read."""
-        at = self._row_groups[piece]
-        first = at.first
-        with _open(at.path) as file:
-            if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
-                raise CheckpointError(f"{at.path}: its row groups changed while it was read; load it when it is whole")
-            for batch in file.iter_batches(rows, row_groups=[at.group], columns=columns, use_threads=False):
-                if len(batch):
+        """(row of the whole table, batch) of a piece; CheckpointError: it cannot be read."""
+        groups = self._pieces[piece]
+        path, first = groups[0].path, groups[0].first
+        end = groups[-1].first + groups[-1].rows
+        with _open(path) as file:
+            for at in groups:
+                if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
+                    raise CheckpointError(f"{path}: its row groups changed while it was read; load it when it is whole")
+            for batch in file.iter_batches(rows, row_groups=[g.group for g in groups], columns=columns, use_threads=False):
+                if len(batch) and first + len(batch) <= end:
                     yield first, batch
                 first += len(batch)
-        if first != at.first + at.rows:
-            raise CheckpointError(f"{at.path}: row group {at.group} has {first - at.first:,} rows, its footer says {at.rows:,}")
+        if first != end:
+            raise CheckpointError(f"{path}: a column has {first - end:+,} rows against the file's footer; it is damaged")
 
     def _ids_of(self, batch: Any, first: int) -> NDArray[np.int64]:
         column = batch.column(self._id_column)
