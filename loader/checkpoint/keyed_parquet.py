@@ -74,7 +74,7 @@ class ParquetTables(KeyedTables):
 
 
 class _Group(NamedTuple):
-    """A row group that has rows. group: its number in its file; first: its first row, in the whole table; in_file: in the file."""
+    """A row group that has rows. group: its number in its file; first: its first row, in the table; in_file: in the file."""
 
     path: Path
     group: int
@@ -127,7 +127,7 @@ class ParquetRows(KeyedRows):
             self.rows, in_file = self.rows + rows, in_file + rows
 
     def _cut(self, most: int) -> Iterator[list[_Group]]:
-        """The pieces: as many row groups of a file as have `most` rows together, or one. So a file of small ones is opened rarely."""
+        """Pieces: as many row groups of a file as have `most` rows together, or one. A file of small ones is opened seldom."""
         piece: list[_Group] = []
         for group in self._groups:
             if piece and (group.path != piece[0].path or group.first + group.rows - piece[0].first > most):

@@ -212,7 +212,7 @@ def test_torchrecs_own_mpzch(file: str, monkeypatch: pytest.MonkeyPatch) -> None
     small_pieces(monkeypatch, block_bytes=96, piece_bytes=640)
     identities = torch.load(MPZCH / "model.pt", weights_only=True)[IDENTITIES].flatten().numpy()
     with open_checkpoint(MPZCH / file) as found:
-        assert dict(found.keyed_tables) == {"_embedding_module.embedding_bags.user.weight": IDENTITIES}
+        assert found.keyed_tables["_embedding_module.embedding_bags.user.weight"] == IDENTITIES
         table = found.keyed("_embedding_module.embedding_bags.user.weight")
         got = read(table)
         assert table.rows == 64 and table.pieces > 1
@@ -220,6 +220,19 @@ def test_torchrecs_own_mpzch(file: str, monkeypatch: pytest.MonkeyPatch) -> None
         np.testing.assert_array_equal(got.ids, identities[got.rows])
         np.testing.assert_array_equal(got.values, got.rows[:, None] + np.arange(8) / 16)
         assert {-(2**63), 2**63 - 1, 0} <= set(got.ids.tolist()) and len(got.ids) == 14
+
+
+def test_ids_sharded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of two ranks, the ids in one dimension: one table, whose rows say which rank's file they lie in."""
+    small_pieces(monkeypatch)
+    with open_checkpoint(MPZCH / "dcp") as found:
+        table = found.keyed("plain.weight")
+        got = read(table)
+        assert dict(found.keyed_tables)["plain.weight"] == "plain.ids" and len(found.ids["plain.ids"].shards) == 2
+        np.testing.assert_array_equal(got.ids, torch.load(MPZCH / "model.pt", weights_only=True)[IDENTITIES].flatten())
+        np.testing.assert_array_equal(got.values, np.arange(64)[:, None] + np.arange(8) / 16)
+        assert table.verification == {"by": "CRC-32"}
+        assert table.where(40) == f"{MPZCH / 'dcp' / '__1_0.distcp'}: 'plain.ids', row 40 (row 8 there)"
 
 
 def test_minus_one_is_an_id_elsewhere(tmp_path: Path) -> None:
