@@ -216,6 +216,7 @@ class _Load:
     def _threads(self, settings: LoadSettings) -> int:
         wanted = settings.threads or len(os.sched_getaffinity(0))
         each = 3 * self.buffer_bytes  # the chunk that is read, room for column shards, the kernel's scratch
+        each += max((p.raw.source.buffer_bytes for p, _ in self.planned if p.raw is not None), default=0)
         if settings.max_memory_bytes < each:
             raise ModelError(f"max memory is {settings.max_memory_bytes:,} bytes; a load of this model needs at least {each:,}")
         return max(1, min(wanted, settings.max_memory_bytes // each))
