@@ -21,6 +21,7 @@ from pathlib import Path
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.folder import Folder, make_folder, open_to_group
 from tableside.loader.model import NAME, check_name
+from tableside.loader.partial import PartialTensor, partial_tensor
 from tableside.loader.record import Record, flip, intended, read_record, reserve_room, write_next
 from tableside.loader.segment import Segment, Verify
 
@@ -93,6 +94,10 @@ class Model:
                 if version is not None or self.record().current == number:
                     break
         raise self._missing(f"version {number} is not published")
+
+    def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
+        """A table of a version as a tensor of which parts are read. Raises as `attach`; VersionError: no such table."""
+        return partial_tensor(self.attach(version, verify), table)
 
     def _attach(self, version: int, verify: Verify) -> Segment:
         path = self.path(version)
