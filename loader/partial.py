@@ -67,8 +67,9 @@ class TableRows:
     def _taken(self, first: int, end: int) -> Ids:
         """The row numbers in [first, end) that are of an id."""
         assert self._index is not None
-        rows: Ids = np.arange(first, min(end, self._index.slots), dtype=np.int64)
-        return rows[self._index.places(self._index.ids[rows]) == rows]
+        rows = np.arange(first, min(end, self._index.slots), dtype=np.int64)
+        taken: Ids = rows[self._index.places(self._index.ids[rows]) == rows]
+        return taken
 
     def _seek(self, row: int) -> tuple[int, int]:
         """A row number, and how many rows to skip from there on."""
