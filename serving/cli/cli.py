@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from tableside.loader.errors import LoaderError
+from tableside.loader.export import VALUE_FORMATS
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import evaluation, publishing, servers
+from tableside.serving.cli import evaluation, publishing, servers, shards
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.top import top as show_top
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
             add_options(p, RootSettings)
         return p
 
-    for add in (_add_publishing, _add_serving, _add_evaluation, _add_measuring):
+    for add in (_add_publishing, _add_shards, _add_serving, _add_evaluation, _add_measuring):
         add(command)
     return top
 
@@ -101,6 +102,25 @@ def _add_publishing(command: _AddCommand) -> None:
     p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("--keep", type=_count(0), default=1, help="versions beside the live one that stay (default: %(default)s)")
+
+
+def _add_shards(command: _AddCommand) -> None:
+    p = command("export", shards.export, "write a table as a file that other programs read, dequantized")
+    p.add_argument("model")
+    p.add_argument("table")
+    p.add_argument("--to", type=Path, required=True, metavar="FILE", help="a .parquet, .npz or .safetensors file to write")
+    p.add_argument("--version", type=_count(1), help="the version (default: the live one)")
+    p.add_argument("--format", choices=VALUE_FORMATS, default=VALUE_FORMATS[0], help="of the values (default: %(default)s)")
+    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")
+    p.add_argument("model")
+    p.add_argument("--owners", type=_count(1), required=True, help="how many there will be; 1: the whole model again")
+    p.add_argument("--from", type=_count(1), default=1, dest="from_owners", help="how many hold it now (default: %(default)s)")
+    p.add_argument("--version", type=_count(1), help="the version of the model (default: the live one)")
+    p.add_argument("--keep", type=_count(0), default=1, help="older versions of each owner that stay (default: %(default)s)")
+    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+    p.add_argument("--group", help="a group that may read what is published (default: this user alone)")
 
 
 def _add_serving(command: _AddCommand) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.header import Header, plan_tables
+from tableside.loader.header import Header, StoredScorer, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
@@ -115,9 +115,14 @@ def _slots(g: np.ndarray, slots: int) -> np.ndarray:
 
 
 def publish_tables(
-    root: Path, tables: Mapping[str, RawTable | DenseTable], name: str = "demo", features: tuple[Feature, ...] = ()
+    root: Path,
+    tables: Mapping[str, RawTable | DenseTable],
+    name: str = "demo",
+    features: tuple[Feature, ...] = (),
+    scorer: StoredScorer | None = None,
+    program: bytes = b"",
 ) -> int:
-    """Publishes tables as the next version of a model; returns its number."""
+    """Publishes tables as the next version of a model; returns its number. program: the archive of the scorer."""
     built = {n: build_index(t.ids, t.buckets, t.bucket_ids) for n, t in tables.items() if isinstance(t, RawTable)}
     shapes, ids = [], {}
     for n, t in tables.items():
@@ -130,8 +135,8 @@ def publish_tables(
     features = features or tuple(Feature(n, n) for n in tables)
     model = Model(root, name)
     with model.loading() as version:
-        header = Header(name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features)
-        writer = SegmentWriter(model.partial_path(version), header, b"", model.create_partial(version))
+        header = Header(name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, scorer=scorer)
+        writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
         for stored_table in writer.header.tables:
             _write(writer, stored_table, tables[stored_table.name], built.get(stored_table.name))
         for stored_rows in writer.header.stored:

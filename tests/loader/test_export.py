@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from raw_segments import DenseTable, RawTable, publish_tables
-from support import rows_of
+from support import rows_of, run_tableside
 
 from tableside.loader import export as exporting
 from tableside.loader.errors import ModelError
@@ -178,6 +178,21 @@ def test_other_files_are_refused(name: str, values: str, message: str, root: Pat
     with pytest.raises(ModelError, match=message):
         export(raw_tensor(root), tmp_path / name, values)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_command(root: Path, tmp_path: Path) -> None:
+    """A version by its number, and a file that is there only with --force."""
+    tensor, path = raw_tensor(root, RowFormat.FP16), tmp_path / "t.npz"
+    publish_tables(root, {"t": RawTable(IDS[:5], rows_of(5, 16))})
+    done = run_tableside("export", "demo", "t", "--to", path, "--version", 1, "--format", "fp16", root=root)
+    assert done.returncode == 0 and f"{IDS.size} rows of dim 16 in fp16" in done.stdout, done.stderr
+    np.testing.assert_array_equal(read(path)["weights"].astype(np.float32), tensor.numpy())
+    refused = run_tableside("export", "demo", "t", "--to", path, root=root)
+    assert refused.returncode == 1 and "exists; choose another file, or --force" in refused.stderr
+    assert run_tableside("export", "demo", "t", "--to", path, "--force", root=root).returncode == 0
+    assert read(path)["ids"].size == 5
+    unknown = run_tableside("export", "demo", "x", "--to", tmp_path / "x.npz", root=root)
+    assert unknown.returncode == 1 and "no table 'x'; expected one of: t" in unknown.stderr
 
 
 def test_progress_comes_to_its_end(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

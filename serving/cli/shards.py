@@ -1,0 +1,51 @@
+"""Commands that take a published version apart: a table becomes a file, a model the models of several owners."""
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from tableside.loader.export import export as export_tensor
+from tableside.loader.reshard import Holding, ReshardSettings
+from tableside.loader.reshard import reshard as reshard_model
+from tableside.loader.versions import Model
+from tableside.serving.cli.output import console, mb, progress_bar
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import RootSettings, given
+
+
+def export(options: argparse.Namespace) -> int:
+    """Writes a table of a version to a file."""
+    to: Path = options.to
+    if to.exists() and not options.force:
+        raise ServingError(f"{to} exists; choose another file, or --force to replace it")
+    settings = RootSettings(**given(options, RootSettings))
+    tensor = Model(settings.root, options.model, settings.owner).tensor(options.table, options.version)
+    with progress_bar(options.table) as progress:
+        written = export_tensor(tensor, to, options.format, progress)
+    console.print(f"wrote {written.path}: {written.rows:,} rows of dim {written.dim} in {options.format}, {mb(written.bytes)}")
+    return 0
+
+
+def reshard(options: argparse.Namespace) -> int:
+    """Publishes a model's owners; prints what each had and has."""
+    roots = RootSettings(**given(options, RootSettings))
+    settings = ReshardSettings(options.from_owners, options.version, not options.no_activate, options.group, roots.owner)
+    done = reshard_model(roots.root, options.model, options.owners, settings)
+    table = Table("", "model", "version", "rows", "ids", "bytes", box=None)
+    for when, holdings in (("before", done.before), ("after", done.after)):
+        for holding in holdings:
+            table.add_row(when, *_cells(holding))
+        if len(holdings) > 1:
+            totals = (sum(h.rows for h in holdings), sum(h.ids for h in holdings), sum(h.bytes for h in holdings))
+            table.add_row(when, "together", "", f"{totals[0]:,}", f"{totals[1]:,}", mb(totals[2]))
+    console.print(table)
+    if not options.no_activate:
+        for holding in done.after:
+            for path in Model(roots.root, holding.model, roots.owner).collect(options.keep):
+                console.print(f"removed {path}")
+    return 0
+
+
+def _cells(holding: Holding) -> tuple[str, ...]:
+    return holding.model, str(holding.version), f"{holding.rows:,}", f"{holding.ids:,}", mb(holding.bytes)
