@@ -138,6 +138,17 @@ def test_torch_takes_what_numpy_gives_and_its_dtypes(root: Path) -> None:
     assert torch.equal(torch.from_numpy(tensor.narrow(0, 7, 9).numpy()), whole.narrow(0, 7, 9))
 
 
+def test_the_example_of_the_documentation(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is written, on another folder."""
+    ids = random_ids(30)
+    publish_tables(root, {"user": RawTable(ids, rows_of(30, 8), RowFormat.FP32)}, "ads")
+    text = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0].replace("/dev/shm/tableside", str(root))
+    exec(compile(code, "docs/tables.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("(30, 8) 960\n") and len(printed.splitlines()) == 2
+
+
 # ---- dense tables ----
 
 
@@ -174,6 +185,8 @@ def test_a_table_with_a_policy_and_a_first_id(root: Path) -> None:
         (lambda t: t.narrow(0, 2, -1), r"outside of \[0, 10\)"),
         (lambda t: t.view(5, 16), "expected \\[-1\\], whole rows"),
         (lambda t: t.view(-1, -1), "expected \\[-1\\], whole rows"),
+        (lambda t: t.view(-1).view(5, 16), "expected \\[-1\\], whole rows"),
+        (lambda t: t.view(-1).view(11, 8), "expected \\[-1\\], whole rows"),
         (lambda t: t.view(-1).narrow(0, 3, 16).view(2, 8), "expected \\[-1\\], whole rows"),
         (lambda t: t.view(np.float16), "expected uint8"),
         (lambda t: t.view(np.uint8).view(np.float32), "expected uint8"),
