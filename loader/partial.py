@@ -76,6 +76,8 @@ class TableRows:
         assert self._index is not None
         bucket = int(np.searchsorted(self._before, row, side="right")) - 1
         row -= int(self._before[bucket])
+        if not row:
+            return int(self._index.directory[bucket, 0]), 0
         blocks = self._blocks_of(bucket)
         block = int(np.searchsorted(blocks, row, side="right")) - 1
         return int(self._index.directory[bucket, 0]) + block * PIECE_ROWS, row - int(blocks[block])

@@ -20,7 +20,7 @@ from tableside.loader.reshard import Resharded, ReshardSettings, owner_names, re
 from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredRows
 from tableside.loader.versions import Model
-from tableside.quant import RowFormat
+from tableside.quant import Pooling, RowFormat, choose
 
 EXTREMES = np.array([-(2**63), 2**63 - 1, -1, 0, 1, 1 << 32, -(1 << 32)], np.int64)
 RANDOM = np.random.default_rng(1).permutation(
@@ -123,6 +123,23 @@ def test_policies_and_default_rows_go_with_each_owner(case: str, root: Path) -> 
         if row_map.default_row is not None:
             assert segment.tables["t"].packed[row_map.default_row].tobytes() == whole.tables["t"].packed[-1].tobytes()
     assert sum(t.ids.backfilled for t in stored if t.ids) == (of_whole.ids.backfilled if of_whole.ids else 0)
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("case", ["a default row", "dense, a default row"])
+def test_backends_look_an_owners_ids_up(case: str, backend: str, root: Path) -> None:
+    """One owner gives an id's vector, and all others the default row, as for an id that nobody has."""
+    publish_tables(root, {"t": TABLES[case]})
+    tensor = Model(root, "demo").tensor("t")
+    vectors = {int(i): v for ids, values in tensor.chunks() for i, v in zip(ids, values, strict=True)}
+    again(root, 3)
+    asked = np.concatenate([[*vectors], STRANGERS])
+    given = [choose(backend).lookup(s.tables["t"], asked, pooling=Pooling.NONE) for s in attached(root, 3)]
+    for n, i in enumerate(asked.tolist()):
+        of_own = [v[n] for v in given if not (v[n] == 1).all()]
+        assert len(of_own) == (i in vectors)
+        if of_own:
+            np.testing.assert_array_equal(of_own[0], vectors[i])
 
 
 @pytest.mark.parametrize("case", TABLES)
