@@ -116,6 +116,24 @@ def test_loaded_again_the_rows_are_the_same_bytes(
     assert model.tensor("t", 2).packed().tobytes() == model.tensor("t", 1).packed().tobytes()
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("row_format", ["fp16", "fp32"])
+def test_raw_ids_loaded_again_have_the_same_rows(suffix: str, row_format: str, root: Path, tmp_path: Path) -> None:
+    """Each id its bytes, where the row format loses nothing; the index may be another."""
+    before = raw_tensor(root, RowFormat.parse(row_format))
+    path = export(before, tmp_path / f"again{suffix}", row_format).path
+    keys = {"key": "vector"} if suffix == ".parquet" else {"key": "weights", "id_key": "ids"}
+    table = {**keys, "ids": "raw", "row_format": row_format, "buckets": 4}
+    again = load(parse_model({"name": "demo", "checkpoint": path.name, "tables": {"t": table}}, tmp_path), root)
+    after = Model(root, "demo").tensor("t", again.version)
+    assert again.version == 2 and len(after) == IDS.size and _rows(after) == _rows(before)
+
+
+def _rows(tensor: PartialTensor) -> dict[int, bytes]:
+    ids = np.concatenate(list(tensor.id_chunks())).tolist()
+    return {i: row.tobytes() for i, row in zip(ids, tensor.packed(), strict=True)}
+
+
 def test_a_file_is_replaced_only_by_a_whole_one(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an export fails half-way, what was there stays, and nothing stays beside it."""
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 64)

@@ -382,13 +382,30 @@ def test_the_command_keeps_as_many_older_owners_as_it_is_told(root: Path) -> Non
 
 
 def test_a_loaded_model(root: Path, tmp_path: Path) -> None:
-    """Through a real load: several tables of row numbers, in chunks as a manifest wants them, and back to the same checksums."""
+    """Through a real load: tables of row numbers, in chunks as a manifest wants them, and back to the same checksums."""
     np.savez(tmp_path / "m.npz", t=rows_of(20_000, 64), u=rows_of(33, 8))
     write_manifest(tmp_path / "m.npz")
-    raw = {"name": "demo", "checkpoint": "m.npz", "tables": {"t": {"key": "t"}, "u": {"key": "u", "row_format": "fp16"}}}
-    loaded = load(parse_model(raw, tmp_path), root)
+    tables = {"t": {"key": "t"}, "u": {"key": "u", "row_format": "fp16"}}
+    loaded = load(parse_model({"name": "demo", "checkpoint": "m.npz", "tables": tables}, tmp_path), root)
     assert loaded.header.tables[0].chunk_rows != CHUNK_BYTES // loaded.header.tables[0].row_bytes
     again(root, 4)
     again(root, 1, 4)
     model = Model(root, "demo")
     assert model.attach(1).content() == model.attach(2).content()
+
+
+@pytest.mark.parametrize(("row_format", "dim"), [("int8", 64), ("fp16", 32)])
+def test_a_loaded_model_of_raw_ids(row_format: str, dim: int, root: Path, tmp_path: Path) -> None:
+    """Through a real load, with the mean for missing ids: 1 -> 5 -> 2 -> 1 are the first bytes, and each id is with one owner."""
+    np.savez(tmp_path / "m.npz", ids=RANDOM, weights=rows_of(RANDOM.size, dim))
+    table = {"key": "weights", "id_key": "ids", "ids": "raw", "missing": "mean", "row_format": row_format}
+    load(parse_model({"name": "demo", "checkpoint": "m.npz", "tables": {"t": table}}, tmp_path), root)
+    whole = Model(root, "demo").attach()
+    again(root, 5)
+    found = [answers(s, RANDOM) for s in attached(root, 5)]
+    assert sum(map(len, found)) == RANDOM.size and {i: v for f in found for i, v in f.items()} == answers(whole, RANDOM)
+    again(root, 2, 5)
+    again(root, 1, 2)
+    last = Model(root, "demo").attach()
+    assert last.header.version == 2 and bytes_of(last) == bytes_of(whole)
+    assert last.header.tables == whole.header.tables
