@@ -236,6 +236,7 @@ class _Load:
             if p.default_row.is_used:
                 p.default_row.write(self.writer.rows(table, table.rows - 1, table.rows)[0], self.backend)
         self._share(self._finishing(raw))
+        self._share(self._finishing_indexes())  # rows that no id has get theirs before
 
     def _share(self, items: Iterator[_Work]) -> None:
         """Does work on all threads."""
@@ -277,6 +278,8 @@ class _Load:
                     yield partial(self._finish_raw_chunk, raw[p.spec.name], table, chunk)
                 elif table.chunk_range(chunk)[1] > (p.matrix.rows if p.matrix else 0):
                     yield partial(self._finish_chunk, table, chunk)
+
+    def _finishing_indexes(self) -> Iterator[_Work]:
         for index in self.writer.header.indexes:
             for chunk in range(index.chunks):
                 yield partial(self._finish_chunk, index, chunk)
