@@ -66,15 +66,22 @@ static verdict check(const job *jobs, int64_t n) {
 
 /* ---- ids of jobs that have a map become row numbers ----
  *
- * A table that has a row for missing ids is looked up piece by piece: the ids of some bags become rows, which come into the cache by
+ * A table that has a row for missing ids is looked up bag by bag, about: the ids of some bags become rows, which come into the cache by
  * that, and these bags are pooled at once. Where a missing id is refused all of them are resolved first, since nothing is written then.
  */
 
-enum { IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that resolves them on its caller's thread */
+enum { IDS_AT_ONCE = 64, IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that shares no pieces */
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0; }
 
 static int64_t pieces_of(const job *j) { return refuses(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
+
+static void count_unfound(const resolving *r) {
+    if (r->missing) __atomic_fetch_add(&r->job->unfound[0], r->missing, __ATOMIC_RELAXED);
+    if (r->backfilled) __atomic_fetch_add(&r->job->unfound[1], r->backfilled, __ATOMIC_RELAXED);
+}
+
+static void begin(resolving *r, const job *j) { r->job = j, r->next = r->placed = r->checked = r->missing = r->backfilled = 0; }
 
 typedef struct { runner with; const job *jobs; } resolution;
 
@@ -88,7 +95,9 @@ static void resolve_piece(const void *argument, int piece) {
     const int64_t from = k * IDS_A_PIECE, left = j->n_ids - from;
     part.ids += 8 * from, part.numbers += from, part.n_ids = left < IDS_A_PIECE ? left : IDS_A_PIECE;
     if (part.found) part.found += from;
-    all->with.kernel->resolve(&part, all->with.into_l1);
+    resolving r = {.job = &part};
+    all->with.kernel->resolve(&r, part.n_ids);
+    count_unfound(&r);
 }
 
 /* Jobs that refuse ids get their row numbers. The verdict is of the first id that has none. */
@@ -171,17 +180,43 @@ static job split_ids(job *rest, int64_t wanted) {
     return split(rest, bags, ids);
 }
 
-/* A job whose ids are not row numbers yet: some bags after others. */
-static void run_mapped(runner with, const job *j) {
-    job rest = *j;
-    while (bags_of(&rest)) {
-        const int is_last = rest.n_ids <= IDS_A_PIECE;
-        job piece = is_last ? rest : split_ids(&rest, IDS_A_PIECE);
-        ahead none = {&piece + 1, &piece + 1, 0, with.into_l1}; /* what is resolved is in the cache */
-        with.kernel->resolve(&piece, with.into_l1);
-        piece.ids = (const uint8_t *)piece.numbers;
-        with.kernel->lookup(&piece, &none);
-        if (is_last) return;
+/* Jobs whose ids are not row numbers yet, [j, end), some bags after others. Ids are placed before their rows are prefetched, and checked
+ * before these are pooled. parts[0] is what is pooled, parts[1] the job after it, whose first rows are prefetched meanwhile. */
+static void run_mapped(runner with, const job *j, const job *end) {
+    resolving states[2], *here = states, *after = states + 1;
+    int64_t lead = 0; /* rows that are prefetched and not pooled */
+    begin(here, j);
+    for (; j < end; j++) {
+        job rest = *j, parts[2];
+        const int64_t row_ids = 1 + AHEAD_BYTES / (j->row_bytes + 48);
+        int is_last = 0, has_next = j + 1 < end;
+        if (has_next) begin(after, j + 1);
+        while (!is_last) {
+            is_last = rest.n_ids <= IDS_AT_ONCE;
+            parts[0] = is_last ? rest : split_ids(&rest, IDS_AT_ONCE);
+            /* Rows come in while those before them are pooled, all of which are checked first. */
+            const int64_t first = parts[0].numbers - j->numbers, until = first + parts[0].n_ids, ahead_ids = parts[0].n_ids + row_ids;
+            const int64_t wanted = until + ahead_ids;
+            with.kernel->place(here, wanted < j->n_ids ? wanted : j->n_ids);
+            parts[0].ids = (const uint8_t *)parts[0].numbers, parts[0].beyond = here->placed - until;
+            const int64_t placed = parts[0].n_ids + parts[0].beyond;
+            ahead a = {parts, parts + 1, lead, with.into_l1};
+            if (has_next && here->placed == j->n_ids) {
+                with.kernel->place(after, after->job->n_ids < ahead_ids ? after->job->n_ids : ahead_ids);
+                parts[1] = *after->job;
+                parts[1].ids = (const uint8_t *)parts[1].numbers, parts[1].n_ids = after->placed;
+                a.end++;
+                if (lead >= placed) a.job++, a.id = lead - placed;
+            }
+            if (lead < ahead_ids) prefetch_rows(&a, ahead_ids - lead);
+            with.kernel->resolve(here, until);
+            with.kernel->lookup(parts, &a);
+            lead = a.job == parts ? a.id : a.job == a.end ? placed + (a.end > parts + 1 ? parts[1].n_ids : 0) : placed + a.id;
+            lead -= parts[0].n_ids;
+        }
+        count_unfound(here);
+        resolving *done = here;
+        here = after, after = done;
     }
 }
 
@@ -194,7 +229,9 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
             if (jobs->is_gather) copy_rows(jobs, &a);
             else with.kernel->lookup(jobs, &a);
         }
-        for (; jobs < end && jobs->map; jobs++) run_mapped(with, jobs);
+        while (stop < end && stop->map) stop++;
+        run_mapped(with, jobs, stop);
+        jobs = stop;
     }
 }
 

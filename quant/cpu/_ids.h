@@ -43,9 +43,21 @@ static inline uint64_t bucket_of(const row_map *m, uint64_t id, uint64_t hash) {
     return (int64_t)id < 0 || bucket >= (uint64_t)m->buckets ? UINT64_MAX : bucket - (uint64_t)m->first_bucket;
 }
 
-/* Ids of a job become row numbers: those of the job itself. */
+enum { ID_BLOCK = 16, PILOT_LAG = 3, BLOCKS = 4 }; /* lag: blocks by which the second step is behind the first */
+
+/* Ids between two steps. */
+typedef struct {
+    int64_t n, first[ID_BLOCK];
+    uint64_t spread[ID_BLOCK], pilot_at[ID_BLOCK];
+    uint64_t slots[ID_BLOCK]; /* of the id's bucket; 0: it has none here */
+} id_block;
+
+/* A job whose ids become row numbers, as far as that is done. */
 typedef struct resolving {
     const job *job;
-    int into_l1;
+    int64_t next;    /* block for the first step */
+    int64_t placed;  /* ids before this one have the row that is theirs if they are there, or -1 */
+    int64_t checked; /* ids before this one have their row, and are counted below where it is not their own */
     int64_t missing, backfilled;
+    id_block blocks[BLOCKS];
 } resolving;

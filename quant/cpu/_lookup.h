@@ -108,12 +108,13 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
     const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights, *const lengths = j->lengths;
     const int mean = j->pooling == POOL_MEAN, into_l1 = a->into_l1;
-    int64_t id = 0, prefetched = a->job == j ? a->id : n_ids; /* of this job's rows */
+    const int64_t last = n_ids + j->beyond;
+    int64_t id = 0, prefetched = a->job == j ? a->id : last; /* of this job's rows */
     uint8_t *out = j->out;
     vf sum[16];
     for (int64_t bag = 0; bag < j->n_bags; bag++, out += out_row_bytes) {
         const int64_t length = lengths ? load_i32(lengths + 4 * bag) : j->fixed_length, end = id + length;
-        const int64_t left = n_ids - prefetched, until = length < left ? end : id + left;
+        const int64_t left = last - prefetched, until = length < left ? end : id + left;
         const uint8_t *const later = ids + 8 * (prefetched - id);
         prefetched += until - id;
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
@@ -131,6 +132,7 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
         }
         store_row(format, blocks, sum, out, 0, how);
     }
+    if (a->job == j) a->id = prefetched;
 }
 
 /* The same, unpooled. */
@@ -138,17 +140,19 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
     const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights;
     const int into_l1 = a->into_l1;
-    const int64_t lead = a->job == j ? a->id : n_ids;
+    const int64_t last = n_ids + j->beyond, lead = a->job == j ? a->id : last;
+    const int64_t until = last - lead < n_ids ? last - lead : n_ids;
     uint8_t *out = j->out;
     vf sum[16];
     int64_t id = 0;
-    for (; id < n_ids - lead; id++, out += out_row_bytes) {
+    for (; id < until; id++, out += out_row_bytes) {
         prefetch_row(table, row_bytes, ids + 8 * (id + lead), into_l1);
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
         ADD_ROW;
         store_row(format, blocks, sum, out, 0, how);
     }
-    prefetch_later(a, j, n_ids - id);
+    if (a->job == j) a->id += id;
+    if (id < n_ids) prefetch_later(a, j, n_ids - id);
     for (; id < n_ids; id++, out += out_row_bytes) {
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
         ADD_ROW;

@@ -8,7 +8,7 @@
 #define ISA_AVX2
 #define NAME(f) f##_avx2
 #include "_kernel.h"
-const kernel kernel_avx2 = {"avx2", lookup_avx2, quantize_avx2, resolve_avx2};
+const kernel kernel_avx2 = {"avx2", lookup_avx2, quantize_avx2, place_avx2, resolve_avx2};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

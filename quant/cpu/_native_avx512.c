@@ -8,7 +8,7 @@
 #define ISA_AVX512
 #define NAME(f) f##_avx512
 #include "_kernel.h"
-const kernel kernel_avx512 = {"avx512", lookup_avx512, quantize_avx512, resolve_avx512};
+const kernel kernel_avx512 = {"avx512", lookup_avx512, quantize_avx512, place_avx512, resolve_avx512};
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

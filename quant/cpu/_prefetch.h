@@ -28,10 +28,10 @@ static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *ta
 static __attribute__((noinline, unused)) void prefetch_rows(ahead *a, int64_t rows) {
     while (a->job < a->end) {
         const job *j = a->job;
-        int64_t until = rows < j->n_ids - a->id ? a->id + rows : j->n_ids;
+        const int64_t last = j->n_ids + j->beyond, until = rows < last - a->id ? a->id + rows : last;
         rows -= until - a->id;
         for (; a->id < until; a->id++) prefetch_row(j->table, j->row_bytes, j->ids + 8 * a->id, a->into_l1);
-        if (a->id < j->n_ids) return;
+        if (a->id < last) return;
         a->job++, a->id = 0;
     }
 }

@@ -26,6 +26,7 @@ typedef struct {
     const struct row_map *map; /* how ids become row numbers (_ids.h), or null: they are row numbers */
     uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */
     int64_t *numbers;          /* [n_ids], of a job that has a map: where its row numbers go */
+    int64_t beyond;            /* how many ids behind these may be prefetched: more of the same job */
     int64_t *unfound;          /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
 } job;
 
@@ -40,6 +41,7 @@ typedef struct {
 } ahead;
 
 /* What one instruction set offers. */
+struct resolving;
 typedef struct {
     const char *name;
     /* Pools a job's bags (or copies its rows, unpooled). For every row that it reads it prefetches the next one of `a`. */
@@ -47,8 +49,8 @@ typedef struct {
     /* Packs rows; returns the first row that cannot be packed, or -1. */
     int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
                         int64_t row_bytes, float *scratch);
-    /* Turns ids of a job that has a map into row numbers (_resolve.h). */
-    void (*resolve)(const job *j, int into_l1);
+    /* Turn ids of a job that has a map into row numbers, up to one of them (_resolve.h): where they would be, and whether they are. */
+    void (*place)(struct resolving *r, int64_t until), (*resolve)(struct resolving *r, int64_t until);
 } kernel;
 
 static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }
