@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tableside.quant import BadIds, Plan
+from tableside.quant.contract import Unfound
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.deadline import timed_out
 from tableside.serving.errors import ApiError, Kind
 from tableside.serving.executors import Executor
 from tableside.serving.places import Buffer
-from tableside.serving.request import Request
+from tableside.serving.request import Answer, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import ToScore
 from tableside.serving.scoring import ScoreStage
@@ -59,7 +60,7 @@ class BatchBackend(Protocol):
 class _Waiting:
     request: Request
     inputs: Any
-    future: "asyncio.Future[Buffer]"
+    future: "asyncio.Future[Answer]"
     since: float  # of time.perf_counter
 
 
@@ -82,18 +83,18 @@ class Batcher(Executor):
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
-    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+    def run_now(self, request: Request, inputs: Any) -> Answer | None:
         if not request.is_small:
             return None
         request.check(inputs)
-        return request.run(inputs)
+        return request.look_up(inputs)
 
-    async def _run(self, request: Request, inputs: Any) -> Buffer:
+    async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.is_small:
-            return request.run(inputs)
+            return request.look_up(inputs)
         if self._lost is not None:
             raise self._lost
-        future: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(request, inputs, future, time.perf_counter()))
         if len(self._waiting) > self._max_waiting:
             _fail(self._waiting.popleft(), overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)"))
@@ -163,20 +164,21 @@ class Batcher(Executor):
         for w in taken:
             self._metrics.waited(started - w.since)
 
-    def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Buffer | Exception], Times | None]":
+    def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Answer | Exception], Times | None]":
         """On the thread: looks all requests up together, then scores those that ask for it."""
         found, times = self._backend.run_timed([(w.request.plan, w.inputs) for w in taken], timed)
-        answers: list[Buffer | Exception] = []
+        answers: list[Answer | Exception] = []
         places: list[int] = []
         batch: list[ToScore] = []
         for w, result in zip(taken, found, strict=True):
             if isinstance(result, BadIds):
                 answers.append(w.request.refusal(result))
                 continue
+            answer = _answer(result)
             if w.request.scoring is not None:
                 places.append(len(answers))
-                batch.append(ToScore(w.request.scoring, w.inputs, result))
-            answers.append(result)
+                batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
+            answers.append(answer)
 
         def tell(scorer: Scorer) -> None:
             taken[0].future.get_loop().call_soon_threadsafe(self._give_up, taken, scorer)
@@ -213,6 +215,11 @@ class Batcher(Executor):
                 self._cache_metrics.update(self._backend.cache.statistics())
         finally:
             self._start_if_due()
+
+
+def _answer(found: "Buffer | tuple[Buffer, Sequence[Unfound] | None]") -> Answer:
+    """What a backend gives for a request: its output buffer, alone where it does not say what was not found."""
+    return Answer(*found) if isinstance(found, tuple) else Answer(found)
 
 
 def _fail(w: _Waiting, error: BaseException) -> None:

@@ -33,11 +33,14 @@ class ServingError(Exception):
 
 
 class ApiError(ServingError):
-    """A request that is refused. status: of the HTTP response; message: for the client."""
+    """A request that is refused. status: of the HTTP response; message: for the client.
 
-    def __init__(self, status: int, kind: Kind, message: str) -> None:
+    lacking: the table that has no row for an id, where that is why.
+    """
+
+    def __init__(self, status: int, kind: Kind, message: str, lacking: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.message = status, kind, message
+        self.status, self.kind, self.message, self.lacking = status, kind, message, lacking
 
 
 def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:

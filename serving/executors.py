@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tableside.serving.deadline import timed_out
-from tableside.serving.places import Buffer
-from tableside.serving.request import Request
+from tableside.serving.request import Answer, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring, ToScore
 from tableside.serving.scoring import ScoreStage
@@ -27,20 +26,20 @@ _Refusals = list[Exception | None]
 class Executor(ABC):
     """Runs a worker's requests. Belongs to one event loop."""
 
-    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Buffer]:
-        """Checks a request's inputs; the coroutine gives its output buffer, uint8 [out_bytes]: vectors, then any scores.
+    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
+        """Checks a request's inputs; the coroutine gives its output buffer: vectors, then any scores and found masks.
 
         ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker is being replaced.
         """
         request.check(inputs)
         return self._run(request, inputs)
 
-    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+    def run_now(self, request: Request, inputs: Any) -> Answer | None:
         """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not, call `run`."""
         return None
 
     @abstractmethod
-    async def _run(self, request: Request, inputs: Any) -> Buffer:
+    async def _run(self, request: Request, inputs: Any) -> Answer:
         """Runs a request whose inputs were checked."""
 
     @abstractmethod
@@ -63,23 +62,23 @@ class CpuExecutor(Executor):
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
         self._late: Scorer | None = None
 
-    def run_now(self, request: Request, inputs: Any) -> Buffer | None:
+    def run_now(self, request: Request, inputs: Any) -> Answer | None:
         if request.ids > self._inline_rows or (request.scoring is not None and self._goes_beside(request.scoring)):
             return None
         request.check(inputs)
-        buffer = request.run(inputs)
+        answer = request.look_up(inputs)
         if request.scoring is not None:
-            self._score_now(ToScore(request.scoring, inputs, buffer), time.perf_counter())
-        return buffer
+            self._score_now(ToScore(request.scoring, inputs, answer.buffer), time.perf_counter())
+        return answer
 
-    async def _run(self, request: Request, inputs: Any) -> Buffer:
+    async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.ids > self._inline_rows:
-            buffer = await asyncio.get_running_loop().run_in_executor(self._beside, request.run, inputs)
+            answer = await asyncio.get_running_loop().run_in_executor(self._beside, request.look_up, inputs)
         else:
-            buffer = request.run(inputs)
+            answer = request.look_up(inputs)
         if request.scoring is not None:
-            await self._score(ToScore(request.scoring, inputs, buffer))
-        return buffer
+            await self._score(ToScore(request.scoring, inputs, answer.buffer))
+        return answer
 
     def end_if_lost(self) -> bool:
         return False

@@ -8,7 +8,7 @@ is collected by the worker that is asked.
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tableside.quant.contract import Unfound
 from tableside.serving import metrics_files, shared_counts
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
@@ -48,6 +49,11 @@ SCORE_SECONDS = Histogram(
     buckets=_SECONDS,
 )
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
+WITHOUT_ROW = Counter(
+    "tableside_ids_without_row_total",
+    "Ids without a row of their own: missing (default row), backfilled (row of an older version), refused (400: the first id).",
+    ["model", "table", "reason"],
+)
 VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
 ROW_BYTES = Counter("tableside_row_bytes_total", "Bytes of quantized rows read.", ["model"])
 REQUEST_BYTES = Counter("tableside_request_bytes_total", "Bytes of request bodies.", ["model"])
@@ -106,13 +112,15 @@ class ModelMetrics:
     """The counters of one model and protocol. Their labels are resolved once. Belongs to one event loop."""
 
     def __init__(self, model: str, protocol: str) -> None:
+        self._model = model
+        self._without_row: dict[str, tuple[Tally, Tally]] = {}
         self._ok = Tally(REQUESTS.labels(model, protocol, "ok")._value)
         self._parse, self._lookup, self._encode = (_Seconds(STAGE_SECONDS.labels(model, protocol, s)) for s in STAGES)
         counters = (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES)
         self._ids, self._vectors, self._row_bytes, self._in, self._out = (Tally(c.labels(model)._value) for c in counters)
 
-    def answered(self, request: Request, body_bytes: int, times: Stages) -> None:
-        """Counts a request that was answered."""
+    def answered(self, request: Request, body_bytes: int, times: Stages, unfound: Sequence[Unfound] | None = None) -> None:
+        """Counts a request that was answered. unfound: as `Plan.run` returns it."""
         self._ok.add(1)
         self._parse.observe(times.parsed - times.started)
         self._lookup.observe(times.looked_up - times.parsed)
@@ -122,6 +130,19 @@ class ModelMetrics:
         self._row_bytes.add(request.row_bytes)
         self._in.add(body_bytes)
         self._out.add(request.out_bytes)
+        if unfound is not None:
+            self._count_unfound(request.tables, unfound)
+
+    def _count_unfound(self, tables: Sequence[str], unfound: Sequence[Unfound]) -> None:
+        """The tables are those of versions that are served, so the labels are bounded. They are made when they first count."""
+        for table, counts in zip(tables, unfound, strict=True):
+            if not any(counts):
+                continue
+            if (tallies := self._without_row.get(table)) is None:
+                missing, backfilled = (Tally(WITHOUT_ROW.labels(self._model, table, r)._value) for r in Unfound._fields)
+                tallies = self._without_row[table] = missing, backfilled
+            for tally, count in zip(tallies, counts, strict=True):
+                tally.add(count)
 
 
 class GpuMetrics:
@@ -165,10 +186,12 @@ class CacheMetrics:
                 counter.labels(table.name).inc(max(0, getattr(table, name) - (getattr(old, name) if old else 0)))
 
 
-def refused(model: str, protocol: str, kind: Kind) -> None:
-    """Counts a request that was refused. model: one that is served, or UNKNOWN."""
+def refused(model: str, protocol: str, kind: Kind, lacking: str | None = None) -> None:
+    """Counts a request that was refused. model: one that is served, or UNKNOWN. lacking: as of `ApiError`."""
     REQUESTS.labels(model, protocol, "refused").inc()
     ERRORS.labels(model, kind.value).inc()
+    if lacking is not None:
+        WITHOUT_ROW.labels(model, lacking, "refused").inc()
 
 
 class _Now:
@@ -200,6 +223,7 @@ class _Now:
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
+        yield self._backfilled()
         caches = {id(engine.cache): engine.cache for engine in self._engines if engine.cache is not None}
         for cache in caches.values():
             held = cache.statistics()
@@ -208,6 +232,16 @@ class _Now:
                 family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the GPU's cache of this worker.", labels=["device"])
                 family.add_metric([str(cache.device)], float(value))
                 yield family
+
+    def _backfilled(self) -> Metric:
+        """Of each table whose missing ids are looked for in an older version, also where that gave none."""
+        text = "Rows of the served version's table that came from an older version (missing = backfill)."
+        gauge = GaugeMetricFamily("tableside_backfilled_rows", text, labels=["model", "table"])
+        for engine in self._engines:
+            for table in engine.attached().header.tables:
+                if table.ids is not None and (table.ids.backfilled or table.ids.missing.startswith("backfill")):
+                    gauge.add_metric([engine.model.name, table.name], float(table.ids.backfilled))
+        return gauge
 
 
 def _folder() -> Path:

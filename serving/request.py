@@ -4,18 +4,18 @@ A `Request` is laid out once, by a version (`serving.version`), and runs on the 
 A batch is several requests that run together on a GPU (`serving.batching`).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import BadIds, Plan
+from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, Kind, bad_request
 from tableside.serving.places import Buffer, Output
 from tableside.serving.scores import Scoring
-
-KJT, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"  # outputs of requests whose features come together
 
 
 class FeatureInput(NamedTuple):
@@ -35,6 +35,13 @@ class FeatureInput(NamedTuple):
     weights_at: int | None = None
 
 
+class Answer(NamedTuple):
+    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run` returns it."""
+
+    buffer: Buffer
+    unfound: Sequence[Unfound] | None = None
+
+
 class Request:
     """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any thread may call.
 
@@ -52,6 +59,7 @@ class Request:
         "plan",
         "row_bytes",
         "scoring",
+        "tables",
         "unpooled_bags",
         "vectors",
         "version",
@@ -68,16 +76,17 @@ class Request:
         vectors: int,
         row_bytes: int,
         out_bytes: int,
+        tables: tuple[str, ...] = (),
         outputs: tuple[Output, ...] = (),
         unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
         is_small: bool = False,
     ) -> None:
-        """features: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are read.
-        outputs: vectors and scores by name; () where whoever laid the request out knows their places otherwise.
+        """features, tables: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are
+        read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
         unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
         beside a device looks it up."""
-        self.model, self.version, self.features = model, version, features
+        self.model, self.version, self.features, self.tables = model, version, features, tables
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
         self.unpooled_bags, self.is_small = unpooled_bags, is_small
@@ -92,21 +101,25 @@ class Request:
         for i in self.unpooled_bags:
             _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
 
-    def run(self, inputs: Any) -> Buffer:
-        """Looks every feature up; returns the output buffer, uint8 [out_bytes]. Its scores are not written yet.
+    def look_up(self, inputs: Any) -> Answer:
+        """Looks every feature up. The scores are not written yet.
 
         ApiError: an id, or a length of a pooled feature, is wrong.
         """
         out = np.empty(self.out_bytes, np.uint8)
         try:
-            self.plan.run(inputs, out)
+            return Answer(out, self.plan.run(inputs, out))
         except BadIds as error:
             raise self.refusal(error) from None
-        return out
+
+    def run(self, inputs: Any) -> Buffer:
+        """As `look_up`, for who does not count what was not found: the output buffer."""
+        return self.look_up(inputs).buffer
 
     def refusal(self, error: BadIds) -> ApiError:
         """The error that the client gets; it names the feature."""
-        return bad_request(error.describe(f"feature {self.features[error.job]!r}"), Kind.BAD_ID)
+        lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
+        return ApiError(400, Kind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
 
 
 def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:

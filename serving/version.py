@@ -3,18 +3,18 @@
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
-from tableside.serving.places import DenseInput, Output, scores_at
-from tableside.serving.request import KJT, OFFSETS, SEQUENCES, FeatureInput, Request
+from tableside.serving.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
+from tableside.serving.request import FeatureInput, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
 
@@ -65,11 +65,15 @@ class BoundFeature:
 
 
 class Planners(NamedTuple):
-    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids for the CPU."""
+    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids for the CPU.
+
+    tables: that the features are read from, a name for each.
+    """
 
     device: Planner
     host: Planner | None
     device_from_ids: int
+    tables: tuple[str, ...]
 
     def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> tuple[Plan, bool]:
         """The plan of a request, and whether it is one for the CPU beside a device. places, out_bytes: as for `Planner.plan`.
@@ -129,7 +133,8 @@ class ServedVersion:
             device, host = self.backend.planner(self._kinds(features, together), self.threads), None
             if self._beside is not None:
                 host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
-            known = Planners(device, host, 0 if self._beside is None else self._beside.below_ids)
+            tables = tuple(self.features[f].feature.table for f in features)
+            known = Planners(device, host, 0 if self._beside is None else self._beside.below_ids, tables)
             if len(self._planners) >= _PLANNERS:
                 self._planners.clear()
             self._planners[key] = known
@@ -155,12 +160,13 @@ class ServedVersion:
         score: bool = False,
         together: bool = False,
         warms_up: bool = False,
+        found: Container[str] = (),
     ) -> Request:
-        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`.
+        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`, then masks.
 
         together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
         come those of the others, one feature after another, then room for where each of these begins. warms_up: the request goes
-        to the device, however small it is.
+        to the device, however small it is. found: features whose found masks are wanted; of a kjt, KJT.
         ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
         is larger than a response may be.
         """
@@ -170,22 +176,26 @@ class ServedVersion:
         for b, i in zip(bound, inputs, strict=True):
             b.check(i)
         outputs, out_bytes = _together(bound, inputs) if together else _one_after_another(bound, inputs)
-        shown = kjt_outputs(outputs, bound, out_bytes) if together else outputs
+        shown = kjt_outputs(outputs, [b.is_pooled for b in bound], out_bytes) if together else outputs
         out_bytes = max(out_bytes, shown[-1].at + shown[-1].bytes)
         scoring = self._scoring(outputs, dense, out_bytes) if score else None
         if scoring is not None:
             shown = [*shown, scoring.output]
             out_bytes += scoring.output.bytes
+        masks, found_at = masks_at(out_bytes, [(i.feature, i.ids) for i in inputs], found, together)
+        shown = [*shown, *masks]
+        out_bytes += sum(m.bytes for m in masks)
         if self.max_response_bytes is not None and out_bytes > self.max_response_bytes:
             raise bad_request(
                 f"the request asks for {out_bytes:,} bytes of vectors; the limit is {self.max_response_bytes:,} "
                 "(max_response_bytes)",
                 Kind.TOO_LARGE,
             )
-        places = np.array([_place(i, o.at) for i, o in zip(inputs, outputs, strict=True)], np.int64)
+        places = np.array([_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64)
         names = tuple(i.feature for i in inputs)
         ids = sum(i.ids for i in inputs)
-        plan, is_small = self.planners(names, together).plan(places, out_bytes, ids, score or warms_up)
+        planners = self.planners(names, together)
+        plan, is_small = planners.plan(places, out_bytes, ids, score or warms_up)
         return Request(
             self.header.model,
             self.version,
@@ -195,6 +205,7 @@ class ServedVersion:
             vectors=sum(o.shape[0] for o in outputs),
             row_bytes=sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True)),
             out_bytes=out_bytes,
+            tables=planners.tables,
             outputs=tuple(shown),
             unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
             scoring=scoring,
@@ -220,17 +231,30 @@ class ServedVersion:
         """Looks the first and the last row of every feature up, so that a broken version fails here and not in a request.
 
         Each feature is looked up with bags of every size that the backend compiles a kernel of its own for, with lengths and
-        weights and without. So a GPU compiles now what requests will need.
+        weights and without. So a GPU compiles now what requests will need. A table that refuses every id is left out.
         """
         for name, bound in self.features.items():
-            for count in self.backend.warm_up_bags:
-                ids = np.resize(np.array([0, bound.table.rows - 1], np.int64), count)
+            ends = _end_ids(bound.table)
+            for count in self.backend.warm_up_bags if ends.size else ():
+                ids = np.resize(ends, count)
                 self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(ids.tobytes())
                 if bound.is_pooled:
                     inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
                     at = ids.nbytes
                     weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
                     self.lay_out([weighted], warms_up=True).run(inputs)
+
+
+def _end_ids(table: RowSource) -> NDArray[np.int64]:
+    """Ids of a table's first and last row; one id where each gets the default row; none where each is refused."""
+    row_map = table.row_map
+    if row_map is None:
+        return np.array([0, table.rows - 1], np.int64)
+    if row_map.index is not None and row_map.index.slots:
+        return np.array(row_map.index.ids[[0, -1]], np.int64)
+    if row_map.index is None and row_map.count:
+        return np.array([row_map.first, row_map.first + row_map.count - 1], np.int64)
+    return np.zeros(0 if row_map.default_row is None else 1, np.int64)
 
 
 def _vectors(bound: BoundFeature, i: FeatureInput) -> int:
@@ -274,27 +298,7 @@ def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> 
     return outputs, after
 
 
-def kjt_outputs(outputs: Sequence[Output], bound: Sequence[BoundFeature], out_bytes: int) -> list[Output]:
-    """What a response shows of a kjt's vectors, which take `out_bytes`.
-
-    The vectors of pooled features are one tensor, [bags, sum of dims]. Those of the others are one after another, [values], with
-    the offsets where each feature's begin and the last one's end.
-    """
-    pooled = [o for o, b in zip(outputs, bound, strict=True) if b.is_pooled]
-    unpooled = [o for o, b in zip(outputs, bound, strict=True) if not b.is_pooled]
-    shown = []
-    if pooled:
-        shape = (pooled[0].shape[0], sum(o.shape[1] for o in pooled))
-        shown.append(Output(KJT, 0, sum(o.bytes for o in pooled), shape, pooled[0].half))
-    if unpooled:
-        size = sum(o.bytes for o in unpooled)
-        shown.append(Output(SEQUENCES, unpooled[0].at, size, (sum(prod(o.shape) for o in unpooled),), unpooled[0].half))
-        count = len(unpooled) + 1
-        shown.append(Output(OFFSETS, out_bytes, 8 * count, (count,), False, is_offsets=True))
-    return shown
-
-
-def _place(i: FeatureInput, out_at: int) -> Place:
+def _place(i: FeatureInput, out_at: int, found_at: int) -> Place:
     return Place(
         i.ids_at,
         i.ids,
@@ -303,4 +307,5 @@ def _place(i: FeatureInput, out_at: int) -> Place:
         i.bags or 0,
         -1 if i.weights_at is None else i.weights_at,
         out_at,
+        found_at,
     )

@@ -39,7 +39,7 @@ class Application:
         try:
             await self._v2(scope, receive, send)
         except ApiError as error:
-            metrics.refused(self._model_of(scope["path"]), "v2", error.kind)
+            metrics.refused(self._model_of(scope["path"]), "v2", error.kind, error.lacking)
             await respond_error(send, error)
         except Disconnected:
             logger.debug("a client left before its request was complete")

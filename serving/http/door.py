@@ -103,7 +103,7 @@ class Door:
         if not isinstance(error, ApiError):
             logger.error("an infer request failed", exc_info=error)
             error = ApiError(500, Kind.INTERNAL, INTERNAL_ERROR)
-        metrics.refused(model, "v2", error.kind)
+        metrics.refused(model, "v2", error.kind, error.lacking)
         return error_response(error)
 
 

@@ -6,7 +6,7 @@
 
 The request's parameter `kjt.features` names the features in order, as a list or with commas between; without it they are all of
 the model's, in its order. `kjt.schema` may say which features the client expects the model to have (`describe`). The response's
-tensors are `kjt`, `kjt.sequences` and `kjt.offsets` (`serving.version.kjt_outputs`).
+tensors are `kjt`, `kjt.sequences` and `kjt.offsets` (`serving.places.kjt_outputs`), and `kjt.found` where it is named.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from tableside.quant import BadIds
 from tableside.quant.errors import Problem
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.http.tensors import Tensor
-from tableside.serving.request import KJT, FeatureInput
+from tableside.serving.places import KJT
+from tableside.serving.request import FeatureInput
 from tableside.serving.version import ServedVersion
 
 VALUES, LENGTHS, WEIGHTS = f"{KJT}.values", f"{KJT}.lengths", f"{KJT}.weights"

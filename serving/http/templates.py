@@ -6,9 +6,9 @@ number means: a dimension of an input, or its size. `_headers.c` compares a head
 does, and writes the places of its features and the response's JSON. Where that fails for any reason the slow path is asked, which
 answers or says what is wrong.
 
-A header has a template where its tensors come as bytes and are answered as bytes, and it is simple: its numbers are plain digits,
-its strings have no escapes. A version's templates are kept in `TEMPLATE_BYTES`, those not used for longest go first. They go
-with the version: it is the key of a weak dictionary, and no template holds it.
+A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask, and it is simple:
+its numbers are plain digits, its strings have no escapes. A version's templates are kept in `TEMPLATE_BYTES`, those not used
+for longest go first. They go with the version: it is the key of a weak dictionary, and no template holds it.
 """
 
 import re
@@ -25,8 +25,8 @@ from tableside.quant import Place
 from tableside.serving.http import kjt
 from tableside.serving.http.tensors import DTYPES, split_name
 from tableside.serving.http.v2_request import InferRequest
-from tableside.serving.places import DenseInput, Output, scores_at
-from tableside.serving.request import KJT, OFFSETS, SEQUENCES, Request
+from tableside.serving.places import KJT, OFFSETS, SEQUENCES, DenseInput, Output, scores_at
+from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
 from tableside.serving.version import Planners, ServedVersion, side_by_side
@@ -87,6 +87,7 @@ class Template:
             vectors=vectors,
             row_bytes=row_bytes,
             out_bytes=out_bytes,
+            tables=self.planners.tables,
             scoring=None if self.scorer is None else self._scoring(self.scorer, places, dense, rows, out_bytes),
             is_small=is_small,
         )
@@ -157,7 +158,9 @@ class Templates:
 
     def learn(self, served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> None:
         """Makes a template of a header that the slow path understood, if its skeleton came before."""
-        if _headers is None or not infer.head or (skeleton := _headers.skeleton(head)) is None:
+        if _headers is None or not infer.head or any(output.is_mask for output, _ in infer.outputs):
+            return
+        if (skeleton := _headers.skeleton(head)) is None:
             return
         if (known := self._known.get(served)) is None:
             known = self._known[served] = _OfVersion()

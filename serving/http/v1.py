@@ -30,6 +30,7 @@ from tableside.serving.http.asgi import (
     respond_error,
     retry_after,
 )
+from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
 from tableside.serving.metrics import ModelMetrics, Stages
 from tableside.serving.service import Service
@@ -46,12 +47,18 @@ class Jagged(BaseModel):
     weights: list[float] | None = Field(None, description="one an id")
 
 
-class LookupRequest(BaseModel):
-    """What POST /v1/lookup takes."""
+class FeaturesRequest(BaseModel):
+    """What both take."""
 
     model: str
     version: int | None = Field(None, description="the live one where left out")
     features: dict[str, list[list[int]] | Jagged] = Field(description="feature -> bags of ids, or values and lengths")
+
+
+class LookupRequest(FeaturesRequest):
+    """What POST /v1/lookup takes."""
+
+    found: bool = Field(False, description="whether the answer says which ids the tables have")
 
     model_config = {"json_schema_extra": {"examples": [{"model": "demo", "features": {"clicked": [[1, 2, 3], [], [7]]}}]}}
 
@@ -62,9 +69,12 @@ class LookupResponse(BaseModel):
     model: str
     version: int
     vectors: dict[str, list[list[float]]]
+    found: dict[str, list[list[bool]] | list[bool]] | None = Field(
+        None, description="feature -> whether its table has each id, in the shape of the ids; where it was asked for"
+    )
 
 
-class ScoreRequest(LookupRequest):
+class ScoreRequest(FeaturesRequest):
     """What POST /v1/score takes: one bag of each feature a row, and the scorer's dense tensors."""
 
     dense: dict[str, list[list[float]]] = Field({}, description="dense tensor -> rows of numbers")
@@ -109,7 +119,7 @@ class V1:
         try:
             await respond(send, 200, (JSON_TYPE,), await self.answer(scope, receive, score))
         except ApiError as error:
-            metrics.refused(_model_of(scope), "v1", error.kind)
+            metrics.refused(_model_of(scope), "v1", error.kind, error.lacking)
             await respond_error(send, error)
         except Disconnected:
             logger.debug("a client left before its request was complete")
@@ -141,19 +151,19 @@ class V1:
         check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
-        buffer = await service.executor.run(request, laid_out.inputs)
+        answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
-        answer = encode(served.header.model, served.version, laid_out, buffer)
+        encoded = encode(served.header.model, served.version, laid_out, answer.buffer)
         times = Stages(started, parsed, looked_up, time.perf_counter())
-        self._counts[served.header.model].answered(request, len(text), times)
-        return answer
+        self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
+        return encoded
 
     def _understand(self, scope: Scope, text: bytes, score: bool) -> tuple[Body, tuple[ServedVersion, JsonRequest] | None]:
         """A request's JSON, and the request for the live version; None: it names another, which may have to be attached.
 
         Runs on the event loop or beside it, at once: each change of threads costs as much as parsing a thousand ids.
         """
-        body = parse(text, ("dense",) if score else ())
+        body = parse(text, ("dense",) if score else ("found",))
         served = self._service.live(body.fields["model"])
         scope[_MODEL] = served.header.model
         if body.fields.get("version") is not None:
@@ -234,7 +244,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
-        metrics.refused(_model_of(http.scope), "v1", error.kind)
+        metrics.refused(_model_of(http.scope), "v1", error.kind, error.lacking)
         headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
         return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
 
@@ -280,6 +290,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
                 "rows": t.rows,
                 "dim": t.dim,
                 "placement": placements[t.name],
+                **describe_ids(t),
             }
             for t in header.tables
         ],

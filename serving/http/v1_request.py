@@ -2,11 +2,12 @@
 
 Real requests have hundreds of features and thousands of ids. Where all features came in one form, as bags of ids or as values
 with lengths, they are flattened, checked and laid out together, without a step of Python for each of them. Where they did not,
-or something is wrong, each feature is taken by itself, which takes longer and says what is wrong.
+found masks are wanted, or something is wrong, each feature is taken by itself, which takes longer and says what is wrong.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.json_lists import Counts, FeatureLists, are_all, bags_of, from_list, jagged_of, starts_of
 from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs
-from tableside.serving.places import Buffer, DenseInput, Output
+from tableside.serving.places import Buffer, DenseInput, Output, masked_feature
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import Planners, ServedVersion
 
@@ -37,11 +38,15 @@ class Body:
 
 @dataclass(frozen=True)
 class JsonRequest:
-    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of `request.outputs`)."""
+    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of `request.outputs`).
+
+    bags: lengths of each bag of the features whose ids came as bags, where found masks are wanted.
+    """
 
     request: Request
     inputs: bytes
     vectors: "_Vectors | None" = None
+    bags: "Mapping[str, NDArray[np.int32]]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +96,18 @@ def parse(text: bytes, more: tuple[str, ...]) -> Body:
     known = ("model", "version", "features", *more)
     if unknown := sorted(set(fields) - set(known)):
         raise bad_request(f"field {short(unknown[0])} is unknown; expected {', '.join(known)}")
-    for field in ("model", "features"):
-        if field not in fields:
-            raise bad_request(f"field {field!r} is missing")
+    for needed in ("model", "features"):
+        if needed not in fields:
+            raise bad_request(f"field {needed!r} is missing")
     if fields.get("version") is not None and type(fields["version"]) is not int:
         raise bad_request(f"version is {short(fields['version'])}; expected a number from 1")
+    if type(fields.get("found", False)) is not bool:
+        raise bad_request(f"found is {short(fields['found'])}; expected true or false")
     return Body(fields, b"true" in text or b"false" in text)
 
 
 def encode(model: str, version: int, laid_out: JsonRequest, buffer: Buffer) -> bytes:
-    """The JSON of the answer: scores where the request asked for them, else vectors."""
+    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these."""
     request = laid_out.request
     found: dict[str, Any] = {"model": model, "version": version}
     if request.scoring is not None:
@@ -108,12 +115,25 @@ def encode(model: str, version: int, laid_out: JsonRequest, buffer: Buffer) -> b
     elif laid_out.vectors is not None:
         found["vectors"] = laid_out.vectors.read(buffer)
     else:
-        found["vectors"] = {o.feature: _as_fp32(o, buffer) for o in request.outputs}
+        found["vectors"] = {o.feature: _as_fp32(o, buffer) for o in request.outputs if not o.is_mask}
+    if masks := [o for o in request.outputs if o.is_mask]:
+        found["found"] = _found(masks, laid_out.bags, buffer)
     return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _as_fp32(output: Output, buffer: Buffer) -> NDArray[Any]:
     return output.view(buffer).astype(np.float32, copy=False)
+
+
+def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffer: Buffer) -> dict[str, Any]:
+    """Feature -> which ids its table has, in the shape in which the ids came: a list for each bag, or one of all."""
+    found: dict[str, Any] = {}
+    for mask in masks:
+        feature = masked_feature(mask.feature) or ""
+        flat = mask.view(buffer).tolist()
+        starts = starts_of(bags[feature]).tolist() if feature in bags else None
+        found[feature] = flat if starts is None else [flat[a:b] for a, b in itertools.pairwise(starts)]
+    return found
 
 
 class Layouts:
@@ -127,10 +147,11 @@ class Layouts:
         features, dense = body.fields["features"], body.fields.get("dense", {})
         if not isinstance(features, dict) or not features:
             raise bad_request("features: expected an object of feature to ids, with at least one feature")
-        lists = None if body.has_booleans else bags_of(features) or jagged_of(features)
+        wants_found = body.fields.get("found", False)
+        lists = None if body.has_booleans or wants_found else bags_of(features) or jagged_of(features)
         names = None if lists is None else self._names(served, tuple(features))
         if lists is None or names is None or not (lists.are_sums or names.is_pooled.all()):
-            return _one_by_one(served, features, dense, score)
+            return _one_by_one(served, features, dense, score, wants_found)
         places, counts = _places(lists, names)
         inputs = lists.ids + lists.lengths + lists.weights
         if score:
@@ -150,6 +171,7 @@ class Layouts:
             vectors=int(counts.sum()),
             row_bytes=int(names.row_bytes @ lists.id_counts),
             out_bytes=out_bytes,
+            tables=names.planners.tables,
             is_small=is_small,
         )
         return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
@@ -187,6 +209,7 @@ def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
     places["bags"] = lists.bag_counts
     places["weights_at"] = len(lists.ids) + len(lists.lengths) + 4 * id_starts if lists.weights else -1
     places["out_at"] = starts_of(counts * names.vector_bytes)[:-1]
+    places["found_at"] = -1
     return places, counts
 
 
@@ -197,18 +220,21 @@ def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
     return list(map(FeatureInput, names.features, *columns, weights_at))
 
 
-def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, score: bool) -> JsonRequest:
-    """The request of features in any form. ApiError: something of it is wrong."""
+def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, score: bool, found: bool = False) -> JsonRequest:
+    """The request of features in any form, with found masks where these are wanted. ApiError: something of it is wrong."""
     tensors, parts, at = [], [], 0
+    bags: dict[str, NDArray[np.int32]] = {}
     for feature, value in features.items():
         served.feature(feature)
         for part, array in _arrays(feature, value):
             tensors.append(Tensor(f"{feature}.{part}", DATATYPES[part], (array.size,), at))
             parts.append(array.tobytes())
             at += array.nbytes
+            if part == "lengths" and isinstance(value, list):
+                bags[feature] = array
     given, dense_parts = _dense_inputs(served, dense, at)
-    request = served.lay_out(feature_inputs(tensors), given, score)
-    return JsonRequest(request, b"".join([*parts, *dense_parts]))
+    request = served.lay_out(feature_inputs(tensors), given, score, found=features if found else ())
+    return JsonRequest(request, b"".join([*parts, *dense_parts]), bags=bags if found else {})
 
 
 def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:

@@ -31,10 +31,11 @@ from tableside.serving.http.asgi import (
     respond,
     respond_json,
 )
+from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import ModelMetrics, Stages, statistics
-from tableside.serving.places import Buffer
+from tableside.serving.request import Answer
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 
@@ -122,10 +123,10 @@ class V2:
             return self.infer(named, header_length, body, hold)
         hold.grow(infer.request.out_bytes)
         times = started, time.perf_counter()
-        buffer = self.service.executor.run_now(infer.request, infer.inputs)
-        if buffer is None:
+        answer = self.service.executor.run_now(infer.request, infer.inputs)
+        if answer is None:
             return self._run(served, infer, len(body), times)
-        return self._encode(served, infer, buffer, len(body), times)
+        return self._encode(served, infer, answer, len(body), times)
 
     async def infer(self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold) -> Response:
         """The response to an infer request. ApiError: it is refused."""
@@ -137,17 +138,18 @@ class V2:
         return await self._run(served, infer, len(body), (started, time.perf_counter()))
 
     async def _run(self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float]) -> Response:
-        buffer = await self.service.executor.run(infer.request, infer.inputs)
-        return self._encode(served, infer, buffer, body_bytes, times)
+        answer = await self.service.executor.run(infer.request, infer.inputs)
+        return self._encode(served, infer, answer, body_bytes, times)
 
     def _encode(
-        self, served: ServedVersion, infer: InferRequest, buffer: Buffer, body_bytes: int, times: tuple[float, float]
+        self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
     ) -> Response:
-        """The response over an output buffer. times: when the request was begun and understood."""
+        """The response to a request that was looked up. times: when the request was begun and understood."""
         looked_up = time.perf_counter()
-        head, parts = v2_request.encode(infer, buffer)
+        head, parts = v2_request.encode(infer, answer.buffer)
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
-        self._metrics[served.header.model].answered(infer.request, body_bytes, Stages(*times, looked_up, time.perf_counter()))
+        stages = Stages(*times, looked_up, time.perf_counter())
+        self._metrics[served.header.model].answered(infer.request, body_bytes, stages, answer.unfound)
         if infer.has_binary:
             return Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
         return Response(200, (JSON_TYPE,), [head])
@@ -182,6 +184,7 @@ class V2:
                 "backend": served.backend.description,
                 "segment_bytes": served.segment.size,
                 "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
+                "table_ids": {t.name: describe_ids(t) for t in served.header.tables},
                 "pooling": {n: f.pooling.label for n, f in served.features.items()},
                 **kjt.describe(served),
             },
@@ -240,7 +243,7 @@ def _server_metadata() -> dict[str, Any]:
 
 
 def _config(served: ServedVersion) -> dict[str, Any]:
-    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "FP16": "TYPE_FP16"}
+    kinds = {"INT64": "TYPE_INT64", "INT32": "TYPE_INT32", "FP32": "TYPE_FP32", "FP16": "TYPE_FP16", "BOOL": "TYPE_BOOL"}
     inputs = [
         {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
         for i in v2_request.input_names(served)

@@ -17,7 +17,7 @@ from tableside.serving.errors import bad_request, short
 from tableside.serving.http import kjt
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
-from tableside.serving.places import Buffer, DenseInput, Output
+from tableside.serving.places import Buffer, DenseInput, Output, mask_name, masked_feature
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
@@ -28,7 +28,7 @@ class InferRequest(NamedTuple):
     head: the response's JSON, where every output is sent as bytes; else empty. parts: (start, end) of the output buffer, which
     follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
     outputs: those that are sent, each with whether it is sent as bytes; () where head and parts say it all. json_bytes: of the
-    vectors that are sent as JSON.
+    vectors and masks that are sent as JSON.
     """
 
     request: Request
@@ -59,7 +59,7 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> In
     else:
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
-    request = served.lay_out(features, given, score, together)
+    request = served.lay_out(features, given, score, together, found=_wants_found(header))
     outputs = _outputs(header, request, served.features)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
@@ -73,7 +73,7 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> In
         None if in_order and all_binary else tuple((o.at, o.at + o.bytes) for o, binary in outputs if binary and o.bytes),
         _offsets(request, served, features),
         any(binary for _, binary in outputs),
-        sum(o.bytes for o, binary in outputs if not binary),
+        sum(o.json_bytes for o, binary in outputs if not binary),
         outputs,
         request_id,
     )
@@ -96,6 +96,13 @@ def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container
         return served.can_score(given)
     is_named = isinstance(asked, list) and any(isinstance(o, dict) and o.get("name") == SCORE for o in asked)
     return is_named and SCORE not in served.features
+
+
+def _wants_found(header: dict[str, Any]) -> set[str]:
+    """The features whose found masks are asked for; they are never sent unasked. KJT: those of all."""
+    asked = header.get("outputs", [])
+    names = [o.get("name") for o in asked if isinstance(o, dict)] if isinstance(asked, list) else []
+    return {feature for n in names if isinstance(n, str) and (feature := masked_feature(n)) is not None}
 
 
 def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None]:
@@ -176,8 +183,9 @@ def _outputs(header: dict[str, Any], request: Request, features: Container[str])
         name = entry.get("name")
         if not isinstance(name, str) or name not in by_name:
             known = ", ".join(by_name)
-            if isinstance(name, str) and name in features:
-                raise bad_request(f"output {short(name)} was asked for without its input; send {name} or {name}.values")
+            feature = masked_feature(name) or name if isinstance(name, str) else None
+            if isinstance(feature, str) and feature in features:
+                raise bad_request(f"output {short(name)} was asked for without its input; send {feature} or {feature}.values")
             raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {known}")
         if name in chosen:
             raise bad_request(f"output {short(name)} is asked for twice")
@@ -214,7 +222,7 @@ def _response(
         else:
             assert buffer is not None
             values = output.view(buffer)
-            entry["data"] = (values if output.is_offsets else values.astype(np.float32, copy=False)).reshape(-1)
+            entry["data"] = (values.astype(np.float32) if output.half else values).reshape(-1)
         described.append(entry)
     response = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
     return {"id": request_id, **response} if request_id else response
@@ -247,10 +255,11 @@ def input_names(served: ServedVersion) -> list[dict[str, Any]]:
 
 
 def output_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The outputs that a model gives, for its metadata."""
+    """The outputs that a model gives, for its metadata. Found masks are given where they are named alone."""
     described = [
         {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
     ]
+    described += [{"name": mask_name(n), "datatype": "BOOL", "shape": [-1]} for n in served.features]
     if served.scorer is not None:
         described.append({"name": SCORE, "datatype": "FP32", "shape": served.scorer.describe()["shape"]})
     return described

@@ -15,6 +15,7 @@ from support import rows_of
 from tableside.loader.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
+from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.serving import metrics
 from tableside.serving.batching import Batcher
@@ -110,7 +111,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
 
     device.answer = fail_once
     found = asyncio.run(answers(batcher, [Request() for _ in range(3)]))
-    assert [type(f).__name__ for f in found] == ["ValueError", "ndarray", "ndarray"]
+    assert [type(f).__name__ for f in found] == ["ValueError", "Answer", "Answer"]
     assert device.batches == [1, 2] and not kills
 
 
@@ -163,7 +164,16 @@ def test_batches_are_bounded_and_leave_out_who_left() -> None:
 
     found = asyncio.run(run())
     assert device.batches == [2, 1, 1, 1]
-    assert [type(f).__name__ for f in found] == ["ndarray", "ApiError", "ndarray", "ndarray", "ndarray"]
+    assert [type(f).__name__ for f in found] == ["Answer", "ApiError", "Answer", "Answer", "Answer"]
+
+
+def test_what_a_device_did_not_find_comes_with_the_answer() -> None:
+    """Of each request of a batch, so that its door counts it."""
+    device = Device()
+    counts = [None, [Unfound(2, 0)], [Unfound(0, 1), Unfound(0, 0)]]
+    device.answer = lambda requests: [(np.full(4, n, np.uint8), counts[n]) for n in range(len(requests))]
+    found = asyncio.run(answers(Batcher(device, 3, 0.05), [Request() for _ in counts]))  # type: ignore[arg-type]
+    assert [(a.buffer[0], a.unfound) for a in found] == list(enumerate(counts))
 
 
 def test_a_batch_has_at_most_max_batch_requests() -> None:
@@ -243,7 +253,7 @@ def test_scores_of_a_batch_are_computed_together(
         elif n == bad:
             assert answer is error
         else:
-            assert answer.view(np.float32)[: n + 1].tolist() == [n + 1.0] * (n + 1)
+            assert answer.buffer.view(np.float32)[: n + 1].tolist() == [n + 1.0] * (n + 1)
 
 
 def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(

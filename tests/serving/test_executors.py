@@ -26,7 +26,7 @@ from tableside.serving.errors import ApiError
 from tableside.serving.executors import CpuExecutor, Executor
 from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput, Output
-from tableside.serving.request import FeatureInput, Request
+from tableside.serving.request import Answer, FeatureInput, Request
 from tableside.serving.scorer import Floats, Scorer, ScorerLimits
 from tableside.serving.scores import Scoring
 from tableside.serving.settings import ServerSettings
@@ -80,7 +80,7 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     monkeypatch.setattr(placer.gpu, "run_timed", watched)
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
-    async def run() -> list[np.ndarray]:
+    async def run() -> list[Answer]:
         batcher = Batcher(placer.gpu, 3, 1.0)  # type: ignore[arg-type]
         found = await asyncio.gather(*(batcher.run(request, inputs) for request, inputs, _ in requests))
         batcher.close()
@@ -92,10 +92,10 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     whole = max(b.ctypes.data + b.size for b in buffers) - start
     assert whole <= sum(b.size + 64 for b in buffers), "the buffers are not parts of one"
     for answer, buffer, (request, _, expected) in zip(answers, buffers, requests, strict=True):
-        assert answer is buffer
-        assert answer.size == request.out_bytes
-        np.testing.assert_allclose(request.outputs[-1].view(answer), expected, rtol=1e-4)
-        np.testing.assert_allclose(request.outputs[0].view(answer), VALUES["user"][: len(expected)], rtol=1e-6)
+        assert answer.buffer is buffer
+        assert buffer.size == request.out_bytes
+        np.testing.assert_allclose(request.outputs[-1].view(buffer), expected, rtol=1e-4)
+        np.testing.assert_allclose(request.outputs[0].view(buffer), VALUES["user"][: len(expected)], rtol=1e-6)
 
 
 def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
         executor = make()
         request, inputs, _ = scored(version, 6)
         try:
-            return await executor.run(request, inputs)
+            return (await executor.run(request, inputs)).buffer
         finally:
             executor.close()
 
@@ -126,11 +126,11 @@ def test_large_lookups_run_beside_the_event_loop(inline_rows: int) -> None:
     """A request with more than inline_rows ids is looked up on the other thread, so that the loop answers meanwhile."""
     seen: list[str] = []
 
-    def look_up(inputs: bytes) -> np.ndarray:
+    def look_up(inputs: bytes) -> Answer:
         seen.append(threading.current_thread().name)
-        return np.zeros(8, np.uint8)
+        return Answer(np.zeros(8, np.uint8))
 
-    request: Any = SimpleNamespace(ids=5, scoring=None, check=lambda inputs: None, run=look_up)
+    request: Any = SimpleNamespace(ids=5, scoring=None, check=lambda inputs: None, look_up=look_up)
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
         executor = CpuExecutor(beside, inline_rows)
         now = executor.run_now(request, b"")
@@ -173,7 +173,7 @@ def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Pat
                     await executor.run(request, inputs(1, 3))
                 with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
                     await executor.run(request, inputs(3, -1))
-            assert (await on_cpu.run(request, inputs(1, 1))).size == 2 * 32
+            assert (await on_cpu.run(request, inputs(1, 1))).buffer.size == 2 * 32
             assert not device.batches
             on_cpu.close()
 
@@ -246,7 +246,7 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Ca
             assert error.value.status == 503 and not scorer.let_go.is_set()
             with pytest.raises(ApiError, match="this worker is being replaced"):
                 await executor.run(played(scoring_of(scorer)), bytes(8))
-            assert (await executor.run(played(None), b"")).size == 0
+            assert (await executor.run(played(None), b"")).buffer.size == 0
             scorer.let_go.set()
             executor.close()
 
@@ -297,4 +297,4 @@ def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch
         assert isinstance(scored, RuntimeError) and scored is looked_up and signals == [signal.SIGTERM]
         assert "lost to the scorer of played version 3" in str(scored)
     else:
-        assert isinstance(scored, TypeError) and looked_up.size == 8 and not signals
+        assert isinstance(scored, TypeError) and looked_up.buffer.size == 8 and not signals

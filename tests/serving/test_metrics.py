@@ -64,7 +64,7 @@ def test_every_metric_of_the_table_is_there(root: Path) -> None:
         attached=lambda: SimpleNamespace(
             version=1,
             segment=SimpleNamespace(size=1),
-            header=SimpleNamespace(fp32_bytes=1, load={}),
+            header=SimpleNamespace(fp32_bytes=1, load={}, tables=()),
             placed=SimpleNamespace(hbm_bytes=0),
         ),
         cache=SimpleNamespace(statistics=lambda: SimpleNamespace(slots=1, occupied=1), bytes=1, device="cuda:0"),

@@ -361,6 +361,30 @@ def test_a_skeleton_has_a_template_from_its_second_header_on(version: ServedVers
     assert memory.match(other, *named(3)) is None
 
 
+def test_headers_that_ask_for_masks_have_no_template(version: ServedVersion) -> None:
+    """However often they come; and the template of the same header without masks does not take them."""
+    memory = Templates()
+    tensors = {"user.values": np.array([1, 2, 3]), "user.lengths": np.array([1, 2], np.int32)}
+
+    def body(*outputs: str) -> tuple[bytes, int]:
+        told = [{"name": n, "parameters": {"binary_data": True}} for n in outputs]
+        inputs = [
+            {"name": n, "datatype": k, "shape": [a.size], "parameters": {"binary_data_size": a.nbytes}}
+            for k, (n, a) in zip(("INT64", "INT32"), tensors.items(), strict=True)
+        ]
+        return body_of(orjson.dumps({"inputs": inputs, "outputs": told}), list(tensors.values()))
+
+    plain, masked = body("user"), body("user", "user.found")
+    for _ in range(3):
+        learn(memory, version, *masked)
+        assert memory.match(version, *masked) is None
+    learn(memory, version, *plain)
+    assert memory.match(version, *plain) is not None and memory.match(version, *masked) is None
+    found = slowly(version, *masked)
+    assert not isinstance(found, str) and [o.datatype for o in found.request.outputs] == ["FP32", "BOOL"]
+    found.request.run(found.inputs)
+
+
 def test_templates_are_bounded(version: ServedVersion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those not used for longest are forgotten first; skeletons that came once are bounded too."""
     monkeypatch.setattr(templates, "TEMPLATE_BYTES", 4000)

@@ -6,20 +6,49 @@ from typing import Any
 
 import numpy as np
 import pytest
+import raw_demo
+from served import Sum, engine_of
 from support import rows_of
 
+from tableside.loader.model import Feature
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Place, Planner, Pooling, choose
 from tableside.quant.contract import lookup_at
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
 from tableside.serving.placement import Placer
-from tableside.serving.request import FeatureInput
+from tableside.serving.places import DenseInput
+from tableside.serving.request import Answer, FeatureInput, Request
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
 FEATURES = {"pooled": {"table": "t"}, "half": {"table": "t", "output": "fp16"}, "words": {"table": "t", "pooling": "none"}}
+
+
+def test_a_version_is_warmed_up_with_ids_that_its_tables_have(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First and last row of raw tables and of dense ones; any id where all get the default row; none where each is refused."""
+    tables = {
+        **{name: raw_demo.TABLES[name] for name in ("strict", "old", "empty", "word", "plain")},
+        "nothing": raw_demo.DemoTable(raw_demo.random_ids(0, 1), raw_demo.whole_rows(0, 8, 1)),
+    }
+    raw_demo.publish_raw(root, "demo", tables, [Feature(name, name, "sum", "fp32") for name in tables])
+    placer = Placer(ServerSettings(), choose())
+    seen: dict[str, set[int]] = {}
+    look_up = Request.look_up
+
+    def watched(self: Request, inputs: bytes) -> Answer:
+        seen.setdefault(self.features[0], set()).update(np.frombuffer(inputs, np.int64, 2).tolist())
+        return look_up(self, inputs)
+
+    monkeypatch.setattr(Request, "look_up", watched)
+    served = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20).attach()
+    assert "nothing" not in seen and seen["word"] == {0, 39} and seen["plain"] == {0, 19}
+    for name in ("strict", "old"):
+        index = served.segment.tables[name].row_map.index  # type: ignore[union-attr]
+        assert index is not None and seen[name] == {int(index.ids[0]), int(index.ids[-1])}
+        assert seen[name] <= set(tables[name].ids.tolist())
+    assert len(seen["empty"]) == 1
 
 
 @pytest.fixture
@@ -48,6 +77,24 @@ def test_outputs_lie_one_after_another_in_the_order_of_the_inputs(version: Serve
     expected = choose().lookup(rows, ids[5:], np.array([2], np.int32))
     np.testing.assert_array_equal(request.outputs[2].view(found), expected)
     assert request.outputs[0].view(found).dtype == np.float16
+
+
+def test_masks_lie_behind_vectors_and_scores(publish: Publish, root: Path) -> None:
+    """A byte for each id of the features that are asked for, and of no other; as JSON it takes as much as half an fp32."""
+    features = {"user": {"table": "t"}, "item": {"table": "u"}, "words": {"table": "t", "pooling": "none"}}
+    publish({"t": rows_of(10, 8), "u": rows_of(10, 6)}, features=features)
+    version = engine_of(root, 1000).attach()
+    version.scorer = Sum()
+    inputs = [FeatureInput("user", 0, 1, 1, 1), FeatureInput("item", 8, 1, 1, 1), FeatureInput("words", 16, 2)]
+    request = version.lay_out(inputs, [DenseInput("context", 32, 1, 3)], score=True, found={"words", "user", "nothing"})
+    at = 8 * 4 + 6 * 4 + 2 * 8 * 4
+    shown = [(o.feature, o.datatype, o.at, o.shape, o.json_bytes) for o in request.outputs[3:]]
+    assert shown == [
+        ("score", "FP32", at, (1,), 4),
+        ("user.found", "BOOL", at + 4, (1,), 2),
+        ("words.found", "BOOL", at + 5, (2,), 4),
+    ]
+    assert request.out_bytes == at + 7
 
 
 def test_an_output_beyond_the_limit_is_refused(version: ServedVersion) -> None:
