@@ -59,9 +59,10 @@ def tables(before: Samples, now: Samples, seconds: float) -> Group:
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds
 
-    models = Table("model", "requests/s", "refused/s", "ids/s", "row MB/s", box=None)
+    models = Table("model", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None)
     for name in sorted(label for sample, label in now if sample == "tableside_version"):
-        counts = ("tableside_requests_total", "tableside_requests_total_refused", "tableside_ids_total")
+        requests = "tableside_requests_total"
+        counts = (requests, f"{requests}_refused", "tableside_ids_total", "tableside_ids_without_row_total")
         models.add_row(name, *(f"{rate(c, name):,.0f}" for c in counts), f"{rate('tableside_row_bytes_total', name) / 1e6:,.1f}")
     parts = [models]
     cached = sorted(label for sample, label in now if sample == "tableside_cache_ids_total")

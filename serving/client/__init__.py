@@ -12,6 +12,7 @@ blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two 
 from tableside.serving.client.clients import AsyncClient, Client
 from tableside.serving.client.errors import ClientError, FeatureError
 from tableside.serving.client.features import Jagged
+from tableside.serving.client.found import LookedUp
 from tableside.serving.client.keyed import KeyedVectors
 
-__all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged", "KeyedVectors"]
+__all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged", "KeyedVectors", "LookedUp"]

@@ -16,6 +16,7 @@ from tableside.serving.client import compact as compact_form
 from tableside.serving.client.compact import Answer, CompactForm, Keyed, Schema
 from tableside.serving.client.errors import ClientError, FeatureError
 from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
+from tableside.serving.client.found import LookedUp, cut, take_masks
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
 from tableside.serving.client.messages import Bytes, Call, Request, Response, check_status
 from tableside.serving.client.named import NamedForm, vectors
@@ -59,11 +60,12 @@ class Calls:
         outputs: Sequence[str] | None,
         version: int | None,
         compact: bool | None,
+        found: bool = False,
     ) -> Call[Any]:
         path = _path(model, version)
         if isinstance(features, Mapping):
-            return (yield from self._infer(path, columns(features), {}, outputs, compact))
-        return (yield from self._lookup_keyed(path, features, outputs, compact))
+            return (yield from self._infer(path, columns(features), {}, outputs, compact, found))
+        return (yield from self._lookup_keyed(path, features, outputs, compact, found))
 
     def score(
         self,
@@ -100,26 +102,41 @@ class Calls:
     # ---- both forms ----
 
     def _infer(
-        self, path: str, given: Columns, dense: Mapping[str, Array], outputs: Sequence[str] | None, compact: bool | None
-    ) -> Call[dict[str, Any]]:
+        self,
+        path: str,
+        given: Columns,
+        dense: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        compact: bool | None,
+        wants_found: bool = False,
+    ) -> Call[Any]:
         if compact or (compact is None and _pays(given, outputs)):
             obstacle = compact_form.obstacle(given)
             if not obstacle:
-                found = yield from self._ask_compact(path, compact_form.keyed(given), dense, outputs, compact or False)
+                keyed = compact_form.keyed(given)
+                found = yield from self._ask_compact(path, keyed, dense, outputs, compact or False, wants_found)
                 if not isinstance(found, str):
                     compact_request, answer = found
-                    return compact_request.vectors(answer, given.is_torch)
+                    by_name = compact_request.vectors(answer, given.is_torch)
+                    if answer.found is None:
+                        return by_name
+                    shapes = [v.shape for v in given.values]
+                    return LookedUp(by_name, cut(answer.found, given.names, shapes, by_name, given.is_torch))
                 obstacle = found
             if compact:
                 raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
-        key = (given.names, given.kinds, tuple(dense), None if outputs is None else tuple(outputs))
-        form = self._named.get_or_make(key, NamedForm, given.names, given.kinds, tuple(dense), outputs)
+        what = (given.names, given.kinds, tuple(dense), None if outputs is None else tuple(outputs), wants_found)
+        form = self._named.get_or_make(what, NamedForm, *what)
         response = yield from self._post(path, *form.encode(given, dense))
-        return vectors(form.outputs.read(check_status(response)), given.is_torch)
+        by_name = vectors(form.outputs.read(check_status(response)), given.is_torch)
+        if not wants_found:
+            return by_name
+        masks = take_masks(by_name, given)  # out of `by_name`
+        return LookedUp(by_name, masks)
 
     def _lookup_keyed(
-        self, path: str, features: KeyedJagged, outputs: Sequence[str] | None, compact: bool | None
-    ) -> Call[KeyedVectors]:
+        self, path: str, features: KeyedJagged, outputs: Sequence[str] | None, compact: bool | None, wants_found: bool
+    ) -> Call[KeyedVectors | LookedUp[KeyedVectors]]:
         if not isinstance(features, KeyedJagged):
             raise FeatureError(f"features are a {type(features).__name__}; expected a dict of features or a KeyedJaggedTensor")
         given, lengths = from_torchrec(features)
@@ -130,13 +147,23 @@ class Calls:
         elif unknown := set(wanted) - set(given.names):
             found = f"output {min(unknown)!r} is none of its keys"
         else:
-            found = yield from self._ask_compact(path, given, {}, wanted, True)
+            found = yield from self._ask_compact(path, given, {}, wanted, True, wants_found)
         if isinstance(found, str):
             raise FeatureError(f"this KeyedJaggedTensor cannot be looked up: {found}; a dict of Jagged features may be")
-        return to_torchrec(found[1], features, lengths, wanted)
+        answer = found[1]
+        keyed = to_torchrec(answer, features, lengths, wanted)
+        if answer.found is None:
+            return keyed
+        return LookedUp(keyed, cut(answer.found, given.names, [(int(n),) for n in lengths.sum(1)], wanted, as_torch=True))
 
     def _ask_compact(
-        self, path: str, given: Keyed, dense: Mapping[str, Array], outputs: Sequence[str] | None, is_only_way: bool
+        self,
+        path: str,
+        given: Keyed,
+        dense: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        is_only_way: bool,
+        wants_found: bool,
     ) -> Call[tuple[CompactForm, Answer] | str]:
         """Asks in the compact form. Where that cannot be done, a string says why.
 
@@ -146,7 +173,7 @@ class Calls:
         for attempt in (1, 2):
             is_new = path not in self._schemas
             schema = yield from self._schema(path)
-            what = (given.names, given.weights is not None, tuple(dense), asked)
+            what = (given.names, given.weights is not None, tuple(dense), asked, wants_found)
             key = (schema and schema.digest, *what)
             form = self._compact.get_or_make(key, compact_form.make_form, schema or None, *what)
             if isinstance(form, str):

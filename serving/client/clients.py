@@ -5,11 +5,12 @@ A lookup changes nothing. So it is tried again, up to `retries` times, where a c
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.calls import Calls
 from tableside.serving.client.features import Ids
+from tableside.serving.client.found import LookedUp
 from tableside.serving.client.http import Address
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
@@ -38,7 +39,20 @@ class Client:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
+        found: Literal[False] = False,
     ) -> dict[str, Any]: ...
+
+    @overload
+    def lookup(
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
+        compact: bool | None = None,
+        found: Literal[True],
+    ) -> LookedUp[dict[str, Any]]: ...
 
     @overload
     def lookup(
@@ -49,7 +63,20 @@ class Client:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
+        found: Literal[False] = False,
     ) -> KeyedVectors: ...
+
+    @overload
+    def lookup(
+        self,
+        model: str,
+        features: KeyedJagged,
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
+        compact: bool | None = None,
+        found: Literal[True],
+    ) -> LookedUp[KeyedVectors]: ...
 
     def lookup(
         self,
@@ -59,7 +86,8 @@ class Client:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
-    ) -> dict[str, Any] | KeyedVectors:
+        found: bool = False,
+    ) -> Any:
         """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
 
         features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values, lengths, weights). The
@@ -68,11 +96,11 @@ class Client:
         outputs: the features whose vectors are wanted; None: all.
         compact: whether all features go in two tensors, which takes less time the more features there are. None: where they are
         many, and all jagged with the same number of bags. The first time the model's metadata is read for it.
+        found: whether to say which ids the tables have as well: then the answer is LookedUp(vectors, found).
         FeatureError: ids are no integers, have another shape, or cannot go in the compact form that was asked for. ClientError:
         the server refused, with its message.
         """
-        found: dict[str, Any] | KeyedVectors = self._run(self._calls.lookup(model, features, outputs, version, compact))
-        return found
+        return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
     def score(
         self,
@@ -146,7 +174,20 @@ class AsyncClient:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
+        found: Literal[False] = False,
     ) -> dict[str, Any]: ...
+
+    @overload
+    async def lookup(
+        self,
+        model: str,
+        features: Mapping[str, Ids],
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
+        compact: bool | None = None,
+        found: Literal[True],
+    ) -> LookedUp[dict[str, Any]]: ...
 
     @overload
     async def lookup(
@@ -157,7 +198,20 @@ class AsyncClient:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
+        found: Literal[False] = False,
     ) -> KeyedVectors: ...
+
+    @overload
+    async def lookup(
+        self,
+        model: str,
+        features: KeyedJagged,
+        *,
+        outputs: Sequence[str] | None = None,
+        version: int | None = None,
+        compact: bool | None = None,
+        found: Literal[True],
+    ) -> LookedUp[KeyedVectors]: ...
 
     async def lookup(
         self,
@@ -167,9 +221,10 @@ class AsyncClient:
         outputs: Sequence[str] | None = None,
         version: int | None = None,
         compact: bool | None = None,
-    ) -> dict[str, Any] | KeyedVectors:
+        found: bool = False,
+    ) -> Any:
         """As Client.lookup."""
-        return await self._run(self._calls.lookup(model, features, outputs, version, compact))
+        return await self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
     async def score(
         self,

@@ -3,6 +3,7 @@
     request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids] where there are weights
     response   kjt [bags, sum of dims]: the pooled features' vectors side by side
                kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: the unpooled features' vectors, flat
+               kjt.found BOOL [ids], where it is asked for: whether the features' tables have them
 
 Which part of `kjt` belongs to a feature follows from the dims, which are the model's. The client learns them from its metadata
 and names them in each request by their digest, so that a version with other dims refuses it.
@@ -18,7 +19,7 @@ import orjson
 
 from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import Bytes, Outputs, Response, padded, quoted, request_tail
+from tableside.serving.client.messages import FOUND, Bytes, Outputs, Response, padded, quoted, request_tail
 
 POOLED, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"
 SCHEMA = "kjt.schema"
@@ -127,19 +128,34 @@ def keyed(given: Columns) -> Keyed:
 
 
 def make_form(
-    schema: Schema | None, names: tuple[str, ...], has_weights: bool, dense: Sequence[str], outputs: Sequence[str] | None
+    schema: Schema | None,
+    names: tuple[str, ...],
+    has_weights: bool,
+    dense: Sequence[str],
+    outputs: Sequence[str] | None,
+    found: bool = False,
 ) -> "CompactForm | str":
     """The compact form of such requests; why there is none, where there is none."""
     if schema is None:
         return "the server does not know it"
-    return schema.obstacle(names, has_weights) or CompactForm(schema, names, has_weights, dense, outputs)
+    return schema.obstacle(names, has_weights) or CompactForm(schema, names, has_weights, dense, outputs, found)
 
 
 class CompactForm:
-    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of one schema."""
+    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of one schema.
+
+    outputs: None: all, with the scores where the features are all that these need. found: whether masks are asked for; then
+    outputs are named, and None is all features.
+    """
 
     def __init__(
-        self, schema: Schema, names: tuple[str, ...], has_weights: bool, dense: Sequence[str], outputs: Sequence[str] | None
+        self,
+        schema: Schema,
+        names: tuple[str, ...],
+        has_weights: bool,
+        dense: Sequence[str],
+        outputs: Sequence[str] | None,
+        found: bool = False,
     ) -> None:
         self._names = names
         asked = [schema.features[n] for n in names]
@@ -147,7 +163,9 @@ class CompactForm:
         self.unpooled = [f for f in asked if not f.is_pooled]
         self.runs = _runs(self.pooled)
         self._width = sum(f.dim for f in self.pooled)
-        self._wanted = None if outputs is None else [*outputs]
+        self._found = found
+        wanted = names if found and outputs is None else outputs
+        self._wanted = None if wanted is None else [*wanted]
         self._outputs = Outputs()
         tensors = ["kjt.values", "kjt.lengths"] + ["kjt.weights"] * has_weights + [*dense]
         described = b",".join(b'{"name":' + _escaped(quoted(t)) + _REST for t in tensors)
@@ -163,7 +181,8 @@ class CompactForm:
         wanted = set(self._wanted)
         found = [POOLED] if any(f.name in wanted for f in self.pooled) else []
         found += [SEQUENCES, OFFSETS] if any(f.name in wanted for f in self.unpooled) else []
-        return found + [name for name in self._wanted if name not in self._names]
+        found += [name for name in self._wanted if name not in self._names]
+        return found + [POOLED + FOUND] * self._found
 
     def encode(self, given: Keyed, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
         """The length of the JSON, and the body's parts: the JSON, then the tensors."""
@@ -184,11 +203,14 @@ class CompactForm:
         """The response's tensors. ClientError: they do not fit what was asked for."""
         arrays = {name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)}
         pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
+        found = arrays.pop(POOLED + FOUND, None)
         if pooled is not None and pooled.shape[-1] != self._width:
             raise ClientError(200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]")
         if (sequences is None) != (offsets is None) or (offsets is not None and len(offsets) != len(self.unpooled) + 1):
             raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self.unpooled)} unpooled features")
-        return Answer(self, pooled, sequences, offsets, arrays)
+        if (found is None) is self._found:
+            raise ClientError(200, f"the response has {'no' if self._found else 'an unasked'} output {POOLED + FOUND}")
+        return Answer(self, pooled, sequences, offsets, arrays, found)
 
     def vectors(self, answer: "Answer", as_torch: bool) -> dict[str, Any]:
         """name -> vectors, in the order of the request, as views of the response."""
@@ -228,7 +250,7 @@ class Answer(NamedTuple):
     """The response to a compact request of a form.
 
     pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs
-    that are no feature's, which is `score`.
+    that are no feature's, which is `score`. found: bool [ids], of all features, where it was asked for.
     """
 
     form: CompactForm
@@ -236,6 +258,7 @@ class Answer(NamedTuple):
     sequences: Array | None
     offsets: Array | None
     others: dict[str, Array]
+    found: Array | None = None
 
     def pooled_vectors(self, as_torch: bool) -> dict[str, Any]:
         """name -> [bags, dim]. Neighbours of one dim are split in one go."""

@@ -71,7 +71,10 @@ def _phrase(status: int) -> str:
 
 # ---- the response of an infer request: JSON that names the tensors, then their bytes ----
 
-DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8")}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)
+}  # fmt: skip
+FOUND = ".found"  # behind a feature's name: the output that says which ids its table has
 
 
 @dataclass(frozen=True, slots=True)

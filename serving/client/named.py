@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import Bytes, Outputs, padded, quoted, request_tail
+from tableside.serving.client.messages import FOUND, Bytes, Outputs, padded, quoted, request_tail
 
 _SHAPE = attrgetter("shape")
 _PIECES_KEPT = 1 << 16
@@ -44,10 +44,16 @@ _EIGHT, _FOUR = _Pieces(8), _Pieces(4)
 class NamedForm:
     """The named form of requests for the same features, outputs and dense tensors, in the same order.
 
-    outputs: reads their responses.
+    outputs: reads their responses. found: whether the masks of the wanted features are asked for as well; then outputs are
+    named, and None is all features.
     """
 
-    def __init__(self, names: Sequence[str], kinds: str, dense: Sequence[str], outputs: Sequence[str] | None) -> None:
+    def __init__(
+        self, names: Sequence[str], kinds: str, dense: Sequence[str], outputs: Sequence[str] | None, found: bool = False
+    ) -> None:
+        if found:
+            wanted = names if outputs is None else outputs
+            outputs = [*wanted, *(n + FOUND for n in wanted if n in names)]
         tensors = [(n if k == "r" else f"{n}.values", "INT64") for n, k in zip(names, kinds, strict=True)]
         tensors += [(f"{n}.lengths", "INT32") for n, k in zip(names, kinds, strict=True) if k in "jJ"]
         tensors += [(f"{n}.weights", "FP32") for n, k in zip(names, kinds, strict=True) if k.isupper()]

@@ -11,6 +11,7 @@ from tableside.serving import wire
 from tableside.serving.client import ClientError, FeatureError, Jagged
 from tableside.serving.client.compact import CompactForm, Feature, Schema, keyed, obstacle
 from tableside.serving.client.features import columns
+from tableside.serving.client.found import cut, take_masks
 from tableside.serving.client.messages import Response
 from tableside.serving.client.named import NamedForm
 
@@ -252,6 +253,19 @@ def test_a_response_that_does_not_fit(outputs: list[tuple[str, str, np.ndarray]]
     """Vectors are never cut by dims that are not the response's."""
     with pytest.raises(ClientError, match="output"):
         CompactForm(SCHEMA, ("a", "b", "s"), False, (), None).read(response(outputs))
+
+
+def test_a_mask_that_does_not_fit() -> None:
+    """One that is missing, unasked or of another size is refused, and never cut up by other lengths."""
+    pooled = ("kjt", "FP32", np.zeros((1, 2), np.float32))
+    with pytest.raises(ClientError, match=r"the response has no output kjt\.found"):
+        CompactForm(SCHEMA, ("a",), False, (), None, found=True).read(response([pooled]))
+    with pytest.raises(ClientError, match=r"the response has an unasked output kjt\.found"):
+        CompactForm(SCHEMA, ("a",), False, (), None).read(response([pooled, ("kjt.found", "BOOL", np.ones(3, bool))]))
+    with pytest.raises(ClientError, match=r"output kjt\.found has shape \[3\]; expected \[4\], one an id"):
+        cut(np.ones(3, bool), ("a", "b"), [(2,), (1, 2)], ["a"], as_torch=False)
+    with pytest.raises(ClientError, match=r"output a\.found has shape \[2\]; expected \[1\]"):
+        take_masks({"a.found": np.ones(2, bool)}, columns({"a": jagged([1])}))
 
 
 @pytest.mark.parametrize(
