@@ -54,8 +54,13 @@ def make_requests(
     """Different binary lookups of all features of a model, as /v1/models describes it.
 
     At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same ids and lengths.
-    ServingError: one request alone is larger than that.
+    ServingError: one request alone is larger than that, or a table has raw ids.
     """
+    if raw := [t["name"] for t in described["tables"] if t.get("ids") == "raw"]:
+        raise ServingError(
+            f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so none can be drawn; "
+            "load it with requests of your own (tableside.serving.wire)"
+        )
     ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
     if ids_bytes > max_bytes:
         raise ServingError(
@@ -76,14 +81,14 @@ def make_requests(
 
 def draw(rng: np.random.Generator, described: Mapping[str, Any], shape: Shape) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """One request's ids int64 [ids] and lengths int32 [features, bags], feature by feature and bag by bag."""
-    table_rows = {t["name"]: t["rows"] for t in described["tables"]}
-    feature_rows = np.array([table_rows[f["table"]] for f in described["features"]], np.int64)
+    tables = {t["name"]: (t.get("first_id", 0), t.get("id_count", t["rows"])) for t in described["tables"]}
+    first_ids, feature_rows = np.array([tables[f["table"]] for f in described["features"]], np.int64).T
     bags = (len(feature_rows), shape.batch)
     lengths = rng.integers(0, 2 * shape.ids, bags, np.int32, endpoint=True)
     if shape.same:
         lengths = np.full(bags, shape.ids, np.int32)
-    rows = np.repeat(feature_rows, lengths.sum(1))
-    return draw_ids(rng, rows, rows.shape, shape.zipf), lengths
+    rows, first = (np.repeat(of_feature, lengths.sum(1)) for of_feature in (feature_rows, first_ids))
+    return first + draw_ids(rng, rows, rows.shape, shape.zipf), lengths
 
 
 def draw_ids(

@@ -66,6 +66,16 @@ def test_same_lengths_have_one_header() -> None:
     assert len(set(requests)) == 9
 
 
+def test_ids_are_those_that_the_table_has() -> None:
+    """Not its default row's number, and from its first id on; raw ids cannot be drawn, and a sentence says so."""
+    tables = [{"name": "t", "rows": 4, "ids": "row", "first_id": 7, "id_count": 3}, {"name": "u", "rows": 3}]
+    requests = bench.make_requests({**MODEL, "tables": tables}, URL, bench.Shape(16, 5), count=20)
+    assert {int(i) for r in requests for i in tensors(r)["a.values"]} == {7, 8, 9}
+    tables[1]["ids"] = "raw"
+    with pytest.raises(ServingError, match="table 'u' of model 'm' has raw ids, which a server does not tell"):
+        bench.make_requests({**MODEL, "tables": tables}, URL, bench.Shape(16, 5))
+
+
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("zipf", [None, 1.2])
 def test_both_forms_hold_the_same_ids(same: bool, zipf: float | None) -> None:
