@@ -19,12 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import tables
 import torch
+from raw_demo import DemoTable, publish_raw, random_ids
 from scorers import Ctr, exported
 from support import rows_of, run_tableside, until
 
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
-from tableside.loader.model import parse_model, read_model
+from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, parse_model, read_model
+from tableside.loader.scorer import stored_scorer
 from tableside.loader.versions import Model
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
@@ -92,9 +94,9 @@ def data(rows: int = ROWS) -> dict[str, Any]:
     return columns
 
 
-def scores_of(columns: dict[str, Any]) -> np.ndarray:
+def scores_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -> np.ndarray:
     """What the model gives, from the original rows."""
-    item, user = TABLES["item"].astype(np.float64), TABLES["user"][columns["user_id"]]
+    item, user = tables["item"].astype(np.float64), tables["user"][columns["user_id"]]
     clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(np.float32)
     context = np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
     with torch.inference_mode():
@@ -147,6 +149,46 @@ def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: 
     assert sum(q[0]["rows"] for q in report["slices"].values()) == ROWS
     assert 0 < report["overall"][0]["ne"] < 1 and report["rows_per_s"] > 0
     assert "null  ctr@1" in result.stdout
+
+
+def publish_raw_ids(root: Path, folder: Path, missing: str) -> dict[str, np.ndarray]:
+    """The same model with tables of raw ids, whose default row is zero unless ids that are missing are refused; its ids."""
+    (folder / "scorer.pt2").write_bytes(exported(Sharp(8, 4, 3), user=8, clicked=4, context=3))
+    features = (Feature("user", "user", "sum", "fp32"), Feature("clicked", "item", "mean", "fp32"))
+    ids = {name: random_ids(len(rows), seed) for seed, (name, rows) in enumerate(TABLES.items())}
+    default = {name: None if missing == "error" else np.zeros(rows.shape[1], np.float32) for name, rows in TABLES.items()}
+    demo = {n: DemoTable(ids[n], rows, default[n], "fp32", missing=missing) for n, rows in TABLES.items()}
+    spec = ModelSpec("ctr", folder, (), features, ScorerSpec("program", folder / "scorer.pt2"))
+    evaluation = EvalSpec("label", (("user", ("user_id",)), ("context", ("a", "b", "c"))))
+    publish_raw(root, "ctr", demo, features, stored_scorer(spec, {n: t.dim for n, t in demo.items()}), evaluation)
+    return ids
+
+
+@pytest.mark.parametrize("missing", ["zero", "error"])
+def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path, missing: str) -> None:
+    """Some rows hold ids that no table has: scored as if these were rows of zeros, or refused by feature, position and id."""
+    ids = publish_raw_ids(root, tmp_path, missing)
+    rng, rows = np.random.default_rng(0), 400
+    lacking = {name: len(table) for name, table in TABLES.items()}  # the row of zeros that ids which are missing get
+    columns: dict[str, Any] = {"user_id": rng.integers(0, lacking["user"] + 1, rows)}
+    columns["user_id"][7] = lacking["user"]
+    columns["clicked"] = [rng.integers(lacking["item"] - 50, lacking["item"] + 1, n) for n in rng.integers(0, 6, rows)]
+    columns |= {name: rng.standard_normal(rows).astype(np.float32).tolist() for name in "abc"}
+    columns["label"] = rng.integers(0, 2, rows).tolist()
+    wanted = scores_of(
+        {**columns, "clicked": [c.tolist() for c in columns["clicked"]]},
+        {name: np.concatenate([table, np.zeros_like(table[:1])]) for name, table in TABLES.items()},
+    )
+    raw = {name: np.append(there, 4242) for name, there in ids.items()}
+    columns["user_id"] = raw["user"][columns["user_id"]].tolist()
+    columns["clicked"] = [raw["item"][clicked].tolist() for clicked in columns["clicked"]]
+    out = tmp_path / "out"
+    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out)
+    if missing == "error":
+        assert result.returncode == 1 and "feature 'user': id 4242 at position" in result.stderr, result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
