@@ -33,12 +33,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[Server]:
     if request.param == "fbgemm":
         pytest.importorskip("fbgemm_gpu")
     root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
-    publish_raw(root, "raw", TABLES, FEATURES)
     inputs = tuple(ScorerInput(f.name, f.name, 16) for f in PAIR)
-    publish_raw(root, "scored", {f.table: TABLES[f.table] for f in PAIR}, PAIR, (StoredScorer("dot", inputs), b""))
-    server = start_server(root, "--backend", request.param, models=("raw", "scored"))
-    yield server
     try:
+        publish_raw(root, "raw", TABLES, FEATURES)
+        publish_raw(root, "scored", {f.table: TABLES[f.table] for f in PAIR}, PAIR, (StoredScorer("dot", inputs), b""))
+        server = start_server(root, "--backend", request.param, models=("raw", "scored"))
+        yield server
         assert end(server.process) == 0
     finally:
         shutil.rmtree(root)
