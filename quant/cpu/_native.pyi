@@ -42,6 +42,7 @@ def lay_out(
         bytes,
         bytes,
         bytes,
+        bytes,
         tuple[bytes, bytes, bytes, int, int, int],
         tuple[bytes, bytes, bytes, int, int, int],
     ]

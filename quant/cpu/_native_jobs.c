@@ -2,10 +2,12 @@
  * that come again and again, for which the device needs nothing but their ids. And copies of many small parts at once.
  *
  * totals(kinds, places) -> (ids, bags, columns of vectors) of the pooled lookups
- * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can be, or bags that are
- *   not the ids; else (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, cached, pooled, unpooled):
+ * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can be, bags that are not the
+ *   ids, or found masks, which Python lays out; else
+ *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled):
  *   written: where the last vector ends in the caller's output buffer
- *   moves_in, moves_out: fields of `move`, int64, as bytes · cached: (table, ids_at, ids, locations_at), int64, as bytes
+ *   moves_in, moves_out: fields of `move`, int64, as bytes · resolved: (lookup, row_map, ids_at, ids), int64, as bytes
+ *   cached: (table, ids_at, ids, locations_at), int64, as bytes
  *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and is_offset: int64
  *   [jobs, fields of a job], job_of_program: int32, as bytes
  * move(moves, source, target, source_base, target_base): copies parts of one buffer to another
@@ -23,6 +25,7 @@ typedef struct { JOB_FIELDS(MEMBER) } job;
 typedef struct { MOVE_FIELDS(MEMBER) } move;
 typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place; /* as PLACE_FIELDS */
 typedef struct { int64_t table, ids_at, ids, locations_at; } cached;
+typedef struct { int64_t lookup, row_map, ids_at, ids; } resolved;
 
 enum { OUT_ALIGNMENT = 16 };
 
@@ -67,7 +70,7 @@ static const int64_t LARGEST = INT32_MAX;
 
 static int is_sound(const kind *k, const place *p) {
     int64_t ids;
-    return p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST && p->bag_length >= 0
+    return p->found_at < 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST && p->bag_length >= 0
            && (!k->is_pooled || p->lengths_at >= 0
                || (!__builtin_mul_overflow(p->bags, p->bag_length, &ids) && ids == p->ids));
 }
@@ -78,7 +81,7 @@ static int can_be_written(const kind *k, const place *p) {
     return p->out_at % unit == 0 && k->out_row_bytes % unit == 0;
 }
 
-typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found; } sizes;
+typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped; } sizes;
 
 static void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_t source, int64_t bytes) {
     s->in_bytes = aligned(s->in_bytes, 8);
@@ -89,7 +92,10 @@ static void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_
     s->in_bytes += bytes;
 }
 
-static void add(const kind *k, const place *p, int is_placed, sizes *s, move *in, move *out, cached *found, jobs_of *to) {
+/* Room for everything that a request of `count` lookups can have. */
+typedef struct { job *jobs; move *in, *out; cached *found; resolved *mapped; } room;
+
+static void add(int64_t number, const kind *k, const place *p, int is_placed, sizes *s, room *m, jobs_of *to) {
     int64_t outputs = outputs_of(k, p), item = item_of(k), bytes = outputs * k->dim * item;
     job *j = to->jobs + to->count, *moves = to->is_offset + to->count;
     *moves = (job){0};
@@ -98,19 +104,20 @@ static void add(const kind *k, const place *p, int is_placed, sizes *s, move *in
                .weights_at = -1, .precision = k->precision, .first_program = to->programs, .starts_at = s->scratch,
                .hbm_rows = k->hbm_rows, .locations_at = -1, .hbm_share = k->hbm_share, .out_step = k->dim};
     moves->out_at = moves->first_program = moves->starts_at = 1;
-    stage(s, in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
+    stage(s, m->in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
+    if (k->row_map) m->mapped[s->mapped++] = (resolved){number, k->row_map, j->ids_at, p->ids};
     if (k->cache_table >= 0) {
-        found[s->found++] = (cached){k->cache_table, j->ids_at, p->ids, s->locations};
+        m->found[s->found++] = (cached){k->cache_table, j->ids_at, p->ids, s->locations};
         j->locations_at = s->locations, moves->locations_at = 1;
         s->locations += 4 * p->ids;
     }
     if (k->is_pooled && p->lengths_at >= 0) {
-        stage(s, in, &j->lengths_at, &moves->lengths_at, p->lengths_at, 4 * p->bags);
+        stage(s, m->in, &j->lengths_at, &moves->lengths_at, p->lengths_at, 4 * p->bags);
         s->scratch += p->bags + 2;
         to->has_lengths = 1;
     }
     if (k->is_pooled && p->weights_at >= 0) {
-        stage(s, in, &j->weights_at, &moves->weights_at, p->weights_at, 4 * p->ids);
+        stage(s, m->in, &j->weights_at, &moves->weights_at, p->weights_at, 4 * p->ids);
         to->is_weighted = 1;
     }
     to->is_indirect |= j->locations_at >= 0 || j->hbm_share > 0;
@@ -121,8 +128,8 @@ static void add(const kind *k, const place *p, int is_placed, sizes *s, move *in
         j->out_at = s->out_bytes;
         s->out_bytes += aligned(bytes, OUT_ALIGNMENT);
         int64_t row = k->dim * item;
-        if (bytes && k->out_row_bytes) out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, k->out_row_bytes};
-        else if (bytes) out[s->moved_out++] = (move){j->out_at, p->out_at, bytes, 1, 0, 0};
+        if (bytes && k->out_row_bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, k->out_row_bytes};
+        else if (bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, bytes, 1, 0, 0};
     }
     to->programs += (outputs * k->columns + to->block - 1) / to->block;
     to->count++;
@@ -148,16 +155,15 @@ static PyObject *described(const jobs_of *to) {
     return made;
 }
 
-/* Room for everything that a request of `count` lookups can have. */
-typedef struct { job *jobs; move *in, *out; cached *found; } room;
-
-static void free_room(room *m) { PyMem_Free(m->jobs), PyMem_Free(m->in), PyMem_Free(m->out), PyMem_Free(m->found); }
+static void free_room(room *m) {
+    PyMem_Free(m->jobs), PyMem_Free(m->in), PyMem_Free(m->out), PyMem_Free(m->found), PyMem_Free(m->mapped);
+}
 
 static int make_room(room *m, int64_t count) {
     size_t n = (size_t)count + 1;
     *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)), PyMem_Malloc(n * sizeof(move)),
-                PyMem_Malloc(n * sizeof(cached))};
-    if (m->jobs && m->in && m->out && m->found) return 1;
+                PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved))};
+    if (m->jobs && m->in && m->out && m->found && m->mapped) return 1;
     free_room(m);
     PyErr_NoMemory();
     return 0;
@@ -204,15 +210,16 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
             int64_t outputs = outputs_of(k + i, p + i), row = k[i].dim * item_of(k + i);
             int64_t last = outputs ? p[i].out_at + (outputs - 1) * (k[i].out_row_bytes ? k[i].out_row_bytes : row) + row : 0;
             if (last > end) end = last;
-            add(k + i, p + i, is_placed, &s, m.in, m.out, m.found, k[i].is_pooled ? &pooled : &unpooled);
+            add(i, k + i, p + i, is_placed, &s, &m, k[i].is_pooled ? &pooled : &unpooled);
         }
         if (is_placed) s.out_bytes = aligned(end, OUT_ALIGNMENT);
         PyObject *in = bytes_of(m.in, s.moved_in, sizeof(move)), *out = bytes_of(m.out, s.moved_out, sizeof(move));
-        PyObject *found = bytes_of(m.found, s.found, sizeof(cached)), *first = described(&pooled), *second = described(&unpooled);
-        if (in && out && found && first && second)
-            result = Py_BuildValue("LLLLiOOOOO", (long long)s.in_bytes, (long long)s.out_bytes, (long long)end, (long long)s.scratch, direct, in, out,
-                                   found, first, second);
-        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(found), Py_XDECREF(first), Py_XDECREF(second);
+        PyObject *mapped = bytes_of(m.mapped, s.mapped, sizeof(resolved)), *found = bytes_of(m.found, s.found, sizeof(cached));
+        PyObject *first = described(&pooled), *second = described(&unpooled);
+        if (in && out && mapped && found && first && second)
+            result = Py_BuildValue("LLLLiOOOOOO", (long long)s.in_bytes, (long long)s.out_bytes, (long long)end, (long long)s.scratch,
+                                   direct, in, out, mapped, found, first, second);
+        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first), Py_XDECREF(second);
         free_room(&m);
     }
     let_go(&r);

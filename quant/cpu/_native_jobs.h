@@ -5,10 +5,11 @@
 #include <Python.h>
 
 /* What a lookup that comes again reads. cache_table: its number in the cache, or -1. columns: of one vector, as
- * quant.gpu.layout.columns has it. out_row_bytes: from one vector to the next, or 0: they lie one after another. */
+ * quant.gpu.layout.columns has it. out_row_bytes: from one vector to the next, or 0: they lie one after another. row_map: of its
+ * NativeRowMap on the device, or 0: ids are row numbers. */
 #define GPU_KIND_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) F(cache_table) \
-    F(is_pooled) F(columns) F(out_row_bytes)
+    F(is_pooled) F(columns) F(out_row_bytes) F(row_map)
 /* The fields of a job, those of quant.gpu.job.JobField. */
 #define JOB_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(vectors) F(weights_at) \

@@ -35,25 +35,28 @@ from tableside.quant.contract import (
     Precision,
     RowSource,
     Table,
+    Unfound,
 )
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
 
 try:
-    from tableside.quant.gpu import lookup_kernel
+    from tableside.quant.gpu import lookup_kernel, resolve_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[gpu]") from error
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, jobs_on_device
+from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.resolve import resolve_block
+from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
+from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds in the interpreter, whatever its width.
@@ -89,14 +92,17 @@ class GpuPlan(Plan):
             self._on_device = jobs_on_device(self.layout, self.backend.device, self.backend.is_interpreted)
         return self._on_device[1]
 
-    def run(self, inputs: Any, outputs: Any) -> None:
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """As the contract says, as a batch of one request."""
-        (result,) = self.backend.run([(self, inputs)])
+        ((result,), _) = self.backend.run_timed([(self, inputs)], timed=False)
         if isinstance(result, BadIds):
             raise result
         target = np.frombuffer(outputs, np.uint8)
         for lk in self.layout.lookups():
-            target[lk.out_at : lk.out_at + lk.out_bytes] = result[lk.out_at : lk.out_at + lk.out_bytes]
+            target[lk.out_at : lk.out_at + lk.out_bytes] = result.outputs[lk.out_at : lk.out_at + lk.out_bytes]
+            if lk.found_at is not None:
+                target[lk.found_at : lk.found_at + lk.ids] = result.outputs[lk.found_at : lk.found_at + lk.ids]
+        return result.unfound
 
 
 class _SteadyPlanner(Planner):
@@ -145,6 +151,7 @@ class GpuBackend(Backend):
         self.lock = threading.RLock()
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         self._buffers = Buffers(self.device)
+        self._resolve = Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(self.is_interpreted))
         self._bag_starts = Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
@@ -182,6 +189,9 @@ class GpuBackend(Backend):
 
     # ---- tables ----
 
+    # A table's row map is copied to HBM with it (`quant.gpu.row_map`). ids_in_host: but for the ids that are kept for rows, which
+    # are then read in the memory that `rows` is a view of.
+
     def to_hbm(
         self, table: Table, registered: torch.Tensor | None = None, key: KernelKey | None = None, *, stashable: bool = False
     ) -> DeviceTable:
@@ -196,36 +206,55 @@ class GpuBackend(Backend):
         self._stashable.add(residence)
         return self._placed(table, residence, key)
 
-    def map_host(self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None) -> DeviceTable:
+    def map_host(
+        self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None, *, ids_in_host: bool = False
+    ) -> DeviceTable:
         """A table that the device reads in host memory. rows: uint8 [bytes] on the device, over registered memory.
 
         None: the table's own memory, which the interpreter reads.
         """
-        return self._placed(table, Mapped(table, self._readable(rows)), key)
+        return self._placed(table, Mapped(table, self._readable(rows)), key, ids_in_host)
 
-    def to_cache(self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None, name: str = "") -> DeviceTable:
+    def to_cache(
+        self,
+        table: Table,
+        rows: torch.Tensor | None,
+        key: KernelKey | None = None,
+        name: str = "",
+        *,
+        ids_in_host: bool = False,
+    ) -> DeviceTable:
         """A table that the device reads through its cache. rows: as for `map_host`; name: for statistics.
 
         It leaves the cache with the last reference. QuantError: there is no cache, or it cannot hold rows of this size.
         """
         if self.cache is None:
             raise QuantError("this device has no cache; open_cache makes one")
-        return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key)
+        return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key, ids_in_host)
 
-    def split(self, table: Table, rows: torch.Tensor | None, share: int, key: KernelKey | None = None) -> DeviceTable:
+    def split(
+        self,
+        table: Table,
+        rows: torch.Tensor | None,
+        share: int,
+        key: KernelKey | None = None,
+        *,
+        ids_in_host: bool = False,
+    ) -> DeviceTable:
         """A table with the first `share` rows of each SPLIT_BLOCK in HBM; the others are read as by `map_host`.
 
         QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
         """
         check_share(share)
-        return self._placed(table, Split(table, self._readable(rows), share, self.device), key)
+        return self._placed(table, Split(table, self._readable(rows), share, self.device), key, ids_in_host)
 
     def on_host(self, table: Table) -> DeviceTable:
         """A table that the CPU looks up, beside the device."""
         return on_device(table)
 
-    def _placed(self, table: Table, residence: Residence, key: KernelKey | None) -> DeviceTable:
-        return DeviceTable(table, residence, key or KernelKey.of(table))
+    def _placed(self, table: Table, residence: Residence, key: KernelKey | None, ids_in_host: bool = False) -> DeviceTable:
+        device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, ids_in_host)
+        return DeviceTable(table, residence, key or KernelKey.of(table), device_map)
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.is_interpreted:
@@ -326,15 +355,19 @@ class GpuBackend(Backend):
         self.plan([lk], threads).run(inputs, out.reshape(-1).view(np.uint8))
         return out
 
+    def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        return super().dequantize(by_row_number(table), start, stop)
+
     def run(self, requests: Sequence[tuple[Plan, Any]]) -> list[Buffer | BadIds]:
         """Runs several requests, (plan, inputs) each, as one batch; each gets its outputs, uint8, or what is wrong with it.
 
         The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let go.
         """
-        return self.run_timed(requests, timed=False)[0]
+        results, _ = self.run_timed(requests, timed=False)
+        return [result if isinstance(result, BadIds) else result.outputs for result in results]
 
-    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool = True) -> tuple[list[Buffer | BadIds], Times | None]:
-        """As `run`, and where the time went."""
+    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool = True) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """As `run`, with what was not found of each request, and where the time went."""
         with self.lock:
             if self.stream is None:
                 with np.errstate(all="ignore"):  # a GPU does not warn either
@@ -348,7 +381,7 @@ class GpuBackend(Backend):
                     self.stream.synchronize()  # what is under way reads and writes the buffers of the next batch
                     raise
 
-    def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[Buffer | BadIds], Times | None]:
+    def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[LookedUp | BadIds], Times | None]:
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
         batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
@@ -361,6 +394,8 @@ class GpuBackend(Backend):
         if clock:
             clock.mark()
         buffers = self._buffers
+        if launches.resolve is not None:
+            self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         if clock:
@@ -380,8 +415,22 @@ class GpuBackend(Backend):
             raise QuantError("the plan was made by another backend; make it with this one")
         return plan
 
+    def resolve(
+        self, launches: Launches, source: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Makes row numbers of ids, on the current stream: of those in `source`, written to `inputs`, which may be the same.
+
+        outputs: where found masks go. counts: int64 [jobs * 2], on the device, to which it adds what was not found.
+        """
+        if (jobs := launches.resolve) is None:
+            return
+        self.await_tables()  # ids may lie in their rows
+        stream = None if self.stream is None else torch.cuda.current_stream(self.device).cuda_stream
+        buffers = (source.data_ptr(), inputs.data_ptr(), outputs.data_ptr(), counts.data_ptr())
+        self._resolve(jobs.programs, stream, jobs.jobs_at, jobs.programs_at, *buffers)
+
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
-        """Has the cache bring the rows that it must; None: nothing is read through it."""
+        """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row numbers for ids."""
         if launches.probe is None:
             return None
         if self.cache is None:

@@ -5,6 +5,7 @@ The buffers belong to one device and to one batch at a time. The one that is sen
     inputs of request 0 · inputs of request 1 · … · header
 
     header   for each launch: jobs int64 [jobs, FIELDS] · the job of each program int32 [programs] · zeros to a multiple of 8
+             then, if ids are to become row numbers, what the kernel that does it reads (`quant.gpu.resolve`)
              then, if rows are read through the cache, what its kernels read (`quant.cache.jobs`)
 
 `merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes that it wrote.
@@ -13,17 +14,20 @@ Copies go on the stream that is current, and nothing here waits for them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs, write_jobs
+from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
 from tableside.quant.gpu.moves import move
+from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS, ResolveJobs, copies_of_the_rest
+from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
 from tableside.quant.gpu.tables import KernelKey
 
 SMALLEST = 4096  # bytes of a buffer
@@ -31,11 +35,18 @@ SMALLEST = 4096  # bytes of a buffer
 Buffer = NDArray[np.uint8]
 
 
+class LookedUp(NamedTuple):
+    """What a request gets. outputs: its output buffer, uint8; unfound: as `Plan.run` returns it."""
+
+    outputs: Buffer
+    unfound: list[Unfound] | None
+
+
 class Buffers:
     """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
-    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors; scratch: starts of bags, int32; flags: int32 a job,
-    on the host. All but the flags lie on the device.
+    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
+    int32; flags: int32 a job, on the host. All but the flags lie on the device.
     In the interpreter the host's side is the device's.
     """
 
@@ -100,24 +111,30 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """What a batch launches: first what finds its cached rows (`probe`), if there are any, then the lookups.
+    """What a batch launches: first what makes row numbers of ids (`resolve`) and what finds its cached rows (`probe`), if there
+    are any, then the lookups.
 
     address: of the header on the device.
     """
 
     lookups: tuple[Launch, ...]
+    resolve: ResolveJobs | None
     probe: ProbeJobs | None
     address: int = 0
 
     def placed(self, address: int) -> "Launches":
         """The same, with the header at this address of the device, a multiple of 8."""
-        return Launches(self.lookups, None if self.probe is None else self.probe.placed(address), address)
+        resolve = None if self.resolve is None else self.resolve.placed(address)
+        return Launches(self.lookups, resolve, None if self.probe is None else self.probe.placed(address), address)
 
 
-def merge(layouts: Sequence[Layout], bases: Sequence[Bases], is_interpreted: bool) -> tuple[bytes, Launches]:
+def merge(
+    layouts: Sequence[Layout], bases: Sequence[Bases], is_interpreted: bool, keeps_inputs: bool = False
+) -> tuple[bytes, Launches]:
     """The header of a batch, and what is to be launched once it lies on the device. bases: where each request's parts begin.
 
-    Jobs of several requests share a launch where they were compiled alike and are cut up alike.
+    Jobs of several requests share a launch where they were compiled alike and are cut up alike. keeps_inputs: row numbers are not
+    written over the ids but to another buffer, to which everything else that was staged is copied.
     """
     written: list[bytes] = []
     launches: list[Launch] = []
@@ -156,32 +173,44 @@ def merge(layouts: Sequence[Layout], bases: Sequence[Bases], is_interpreted: boo
         written.append(part)
         at += len(part)
         flag += jobs
-    probe = None
+    resolve = probe = None
+    if resolved := [r.shifted(b.inputs, b.outputs) for layout, b in zip(layouts, bases, strict=True) for r in layout.resolved]:
+        if keeps_inputs:
+            resolved += copies_of_the_rest(resolved, sum(layout.in_bytes for layout in layouts))
+        part, resolve = write_resolve_jobs(resolved, is_interpreted)
+        written.append(part)
+        resolve = resolve.placed(at)
+        at += len(part)
     if cached := [c.shifted(b.inputs, b.locations) for layout, b in zip(layouts, bases, strict=True) for c in layout.cached]:
         part, probe = write_jobs(cached, is_interpreted)
         written.append(part)
         probe = probe.placed(at)
-    return b"".join(written), Launches(tuple(launches), probe)
+    return b"".join(written), Launches(tuple(launches), resolve, probe)
 
 
 def _takes_part(layout: Layout, kind: int, key: KernelKey, config: LaunchConfig) -> bool:
     return layout.key == key and layout.jobs[kind].config == config and len(layout.jobs[kind].rows) > 0
 
 
-def jobs_on_device(layout: Layout, device: torch.device, is_interpreted: bool) -> tuple[torch.Tensor, Launches]:
-    """The header of one request on the device, and what is to be launched."""
-    header, launches = merge([layout], [Bases()], is_interpreted)
+def jobs_on_device(
+    layout: Layout, device: torch.device, is_interpreted: bool, keeps_inputs: bool = False
+) -> tuple[torch.Tensor, Launches]:
+    """The header of one request on the device, and what is to be launched. keeps_inputs: as for `merge`."""
+    header, launches = merge([layout], [Bases()], is_interpreted, keeps_inputs)
     memory = torch.empty(max(1, len(header)), dtype=torch.uint8, device=device)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
     return memory, launches.placed(memory.data_ptr())
 
 
 class Batch:
-    """Requests that run together: where each one's parts lie in the shared buffers."""
+    """Requests that run together: where each one's parts lie in the shared buffers.
+
+    counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups whose ids become row numbers.
+    """
 
     def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool) -> None:
         self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
-        inputs = outputs = scratch = rows = jobs = located = 0
+        inputs = outputs = scratch = rows = jobs = located = resolved = 0
         places = []
         for layout in layouts:
             places.append((inputs, outputs, scratch, rows, 4 * located))
@@ -191,8 +220,11 @@ class Batch:
             rows += layout.rows_bytes
             jobs += layout.job_count
             located += layout.cached_ids
-        buffers.fit(inputs=inputs, rows=rows, outputs=outputs, scratch=4 * scratch, flags=4 * jobs)
-        self.out_bytes = outputs
+            resolved += len(layout.resolved)
+        self._counts_at = aligned(outputs)
+        self.out_bytes = self._counts_at + COUNT_BYTES * resolved
+        buffers.fit(inputs=inputs, rows=rows, outputs=self.out_bytes, scratch=4 * scratch, flags=4 * jobs)
+        self.counts = buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
         self._header_at = inputs
         self._rows_at = [p[3] for p in places]
         address = buffers.device_rows.data_ptr()
@@ -200,6 +232,7 @@ class Batch:
         self.flags = buffers.flags[: 4 * jobs].view(torch.int32)
         self._flags = self.flags.numpy()
         self._flags[:] = 0
+        self._on_host: list[Sequence[Unfound] | None] = [None] * len(layouts)
         self._answers: list[Buffer | None] = [None] * len(layouts)
         self._failed = [False] * len(layouts)
         self._lookups: tuple[Launch, ...] = ()
@@ -246,15 +279,16 @@ class Batch:
             self._answers[n] = np.empty(layout.asked_bytes, np.uint8)
         if layout.host is not None:
             try:
-                layout.host.run(inputs, self._answers[n])
+                self._on_host[n] = layout.host.run(inputs, self._answers[n])
             except BadIds:
                 self._failed[n] = True
 
-    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[Buffer | BadIds]:
+    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[LookedUp | BadIds]:
         """What each request gets, once the device is done. outputs: those of the whole batch."""
         flagged = self._flagged() if self._flags.any() else self._failed
+        unfound = self._unfound(outputs[self._counts_at :].view(np.int64).reshape(-1, COUNTS))
         return [
-            self._problem(n, inputs[n]) if failed or is_flagged else self._answer(n, outputs)
+            self._problem(n, inputs[n]) if failed or is_flagged else LookedUp(self._answer(n, outputs), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
         ]
 
@@ -276,4 +310,19 @@ class Batch:
         if answer is None:
             return outputs[base.outputs : base.outputs + layout.asked_bytes]
         move(layout.moves_out, outputs, answer, base.outputs, 0)
+        for at, size in layout.all_found:
+            answer[at : at + size] = 1
         return answer
+
+    def _unfound(self, counts: NDArray[np.int64]) -> list[list[Unfound] | None]:
+        """What was not found of each request, by the device's counts, int64 [lookups, 2], and the CPU's."""
+        found: list[list[Unfound] | None] = [None] * len(self._layouts)
+        if not (counts.any() or any(self._on_host)):
+            return found
+        rows = iter(counts.tolist())
+        for n, layout in enumerate(self._layouts):
+            of_lookup = dict(zip(layout.host_lookups, self._on_host[n] or (), strict=False))
+            of_lookup |= {resolved.lookup: Unfound(*next(rows)) for resolved in layout.resolved}
+            if any(any(unfound) for unfound in of_lookup.values()):
+                found[n] = [of_lookup.get(number, Unfound(0, 0)) for number in range(len(layout.lookups()))]
+        return found

@@ -1,4 +1,5 @@
-"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`.
+"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`. Before it, where the
+table's ids are not its row numbers, another row for the kernel that makes them so, by `ResolveField`.
 
 Imports neither torch nor Triton.
 """
@@ -31,6 +32,16 @@ class JobField(IntEnum):
     LOCATIONS_AT = 17  # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
     HBM_SHARE = 18  # rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split
     OUT_STEP = 19  # values from one output vector to the next; DIM where they lie one after another
+
+
+class ResolveField(IntEnum):
+    """The fields of a job of `quant.gpu.resolve_kernel`."""
+
+    ROW_MAP = 0  # address of the table's NativeRowMap on the device; 0: IDS words of 4 bytes are copied as they are
+    IDS_AT = 1  # offset in inputs, int64 [IDS]
+    IDS = 2
+    FOUND_AT = 3  # offset in outputs, uint8 [IDS]: 1 where the table has the id; -1: none is written
+    FIRST_PROGRAM = 4  # of the launch, that works on this job
 
 
 FIELDS = len(JobField)

@@ -1,8 +1,15 @@
-"""Fields, formats and precisions as Triton's kernels read them: `JOB_TABLE`, `FORMAT_INT8`, `AS_FP16`, … for each name."""
+"""Fields, formats and precisions as Triton's kernels read them: `JOB_TABLE`, `FORMAT_INT8`, `AS_FP16`, … for each name;
+`MAP_FIRST`, … are the fields of a NativeRowMap, and `HASH_MIX`, … the constants of the id index."""
 
+import triton.language as tl
+
+from tableside.quant import ids
 from tableside.quant.contract import Precision
 from tableside.quant.device.launch import constants
-from tableside.quant.gpu.job import JobField
+from tableside.quant.gpu.job import JobField, ResolveField
 from tableside.quant.row_format import RowFormat
 
 globals().update(constants("JOB", JobField) | constants("FORMAT", RowFormat) | constants("AS", Precision))
+globals().update(constants("RESOLVE", ResolveField))
+globals().update({f"MAP_{name.upper()}": tl.constexpr(n) for n, name in enumerate(ids.NativeRowMap._fields)})
+globals().update({f"HASH_{name}": tl.constexpr(getattr(ids, name)) for name in ("MIX", "SEED", "SPREAD", "PILOT", "SLOT")})

@@ -6,7 +6,7 @@ lies before (`Jobs.shifted`). A request's parts are
 
     inputs     ids int64, lengths int32 and weights fp32 of every lookup, each at a multiple of 8 bytes
     rows       packed rows that the CPU gathers, as they lie in their tables
-    outputs    vectors of every lookup, each lookup's at a multiple of 16 bytes
+    outputs    vectors and found masks of every lookup, each at a multiple of 16 bytes
     scratch    int32: for each lookup whose bags have lengths of their own a verdict, then where each bag starts
     locations  int32 for each id that the cache finds
 """
@@ -26,6 +26,7 @@ from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, Job, JobField
 from tableside.quant.gpu.moves import Move, as_bytes
+from tableside.quant.gpu.resolve import ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 from tableside.quant.row_format import RowFormat
 
@@ -122,11 +123,12 @@ class Jobs:
 class Layout:
     """A request's lookups, laid out.
 
-    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields of Move], as
-    bytes. moves_out: from its staged outputs to what the caller asked for, likewise. gathers: rows that the CPU gathers first.
-    cached: lookups whose rows the cache finds. host: a plan of the lookups that the CPU runs. is_direct: the staged outputs are
-    what the caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes:
-    of the caller's output buffer.
+    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields of Move], as bytes.
+    moves_out: from its staged outputs to what the caller asked for, likewise. gathers: rows that the CPU gathers first. resolved:
+    lookups whose ids become row numbers first. cached: lookups whose rows the cache finds. host: a plan of the lookups that the
+    CPU runs, which are `host_lookups` by number. all_found: (at, bytes) of found masks in the caller's output buffer of tables
+    that have every id. is_direct: the staged outputs are what the caller asked for, byte for byte. in_bytes, rows_bytes,
+    out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's output buffer.
     """
 
     lookups: Callable[[], Sequence[Lookup]]
@@ -135,8 +137,11 @@ class Layout:
     moves_in: bytes
     moves_out: bytes
     gathers: tuple[Gather, ...]
+    resolved: tuple[ResolvedLookup, ...]
     cached: tuple[CachedLookup, ...]
     host: Plan | None
+    host_lookups: tuple[int, ...]
+    all_found: tuple[tuple[int, int], ...]
     in_bytes: int
     rows_bytes: int
     out_bytes: int
@@ -164,7 +169,7 @@ class Layout:
             has_lengths = lk.pooling is not Pooling.NONE and lk.lengths_at is not None
             lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at or 0) if has_lengths else None
             try:
-                contract.check_ids(ids, lengths, lk.table.rows, number)
+                contract.rows_of(lk.table, ids, lengths, number)
             except BadIds as error:
                 return error.with_traceback(None)  # which would keep this, and its tables, alive with the answer
         return None
@@ -186,19 +191,21 @@ def lay_out(
     the vectors. QuantError: a lookup is larger than a launch can be, or its bags are not its ids.
     """
     tables = [on_device(lk.table) for lk in lookups]
-    in_host_memory = sum(table.residence.ids_in_host_memory(lk) for lk, table in zip(lookups, tables, strict=True))
+    in_host_memory = sum(
+        table.residence.ids_in_host_memory(lk) for lk, table in zip(lookups, tables, strict=True) if table.row_map is None
+    )
     request = _Request(cpu, threads, in_host_memory >= gather_from)
     pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
     bag_columns = sum(lk.bags * columns(lk.table) for lk in pooled)
     config = configs.of_pooled(sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled), bag_columns)
     jobs = (_JobList(config), _JobList(configs.unpooled))
     key = KernelKey()
-    for lk, table in zip(lookups, tables, strict=True):
+    for number, (lk, table) in enumerate(zip(lookups, tables, strict=True)):
         key |= table.key
-        if (job := request.add(lk, table)) is not None:
+        if (job := request.add(number, lk, table)) is not None:
             jobs[lk.pooling is Pooling.NONE].add(job, lk)
     moves_out = _joined(request.moves_out)
-    written = max((lk.out_at + lk.out_bytes for lk in lookups), default=0)
+    written = max((_end(lk) for lk in lookups), default=0)
     asked_bytes = max(written, out_bytes)
     is_direct = not request.on_host and moves_out in ((), (Move(0, 0, written),))
     return Layout(
@@ -208,8 +215,11 @@ def lay_out(
         moves_in=as_bytes(_joined(request.moves_in)),
         moves_out=as_bytes(moves_out),
         gathers=request.gather_plans(),
+        resolved=tuple(request.resolved),
         cached=tuple(request.cached),
-        host=cpu.plan(request.on_host, threads) if request.on_host else None,
+        host=cpu.plan(list(request.on_host.values()), threads) if request.on_host else None,
+        host_lookups=tuple(request.on_host),
+        all_found=tuple(request.all_found),
         in_bytes=request.in_bytes,
         rows_bytes=request.rows_bytes,
         out_bytes=max(request.out_bytes, aligned(asked_bytes)) if is_direct else request.out_bytes,
@@ -257,12 +267,16 @@ class _Request:
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = self._locations_bytes = 0
         self.moves_in: list[Move] = []
         self.moves_out: list[Move] = []
+        self.resolved: list[ResolvedLookup] = []
         self.cached: list[CachedLookup] = []
-        self.on_host: list[Lookup] = []
+        self.on_host: dict[int, Lookup] = {}
+        self.all_found: list[tuple[int, int]] = []
+        self._number = 0
         self._chunks: list[list[Lookup]] = [[]]
 
-    def add(self, lk: Lookup, table: DeviceTable) -> Job | None:
-        """The job of a lookup; None: it is the CPU's."""
+    def add(self, number: int, lk: Lookup, table: DeviceTable) -> Job | None:
+        """The job of lookup `number`; None: it is the CPU's."""
+        self._number = number
         job = Job()
         job[JobField.ROWS] = lk.table.rows
         if not table.residence.write(job, lk, self):
@@ -284,6 +298,11 @@ class _Request:
             self._stage(job, JobField.WEIGHTS_AT, lk.weights_at, 4 * lk.ids)
         if job[JobField.LENGTHS_AT] >= 0:
             self.scratch += lk.bags + 2
+        self._add_vectors(lk)
+        self._add_ids(number, lk, table, job)
+        return job
+
+    def _add_vectors(self, lk: Lookup) -> None:
         size = lk.outputs * lk.vector_bytes
         if lk.out_row_bytes is None:
             self.moves_out.append(Move(self.out_bytes, lk.out_at, size))
@@ -291,7 +310,18 @@ class _Request:
             move = Move(self.out_bytes, lk.out_at, lk.vector_bytes, lk.outputs, lk.vector_bytes, lk.out_row_bytes)
             self.moves_out.append(move)
         self.out_bytes += aligned(size)
-        return job
+
+    def _add_ids(self, number: int, lk: Lookup, table: DeviceTable, job: Job) -> None:
+        """Has ids become row numbers, and says where found masks go."""
+        found_at = -1
+        if lk.found_at is not None and table.device_map is None:
+            self.all_found.append((lk.found_at, lk.ids))
+        elif lk.found_at is not None:
+            found_at = self.out_bytes
+            self.moves_out.append(Move(found_at, lk.found_at, lk.ids))
+            self.out_bytes += aligned(lk.ids)
+        if table.device_map is not None:
+            self.resolved.append(ResolvedLookup(number, table.device_map.address, job[JobField.IDS_AT], lk.ids, found_at))
 
     def _stage(self, job: Job, field: JobField, source: int | None, size: int) -> None:
         if source is not None:
@@ -307,6 +337,8 @@ class _Request:
         return job[JobField.IDS_AT]
 
     def gathers(self, lookup: Lookup) -> bool:
+        if lookup.table.row_map is not None:  # the device makes row numbers of its ids
+            return False
         return self._gathers and self.rows_bytes + lookup.ids * lookup.table.row_bytes <= GATHER_BYTES
 
     def gather(self, lookup: Lookup, table: Table) -> int:
@@ -330,7 +362,7 @@ class _Request:
         return locations_at
 
     def leave_to_host(self, lookup: Lookup, table: Table) -> None:
-        self.on_host.append(replace(lookup, table=table))
+        self.on_host[self._number] = replace(lookup, table=table)
 
     def gather_plans(self) -> tuple[Gather, ...]:
         """Plans for all rows that are gathered; each is of several lookups, or of a part of one."""
@@ -349,6 +381,11 @@ def _check(lk: Lookup) -> None:
         raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
     if lk.pooling is not Pooling.NONE and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
         raise QuantError(f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}")
+
+
+def _end(lk: Lookup) -> int:
+    """Where what a lookup writes to the caller's output buffer ends."""
+    return max(lk.out_at + lk.out_bytes, 0 if lk.found_at is None else lk.found_at + lk.ids)
 
 
 def columns(table: RowSource) -> int:

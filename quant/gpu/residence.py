@@ -15,6 +15,7 @@ probed in the cache. Nobody else asks which kind it is. The kernel turns a job a
 
 import ctypes
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +55,10 @@ class Residence(ABC):
 
     is_steady = False
     """Whether what it writes into jobs is the same for every lookup of the table, but for where ids and locations are staged."""
+    hbm_address = 0
+    """Of row 0, where all rows lie in HBM as they do on the host; 0: they do not."""
+    host_rows: torch.Tensor | None = None
+    """The rows in host memory as the device reads them, uint8 [bytes]; None: it does not."""
 
     @abstractmethod
     def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
@@ -92,18 +97,18 @@ class InHbm(Residence):
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._address = memory.data_ptr()
+        self.hbm_address = memory.data_ptr()
 
     @classmethod
     def copy_of(cls, table: Table, device: torch.device, registered: torch.Tensor | None = None) -> "InHbm":
         """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster. QuantError: no room."""
-        memory = _allocate(table.packed.size, device, "a table")
-        _copy(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
+        memory = allocate(table.packed.size, device, "a table")
+        copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
         return cls(memory)
 
     def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         preparation.stage_ids(job, lookup)
-        job[JobField.TABLE] = self._address
+        job[JobField.TABLE] = self.hbm_address
         return True
 
 
@@ -114,7 +119,7 @@ class Stashable(InHbm):
         self._pages = DeviceMemory(table.packed.size, device)
         self._source = host_bytes(table) if registered is None else registered
         self._table = table  # keeps the memory of `_source` alive
-        _copy(self._pages.tensor, self._source, is_pinned=registered is not None)
+        copy_from_host(self._pages.tensor, self._source, is_pinned=registered is not None)
         super().__init__(self._pages.tensor)
 
     @property
@@ -148,9 +153,9 @@ class Mapped(Residence):
     """
 
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
-        self.rows = host_bytes(table) if rows is None else rows
-        self._table = table
-        self._address = self.rows.data_ptr()
+        self.host_rows = host_bytes(table) if rows is None else rows
+        self._table = replace(table, row_map=None)  # the CPU gathers by row numbers
+        self._address = self.host_rows.data_ptr()
 
     def ids_in_host_memory(self, lookup: Lookup) -> int:
         return lookup.ids
@@ -174,9 +179,10 @@ class Cached(Residence):
     is_steady = True
 
     def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
-        self._misses = Mapped(table, rows)
+        self._table = table  # keeps the memory of `host_rows` alive
+        self.host_rows = host_bytes(table) if rows is None else rows
         self._cache = cache
-        self._address = self._misses.rows.data_ptr()
+        self._address = self.host_rows.data_ptr()
         self._registered = cache.registered(self._address, table.rows, table.row_bytes, name)
 
     def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
@@ -204,15 +210,16 @@ class Split(Residence):
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: there is no room."""
         assert 0 < share < SPLIT_BLOCK, "see check_share"
-        self._others, self._share = Mapped(table, rows), share
-        self._address = self._others.rows.data_ptr()
-        self._memory = _allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
-        self._fill(table)
+        self._table, self._share = table, share  # the table keeps the memory of `host_rows` alive
+        self.host_rows = host_bytes(table) if rows is None else rows
+        self._address = self.host_rows.data_ptr()
+        self._memory = allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
+        self._fill(table, self.host_rows)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
-    def _fill(self, table: Table) -> None:
-        blocks, size, source = table.rows // SPLIT_BLOCK, table.row_bytes, self._others.rows
+    def _fill(self, table: Table, source: torch.Tensor) -> None:
+        blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
         whole = blocks * SPLIT_BLOCK * size
         of_blocks, rest = self._memory[: blocks * self._share * size], self._memory[blocks * self._share * size :]
         every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
@@ -243,7 +250,8 @@ def host_bytes(table: Table) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
+def allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
+    """uint8 [size] on a device. QuantError: there is no room for `what`."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -252,7 +260,7 @@ def _allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
         ) from error
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
+def copy_from_host(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
     """Fills a tensor on a device from the host, and waits for it.
 
     Memory that is not page-locked goes through two page-locked chunks in turn.

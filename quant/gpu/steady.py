@@ -11,6 +11,7 @@ from tableside.quant.errors import MissingBackend
 from tableside.quant.gpu.job import FIELDS, Job, JobField
 from tableside.quant.gpu.layout import Jobs, LaunchConfig, LaunchConfigs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
+from tableside.quant.gpu.resolve import ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
 
 try:
@@ -40,6 +41,7 @@ class _Kind(NamedTuple):
     is_pooled: int
     columns: int
     out_row_bytes: int  # from one vector to the next, or 0: they lie one after another
+    row_map: int  # address of its NativeRowMap on the device, or 0
 
 
 class _Asked:
@@ -82,6 +84,7 @@ def _kind(kind: LookupKind, table: DeviceTable) -> _Kind:
         int(kind.pooling is not Pooling.NONE),
         columns(kind.table),
         kind.out_row_bytes or 0,
+        0 if table.device_map is None else table.device_map.address,
     )
 
 
@@ -110,12 +113,13 @@ class SteadyLayouts:
         return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
 
     def lay_out(self, places: Any, out_bytes: int) -> Layout | None:
-        """The layout of lookups at these places; None: `lay_out` says what is wrong with them. out_bytes: as there."""
+        """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks, or says what is wrong
+        with them. out_bytes: as there."""
         config = self._configs.of_pooled(*_native.totals(self._rows, places))
         found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
         if found is None:
             return None
-        in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, cached, pooled, unpooled = found
+        in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled = found
         asked = max(written, out_bytes)
         return Layout(
             lookups=lambda: self.lookups(places),
@@ -124,8 +128,11 @@ class SteadyLayouts:
             moves_in=moves_in,
             moves_out=moves_out,
             gathers=(),
+            resolved=tuple(ResolvedLookup(*row) for row in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()),
             cached=tuple(CachedLookup(*row) for row in np.frombuffer(cached, np.int64).reshape(-1, 4).tolist()),
             host=None,
+            host_lookups=(),
+            all_found=(),
             in_bytes=in_bytes,
             rows_bytes=0,
             out_bytes=max(staged, aligned(asked)) if is_direct else staged,

@@ -1,10 +1,12 @@
 """A table as a device reads it, and what kernels are compiled for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tableside.quant import contract
 from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence import OnHost, Residence
+from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.ids import RowMap
 from tableside.quant.row_format import RowFormat
 
@@ -33,11 +35,15 @@ class KernelKey:
 
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
-    """A table of the host, and where its rows live for a device. It is a `RowSource`."""
+    """A table of the host, and where its rows live for a device. It is a `RowSource`.
+
+    device_map: how its ids become row numbers on the device; None: they are row numbers, or the CPU looks the table up.
+    """
 
     host: Table
     residence: Residence
     key: KernelKey
+    device_map: DeviceRowMap | None = None
 
     @property
     def rows(self) -> int:
@@ -66,3 +72,10 @@ def on_device(table: RowSource) -> DeviceTable:
         return table
     host = host_table(table)
     return DeviceTable(host, OnHost(host), KernelKey())
+
+
+def by_row_number(table: RowSource) -> RowSource:
+    """The same rows, where an id is a row number."""
+    if isinstance(table, DeviceTable) and table.row_map is not None and not isinstance(table.residence, OnHost):
+        return replace(table, host=replace(table.host, row_map=None), device_map=None)
+    return contract.by_row_number(table)

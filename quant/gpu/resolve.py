@@ -1,0 +1,87 @@
+"""The stage that turns ids into row numbers, before anything reads rows: jobs of `quant.gpu.resolve_kernel`, as it reads them.
+
+    jobs int64 [lookups, RESOLVE_SIZE], as `ResolveField` says · job of each program int32 [programs] · zeros to a multiple of 8
+
+A program takes so many ids of one lookup, or the rest of them, and writes row numbers in place of the ids. Imports neither torch
+nor Triton.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tableside.quant.gpu.job import ResolveField
+
+_BLOCK = 256
+_BLOCK_INTERPRETED = 1024  # fewer programs, which are what takes the interpreter long
+WORD_BYTES = 4  # of what is copied as it is
+COUNTS = 2  # int64 of each lookup: ids without a row, ids whose row came from an older version
+COUNT_BYTES = 8 * COUNTS
+
+
+@dataclass(frozen=True)
+class ResolvedLookup:
+    """Staged ids that become row numbers. lookup: its number in the plan; ids: how many.
+
+    row_map: address of the NativeRowMap on the device; 0: `ids` words are copied as they are, where row numbers do not take the
+    place of the ids. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a byte for each id, or -1.
+    """
+
+    lookup: int
+    row_map: int
+    ids_at: int
+    ids: int
+    found_at: int = -1
+
+    def shifted(self, inputs_bytes: int, outputs_bytes: int) -> "ResolvedLookup":
+        """The same where its request's inputs and outputs begin so many bytes further on."""
+        found_at = self.found_at + outputs_bytes if self.found_at >= 0 else -1
+        return replace(self, ids_at=self.ids_at + inputs_bytes, found_at=found_at)
+
+    def programs(self, is_interpreted: bool) -> int:
+        """Programs that work on it."""
+        return -(-self.ids // resolve_block(is_interpreted))
+
+
+@dataclass(frozen=True)
+class ResolveJobs:
+    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses once `placed`."""
+
+    jobs_at: int
+    programs_at: int
+    programs: int
+
+    def placed(self, address: int) -> "ResolveJobs":
+        """The same jobs with absolute addresses, written to `address` on the device, which must be 8-aligned."""
+        return replace(self, jobs_at=address + self.jobs_at, programs_at=address + self.programs_at)
+
+
+def resolve_block(is_interpreted: bool) -> int:
+    """Ids that a program takes."""
+    return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
+
+
+def write_jobs(lookups: Sequence[ResolvedLookup], is_interpreted: bool) -> tuple[bytes, ResolveJobs]:
+    """The lookups as bytes for the device, and where in them jobs and programs lie."""
+    counts = [lookup.programs(is_interpreted) for lookup in lookups]
+    firsts = np.cumsum([0, *counts])
+    jobs = np.zeros((len(lookups), len(ResolveField)), np.int64)
+    for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
+        job[ResolveField.ROW_MAP], job[ResolveField.IDS_AT], job[ResolveField.IDS] = lookup.row_map, lookup.ids_at, lookup.ids
+        job[ResolveField.FOUND_AT], job[ResolveField.FIRST_PROGRAM] = lookup.found_at, first
+    programs = int(firsts[-1])
+    job_of_program = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
+    written = jobs.tobytes() + job_of_program.tobytes() + bytes(-4 * programs % 8)
+    return written, ResolveJobs(0, jobs.nbytes, programs)
+
+
+def copies_of_the_rest(lookups: Sequence[ResolvedLookup], in_bytes: int) -> Iterator[ResolvedLookup]:
+    """What must be copied beside these lookups where their row numbers are written to another buffer: all other staged inputs."""
+    at = 0
+    for lookup in sorted(lookups, key=lambda lookup: lookup.ids_at):
+        if lookup.ids_at > at:
+            yield ResolvedLookup(-1, 0, at, (lookup.ids_at - at) // WORD_BYTES)
+        at = lookup.ids_at + 8 * lookup.ids
+    if in_bytes > at:
+        yield ResolvedLookup(-1, 0, at, (in_bytes - at) // WORD_BYTES)

@@ -1,0 +1,170 @@
+"""The kernel that turns ids into row numbers, in Triton. Everything after it reads row numbers and knows of no ids.
+
+What it computes is specified by `quant.ids`, whose plain form, `RowMap.find`, tests hold it to. An id that is refused becomes row
+-1, which the lookup kernel refuses as it refuses any number outside a table; the host then finds out which id it was.
+
+A job's fields are those of `quant.gpu.job.ResolveField`, those of a row map are `quant.ids.NativeRowMap`'s, with addresses that
+the device reads (`quant.gpu.row_map`).
+"""
+
+import triton
+import triton.language as tl
+
+from tableside.quant.gpu.kernel_constants import (
+    HASH_MIX,
+    HASH_PILOT,
+    HASH_SEED,
+    HASH_SLOT,
+    HASH_SPREAD,
+    MAP_BACKFILLED,
+    MAP_BUCKET_IDS,
+    MAP_BUCKETS,
+    MAP_BUCKETS_HERE,
+    MAP_COUNT,
+    MAP_DEFAULT_ROW,
+    MAP_DIRECTORY,
+    MAP_FIRST,
+    MAP_FIRST_BUCKET,
+    MAP_ID_STEP,
+    MAP_IDS,
+    MAP_OWN,
+    MAP_PILOTS,
+    RESOLVE_FIRST_PROGRAM,
+    RESOLVE_FOUND_AT,
+    RESOLVE_IDS,
+    RESOLVE_IDS_AT,
+    RESOLVE_ROW_MAP,
+    RESOLVE_SIZE,
+)
+
+
+@triton.jit
+def mix(id):
+    """The hash of ids, uint64."""
+    x = id.to(tl.uint64)
+    x = (x ^ (x >> 32)) * HASH_MIX
+    x = (x ^ (x >> 32)) * HASH_MIX
+    return x ^ (x >> 32)
+
+
+@triton.jit
+def _bucket_of(row_map, id, hashed, is_id):
+    """The bucket of each id, counted from the first one that is here, and whether it is here."""
+    buckets = tl.load(row_map + MAP_BUCKETS)
+    bucket_ids = tl.load(row_map + MAP_BUCKET_IDS)
+    bucket = (hashed & (buckets - 1).to(tl.uint64)).to(tl.int64)
+    is_here = is_id
+    if bucket_ids > 0:
+        bucket = tl.maximum(id, 0) // bucket_ids
+        is_here = is_here & (id >= 0) & (bucket < buckets)
+    bucket = bucket - tl.load(row_map + MAP_FIRST_BUCKET)
+    return bucket, is_here & (bucket >= 0) & (bucket < tl.load(row_map + MAP_BUCKETS_HERE))
+
+
+@triton.jit
+def _kept(row_map, row, is_read):
+    """The id that is kept for each row. It lies at a multiple of 4 bytes, so it is read in halves."""
+    at = (tl.load(row_map + MAP_IDS) + row * tl.load(row_map + MAP_ID_STEP)).to(tl.pointer_type(tl.uint32))
+    low, high = tl.load(at, is_read, 0), tl.load(at + 1, is_read, 0)
+    return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64)
+
+
+@triton.jit
+def _find_indexed(row_map, id, is_id):
+    """The row of each id in a table of raw ids, and whether it is there. row_map: int64 pointer to a NativeRowMap; id: int64."""
+    hashed = mix(id)
+    bucket, is_here = _bucket_of(row_map, id, hashed, is_id)
+    entry = tl.load(row_map + MAP_DIRECTORY).to(tl.pointer_type(tl.int64)) + 2 * bucket
+    first = tl.load(entry, is_here, 0)
+    slots = tl.load(entry + 2, is_here, 0) - first
+    is_here = is_here & (slots > 0)
+    g = (hashed ^ (tl.load(entry + 1, is_here, 0).to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
+    in_bucket = ((g >> 32) * ((slots * 5 >> 4) + 1).to(tl.uint64)) >> 32
+    pilot_at = (first * 5 >> 4) + bucket + in_bucket.to(tl.int64)
+    pilot = tl.load(tl.load(row_map + MAP_PILOTS).to(tl.pointer_type(tl.uint8)) + pilot_at, is_here, 0).to(tl.uint64)
+    spread = ((g ^ ((pilot + 1) * HASH_PILOT)) * HASH_SLOT) >> 32
+    row = first + ((spread * slots.to(tl.uint64)) >> 32).to(tl.int64)
+    return row, is_here & (_kept(row_map, row, is_here) == id)
+
+
+@triton.jit
+def _is_backfilled(row_map, row, is_found):
+    """Which of the rows that were found came from an older version."""
+    bits = tl.load(row_map + MAP_BACKFILLED)
+    result = is_found & (row >= tl.load(row_map + MAP_OWN))
+    if bits != 0:
+        byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + (row >> 3), is_found, 0).to(tl.int64)
+        result = is_found & (((byte >> (row & 7)) & 1) != 0)
+    return result
+
+
+@triton.jit
+def _resolve(row_map, source, target, found, count, first, ids, has_found, BLOCK: tl.constexpr):
+    """One program's ids of one lookup.
+
+    row_map  pointer to the table's NativeRowMap, int64
+    source   int64 [ids], the lookup's ids; target: int64 [ids], where this program writes its row numbers, and -1 for refused ids
+    found    uint8 [ids]; this program writes 1 where the table has the id, if `has_found`
+    count    int64 [2] of the lookup, to which it adds its ids without a row, and those whose row came from an older version
+    first    number of its first id
+    """
+    at = first + tl.arange(0, BLOCK)
+    is_id = at < ids
+    id = tl.load(source + at, is_id, 0)
+    row = id - tl.load(row_map + MAP_FIRST)
+    is_found = is_id & (row.to(tl.uint64) < tl.load(row_map + MAP_COUNT).to(tl.uint64))  # negative numbers are large ones
+    if tl.load(row_map + MAP_DIRECTORY) != 0:
+        row, is_found = _find_indexed(row_map, id, is_id)
+    tl.store(target + at, tl.where(is_found, row, tl.load(row_map + MAP_DEFAULT_ROW)), is_id)
+    if has_found:
+        tl.store(found + at, is_found.to(tl.uint8), is_id)
+    missing = tl.sum((is_id & (is_found == 0)).to(tl.int64), 0)
+    backfilled = tl.sum(_is_backfilled(row_map, row, is_found).to(tl.int64), 0)
+    if missing > 0:
+        tl.atomic_add(count, missing, sem="relaxed")
+    if backfilled > 0:
+        tl.atomic_add(count + 1, backfilled, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["jobs", "job_of_program", "source", "inputs", "outputs", "counts"])
+def resolve(
+    jobs: tl.int64,
+    job_of_program: tl.int64,
+    source: tl.int64,
+    inputs: tl.int64,
+    outputs: tl.int64,
+    counts: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program.
+
+    jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.resolve.write_jobs`
+    job_of_program  address of int32 [programs], written there too
+    source          address of the batch's inputs as they were sent, bytes: int64 ids [ids] at IDS_AT
+    inputs          address of the inputs that everything after this reads; row numbers are written at IDS_AT. It may be `source`
+    outputs         address of the batch's outputs, bytes: found masks are written at FOUND_AT
+    counts          address of int64 [jobs, 2], to which this kernel adds (see `_resolve`)
+    """
+    program = tl.program_id(0).to(tl.int64)
+    number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + program).to(tl.int64)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * RESOLVE_SIZE
+    row_map = tl.load(job + RESOLVE_ROW_MAP)
+    ids_at, ids = tl.load(job + RESOLVE_IDS_AT), tl.load(job + RESOLVE_IDS)
+    first = (program - tl.load(job + RESOLVE_FIRST_PROGRAM)) * BLOCK
+    if row_map == 0:
+        at = first + tl.arange(0, BLOCK)
+        words = tl.load((source + ids_at).to(tl.pointer_type(tl.int32)) + at, at < ids, 0)
+        tl.store((inputs + ids_at).to(tl.pointer_type(tl.int32)) + at, words, at < ids)
+    else:
+        found_at = tl.load(job + RESOLVE_FOUND_AT)
+        _resolve(
+            row_map.to(tl.pointer_type(tl.int64)),
+            (source + ids_at).to(tl.pointer_type(tl.int64)),
+            (inputs + ids_at).to(tl.pointer_type(tl.int64)),
+            (outputs + tl.maximum(found_at, 0)).to(tl.pointer_type(tl.uint8)),
+            counts.to(tl.pointer_type(tl.int64)) + 2 * number,
+            first,
+            ids,
+            found_at >= 0,
+            BLOCK,
+        )

@@ -1,0 +1,79 @@
+"""How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that points to.
+
+Directory, pilots and the bits of backfilled rows, a third of a byte an id, are always copied to HBM. The id that is kept for each
+row, 8 bytes, is read
+
+    in the table's own rows   where all of them are in HBM, and ids lie in their padding
+    in a copy in HBM          otherwise
+    in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.contract import Table
+from tableside.quant.errors import QuantError
+from tableside.quant.gpu.residence import Residence, allocate, copy_from_host
+from tableside.quant.ids import ID_BYTES, IdIndex, native_row_map
+
+_WORDS = ID_BYTES // 4  # ids lie at multiples of 4 bytes
+
+
+class DeviceRowMap:
+    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: that were copied to HBM.
+
+    ids_in_host: the ids kept for rows are read in host memory; where they are an array, it is registered with CUDA together with
+    the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
+    """
+
+    def __init__(self, table: Table, residence: Residence, device: torch.device, ids_in_host: bool = False) -> None:
+        assert table.row_map is not None
+        self._device = device
+        self._held: list[torch.Tensor] = []
+        record = native_row_map(table.row_map)
+        if (index := table.row_map.index) is not None:
+            ids, step = self._ids(table, index, residence, ids_in_host)
+            bits = 0 if index.backfilled is None else self._copied(index.backfilled)
+            directory, pilots = self._copied(index.directory), self._copied(index.pilots)
+            record = record._replace(directory=directory, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
+            record = record._replace(own=index.slots)  # the bits say which rows are not
+        self.bytes = sum(part.numel() for part in self._held)
+        self._record = torch.tensor(record, dtype=torch.int64, device=device)
+        self.address = self._record.data_ptr()
+
+    def _ids(self, table: Table, index: IdIndex, residence: Residence, ids_in_host: bool) -> tuple[int, int]:
+        """Where the kept id of row 0 is read, and the bytes from one to the next."""
+        place, is_in_rows = index.ids.ctypes.data - table.address, index.ids.strides[0] == table.row_bytes
+        if not index.slots:
+            return 0, ID_BYTES
+        if is_in_rows and residence.hbm_address:
+            return residence.hbm_address + place, table.row_bytes
+        rows = residence.host_rows
+        if ids_in_host:
+            if rows is None:
+                raise QuantError("ids cannot be read in host memory beside rows that are all in HBM; copy them too")
+            return rows.data_ptr() + place, index.ids.strides[0]
+        if not is_in_rows or rows is None:
+            return self._copied(np.ascontiguousarray(index.ids)), ID_BYTES
+        copied = self._allocated(index.slots * ID_BYTES)
+        words = rows.view(torch.int32).as_strided((index.slots, _WORDS), (table.row_bytes // 4, 1), place // 4)
+        copied.view(torch.int32).view(-1, _WORDS).copy_(words)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copied.data_ptr(), ID_BYTES
+
+    def _copied(self, array: NDArray[Any]) -> int:
+        """The address of a copy on the device; it is there when this returns."""
+        memory = self._allocated(array.nbytes)
+        if array.nbytes:
+            source = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)  # torch warns of read-only arrays
+            copy_from_host(memory, torch.frombuffer(source, dtype=torch.uint8), is_pinned=False)
+        return memory.data_ptr()
+
+    def _allocated(self, size: int) -> torch.Tensor:
+        self._held.append(allocate(size, self._device, "the id index of a table"))
+        return self._held[-1]
