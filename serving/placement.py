@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tableside.loader.stored import StoredTable
 from tableside.loader.segment import Segment
+from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 from tableside.serving.errors import ServingError
+from tableside.serving.id_indexes import index_bytes, rows_of_same_ids, with_copied_ids
 from tableside.serving.settings import ALIASES, ServerSettings
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for sm
 _SMALLEST_CACHE = 1 << 20  # bytes
 _GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
+_GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
 
 
@@ -61,26 +63,31 @@ def plan_placements(
     ServingError: hbm was asked for and the budget does not hold every table.
     """
     tables = list(tables)
-    holds_all = sum(t.bytes for t in tables) <= budget_bytes
+    total = sum(t.bytes + index_bytes(t, True) for t in tables)
+    holds_all = total <= budget_bytes
     if wanted == Placement.HYBRID:
-        whole = Placement.HBM if holds_all else Placement.HYBRID if _share(tables, budget_bytes) else Placement.ZERO_COPY
+        rest = budget_bytes - sum(index_bytes(t, False) for t in tables)
+        whole = Placement.HBM if holds_all else Placement.HYBRID if _share(tables, rest) else Placement.ZERO_COPY
         return {t.name: whole for t in tables}
-    if wanted == Placement.HBM and (total := sum(t.bytes for t in tables)) > budget_bytes:
+    if wanted == Placement.HBM and not holds_all:
         raise ServingError(
             f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise --hbm-budget, "
             "or choose --placement auto"
         )
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
-    for_cache = budget_bytes - budget_bytes // _SMALL_PART - 2 * _map_bytes(tables)
+    least = {t.name: index_bytes(t, False, copies_ids=False) for t in tables}  # wherever their rows lie
+    rest = budget_bytes if holds_all else max(0, budget_bytes - sum(least.values()))
+    for_cache = rest - rest // _SMALL_PART - 2 * _map_bytes(tables)
     opens_cache = not (holds_all or cache_is_open) and for_cache >= _SMALLEST_CACHE
-    left = budget_bytes // _SMALL_PART if opens_cache else budget_bytes
+    left = rest // _SMALL_PART if opens_cache else rest
     others = Placement.CACHED if opens_cache or cache_is_open else Placement.ZERO_COPY
     placements = {}
     for t in sorted(tables, key=lambda t: t.bytes):
-        fits = t.bytes <= left
+        size = t.bytes + index_bytes(t, True) - least[t.name]
+        fits = holds_all or size <= left
         placements[t.name] = Placement.HBM if fits else others
-        left -= t.bytes if fits else 0
+        left -= size if fits else 0
     return placements
 
 
@@ -173,14 +180,15 @@ class Placer:
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
-            share = _share([t for t in segment.header.tables if placements[t.name] is Placement.HYBRID], left)
-            hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share)
+            copied, indexes = self._plan_indexes(segment.header.tables, placements, left)
+            share = _share([t for t in segment.header.tables if placements[t.name] is Placement.HYBRID], left - indexes)
+            hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
             try:
                 if self.cache is None:  # it is opened with room for these tables' maps
-                    self._open_cache(gpu, segment, placements, left - hbm_bytes)
+                    self._open_cache(gpu, segment, placements, left - hbm_bytes - indexes // _GROWTH)
                 else:
                     hbm_bytes += _map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
-                tables = self._tables(gpu, segment, placements, share)
+                tables = self._tables(gpu, segment, placements, share, copied)
                 placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
             except QuantError as error:
                 raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
@@ -189,6 +197,29 @@ class Placer:
         if replaced is not None:
             self._warm(placed, replaced)
         return placed
+
+    def _plan_indexes(
+        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int
+    ) -> tuple[frozenset[str], int]:
+        """Names of the tables whose ids are copied to HBM beside the rest of their indexes, and what all indexes take of it.
+
+        Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read in the segment.
+        ServingError: the budget does not hold what must be copied.
+        """
+        whole = [t for t in tables if placements[t.name] is Placement.HBM]
+        others = [t for t in tables if placements[t.name] not in (Placement.HBM, Placement.HOST)]
+        least = sum(index_bytes(t, True) for t in whole) + sum(index_bytes(t, False, copies_ids=False) for t in others)
+        rest = left - least - sum(t.bytes for t in whole)
+        if least and rest < 0:
+            raise ServingError(
+                f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of this worker leaves "
+                f"{max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
+            )
+        shares_it = Placement.HYBRID in placements.values() or (Placement.CACHED in placements.values() and self.cache is None)
+        copied = with_copied_ids(others, rest // 2 if shares_it else rest)
+        return copied, least + sum(
+            index_bytes(t, False) - index_bytes(t, False, copies_ids=False) for t in others if t.name in copied
+        )
 
     def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
         """HBM that a version's tables take, but for what they take of the cache."""
@@ -206,8 +237,7 @@ class Placer:
         for name, table in placed.on_gpu.items():
             if name in replaced.on_gpu:
                 hot = replaced.on_gpu[name].residence.hot()
-                hot = hot[: (hot.size + 1) // 2]
-                hot = hot[hot < table.rows]
+                hot = rows_of_same_ids(hot[: (hot.size + 1) // 2], replaced.on_gpu[name].host, table.host)
                 table.residence.warm(hot)
                 if hot.size:
                     logger.info("bringing %d rows of table %s to the cache", hot.size, name)
@@ -242,7 +272,7 @@ class Placer:
         self._held -= hbm_bytes
 
     def _tables(
-        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int
+        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int, copied: frozenset[str]
     ) -> "dict[str, DeviceTable]":
         from tableside.quant.gpu.tables import KernelKey
 
@@ -250,16 +280,17 @@ class Placer:
         key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
-            table, rows = segment.tables[stored.name], view(stored)
+            table, rows, in_host = segment.tables[stored.name], view(stored), stored.name not in copied
             match placements[stored.name]:
                 case Placement.HBM:
                     tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable)
                 case Placement.CACHED:
-                    tables[stored.name] = gpu.to_cache(table, rows, key, f"{segment.header.model}/{stored.name}")
+                    name = f"{segment.header.model}/{stored.name}"
+                    tables[stored.name] = gpu.to_cache(table, rows, key, name, ids_in_host=in_host)
                 case Placement.HYBRID:
-                    tables[stored.name] = gpu.split(table, rows, share, key)
+                    tables[stored.name] = gpu.split(table, rows, share, key, ids_in_host=in_host)
                 case Placement.ZERO_COPY:
-                    tables[stored.name] = gpu.map_host(table, rows, key)
+                    tables[stored.name] = gpu.map_host(table, rows, key, ids_in_host=in_host)
                 case Placement.HOST:
                     tables[stored.name] = gpu.on_host(table)
         return tables

@@ -10,7 +10,7 @@ does not import the server.
 
     load, read_model, parse_model, LoadSettings     a model.toml into a published version
     Model, Segment, Table, RowFormat, Pooling       what is published, and how it is read
-    Client, AsyncClient, Jagged, KeyedVectors       a server's answers
+    Client, AsyncClient, Jagged, KeyedVectors, LookedUp     a server's answers
     stash_embedding_weights                         tables out of a GPU's memory while a training step does without them
     LoaderError, QuantError, ClientError, FeatureError      what goes wrong, in one line each
 """
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tableside.serving.client import FeatureError as FeatureError
     from tableside.serving.client import Jagged as Jagged
     from tableside.serving.client import KeyedVectors as KeyedVectors
+    from tableside.serving.client import LookedUp as LookedUp
 
 # In a checkout the rooms lie beside this folder; in a wheel, in it.
 _checkout = Path(__file__).parent.parent
@@ -51,6 +52,7 @@ _HOMES = {
     "FeatureError": "serving.client",
     "Jagged": "serving.client",
     "KeyedVectors": "serving.client",
+    "LookedUp": "serving.client",
     "LoadSettings": "loader.load",
     "LoaderError": "loader.errors",
     "Model": "loader.versions",

@@ -20,11 +20,11 @@ from tableside.quant.gpu.kernel_constants import (
     MAP_BUCKET_IDS,
     MAP_BUCKETS,
     MAP_BUCKETS_HERE,
-    MAP_COUNT,
     MAP_DEFAULT_ROW,
     MAP_DIRECTORY,
     MAP_FIRST,
     MAP_FIRST_BUCKET,
+    MAP_ID_COUNT,
     MAP_ID_STEP,
     MAP_IDS,
     MAP_OWN,
@@ -112,7 +112,7 @@ def _resolve(row_map, source, target, found, count, first, ids, has_found, BLOCK
     is_id = at < ids
     id = tl.load(source + at, is_id, 0)
     row = id - tl.load(row_map + MAP_FIRST)
-    is_found = is_id & (row.to(tl.uint64) < tl.load(row_map + MAP_COUNT).to(tl.uint64))  # negative numbers are large ones
+    is_found = is_id & (row.to(tl.uint64) < tl.load(row_map + MAP_ID_COUNT).to(tl.uint64))  # negative numbers are large ones
     if tl.load(row_map + MAP_DIRECTORY) != 0:
         row, is_found = _find_indexed(row_map, id, is_id)
     tl.store(target + at, tl.where(is_found, row, tl.load(row_map + MAP_DEFAULT_ROW)), is_id)
