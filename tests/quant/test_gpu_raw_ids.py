@@ -155,6 +155,16 @@ def test_dense_ids_at_either_end_of_int64(first: int) -> None:
     np.testing.assert_array_equal(found, expected_of(by_number, np.array(rows)))
 
 
+def test_a_dense_table_without_a_default_row_refuses_ids_beside_its_own() -> None:
+    """Row numbers among them, where its ids begin further on."""
+    backend: Any = tables.gpu_backend()
+    held = backend.to_hbm(dense_table(50, RowFormat.INT8, 8, first=100))
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(held, np.array([149, 100, 3]), pooling=Pooling.NONE)
+    error = caught.value
+    assert (error.problem, error.position, error.value, error.bound) == (Problem.MISSING, 2, 3, 50)
+
+
 @pytest.mark.parametrize("ids", [[], [-1]], ids=["no id", "one id"])
 def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
     table = raw_table(ids, values_of(2, 64)[: len(ids)], RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32))
