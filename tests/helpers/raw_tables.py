@@ -8,7 +8,7 @@ import numpy as np
 from tables import values_of
 
 from tableside.quant import RowFormat, Source, Table, choose
-from tableside.quant.ids import ID_BYTES, PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
+from tableside.quant.ids import PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
 
 _WIDE = np.uint64(32)
 _PILOTS = np.arange(1, 257, dtype=np.uint64) * np.uint64(PILOT)
@@ -162,6 +162,3 @@ def random_ids(count: int, seed: int = 0) -> np.ndarray:
     """Different ids in any order, the extremes first."""
     drawn = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, count)
     return np.array(list(dict.fromkeys([*EXTREMES, *drawn.tolist()]))[:count], np.int64)
-
-
-__all__ = ["EXTREMES", "ID_BYTES", "Known", "build", "dense_table", "packed_of", "random_ids", "raw_table"]
