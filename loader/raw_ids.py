@@ -82,8 +82,8 @@ def plan_raw_table(
         index = builder.build(records)
     except DuplicateId as error:
         raise CheckpointError(
-            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and {source.where(error.second)}; remove one, or "
-            'set duplicates = "first" or "last"'
+            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and {source.where(error.second)}; "
+            'remove one, or set duplicates = "first" or "last"'
         ) from error
     except QuantError as error:
         raise ModelError(f"[tables.{spec.name}]: {error}") from error

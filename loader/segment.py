@@ -229,7 +229,8 @@ def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
         raise SegmentError(f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment")
     if not 1 <= version <= FORMAT_VERSION:
         raise SegmentError(
-            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish it again with this release"
+            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish it again with this "
+            "release"
         )
     if recorded != size:
         raise SegmentError(f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it again")

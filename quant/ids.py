@@ -15,7 +15,8 @@ and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILO
 
 A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two
 of its ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that
-has 8 bytes, else in an array. A slot without an id keeps one that belongs to another slot (perhaps of another share of the table), so no value of an id is special.
+has 8 bytes, else in an array. A slot without an id keeps one that belongs to another slot (perhaps of another share of the
+table), so no value of an id is special.
 
 Buckets lie one after another, rows and pilots alike. So a range of buckets is a range of bytes, and moves as it is.
 """

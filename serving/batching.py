@@ -39,6 +39,9 @@ _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
 _BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
 
 
+_LookedUp = tuple[Buffer, Sequence[Unfound] | None]  # a request's output buffer, and what was not found
+
+
 class BatchBackend(Protocol):
     """What the batcher needs of the GPU's backend (`quant.gpu.backend`)."""
 
@@ -53,7 +56,9 @@ class BatchBackend(Protocol):
 
     def is_lost(self) -> bool: ...
 
-    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> "tuple[list[Buffer | BadIds], Times | None]": ...
+    def run_timed(
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool
+    ) -> "tuple[Sequence[_LookedUp | BadIds], Times | None]": ...
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class Batcher(Executor):
             if isinstance(result, BadIds):
                 answers.append(w.request.refusal(result))
                 continue
-            answer = _answer(result)
+            answer = Answer(*result)
             if w.request.scoring is not None:
                 places.append(len(answers))
                 batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
@@ -215,11 +220,6 @@ class Batcher(Executor):
                 self._cache_metrics.update(self._backend.cache.statistics())
         finally:
             self._start_if_due()
-
-
-def _answer(found: "Buffer | tuple[Buffer, Sequence[Unfound] | None]") -> Answer:
-    """What a backend gives for a request: its output buffer, alone where it does not say what was not found."""
-    return Answer(*found) if isinstance(found, tuple) else Answer(found)
 
 
 def _fail(w: _Waiting, error: BaseException) -> None:

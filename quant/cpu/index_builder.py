@@ -19,8 +19,8 @@ try:
     from tableside.quant.cpu import _native
 except ImportError as error:
     raise MissingBackend(
-        "indexes of raw ids are built by the native kernel, which was not built when tableside was installed; install a wheel, or "
-        "reinstall where Python.h is (Debian: python3-dev)"
+        "indexes of raw ids are built by the native kernel, which was not built when tableside was installed; install a wheel, "
+        "or reinstall where Python.h is (Debian: python3-dev)"
     ) from error
 
 RECORD_BYTES = 16  # an id, and the number of its row in the source
