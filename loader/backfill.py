@@ -36,8 +36,8 @@ class Backfill:
         found = (self.table.row_format, self.table.dim)
         if found != (spec.row_format, dim):
             raise ModelError(
-                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} of dim {dim}; rows are "
-                "taken over as they are, so load both in one row format"
+                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} of dim {dim}; rows "
+                "are taken over as they are, so load both in one row format"
             )
         row_map = self.table.row_map
         if spec.raw is None and row_map is not None and row_map.index is not None:

@@ -159,8 +159,20 @@ class RowMap:
         return np.asarray(bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1, np.bool_)
 
     @cached_property
+    def _entries(self) -> NDArray[np.uint32]:
+        """uint32 [buckets here, 4]"""
+        assert self.index is not None
+        directory = self.index.directory
+        entries = np.empty((len(directory) - 1, 4), np.uint32)
+        entries[:, :2] = np.ascontiguousarray(directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
+        entries[:, 2] = np.diff(directory[:, 0])
+        entries[:, 3] = directory[:-1, 1]
+        return entries
+
+    @cached_property
     def _native(self) -> NDArray[np.int64]:
-        return np.array(native_row_map(self), np.int64)
+        made = native_row_map(self)
+        return np.array(made if self.index is None else made._replace(entries=_address(self._entries)), np.int64)
 
     @property
     def native_address(self) -> int:
@@ -176,6 +188,7 @@ class NativeRowMap(NamedTuple):
     first: int
     own: int
     directory: int
+    entries: int  # the same for the resolver, of 16 bytes: first_row int64, slots uint32, seed uint32
     pilots: int
     ids: int
     id_step: int  # bytes from one row's id to the next
@@ -187,17 +200,18 @@ class NativeRowMap(NamedTuple):
 
 
 def native_row_map(of: RowMap) -> NativeRowMap:
-    """The map with the addresses of its arrays in this process."""
+    """The map with the addresses of its arrays in this process; without entries, which the resolver alone needs."""
     index = of.index
     default = -1 if of.default_row is None else of.default_row
     if index is None:
-        return NativeRowMap(of.count, default, of.first, of.count if of.own is None else of.own, *[0] * 9)
+        return NativeRowMap(of.count, default, of.first, of.count if of.own is None else of.own, *[0] * 10)
     return NativeRowMap(
         of.count,
         default,
         0,
         of.count,
         _address(index.directory),
+        0,
         _address(index.pilots),
         _address(index.ids),
         index.ids.strides[0] if index.ids.size else ID_BYTES,

@@ -5,7 +5,7 @@
 
 /* The fields of quant.ids.NativeRowMap, int64 each. */
 #define ROW_MAP_FIELDS(F)                                                                                         \
-    F(id_count) F(default_row) F(first) F(own) F(directory) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
+    F(id_count) F(default_row) F(first) F(own) F(directory) F(entries) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
     F(first_bucket) F(buckets_here) F(backfilled)
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
@@ -13,6 +13,9 @@ typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
 
 /* An entry of a directory. The entry behind the last bucket's has the row behind its last one. */
 typedef struct { int64_t first_row; uint64_t seed; } entry;
+
+/* The same of one bucket for itself, as a resolver reads it at once. */
+typedef struct { int64_t first_row; uint32_t slots, seed; } whole_entry;
 
 static const uint64_t ID_MIX = 0xD6E8FEB86659FD93u, ID_SEED = 0x9E3779B97F4A7C15u, ID_SPREAD = 0xBF58476D1CE4E5B9u,
                       ID_PILOT = 0x94D049BB133111EBu, ID_SLOT = 0xC2B2AE3D27D4EB4Fu;

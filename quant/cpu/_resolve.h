@@ -6,54 +6,72 @@
 #pragma once
 #include "_ids.h"
 
-#define EACH_ID for (int64_t i = 0; i < ID_BLOCK; i++) /* of a block, be it full or not: so loops have a fixed length */
+/* Eight numbers of 64 bits; the compiler makes of them what the instruction set has. */
+typedef uint64_t lanes8 __attribute__((vector_size(64), aligned(8), may_alias));
+#define EACH_ID for (int64_t i = 0; i < ID_BLOCK; i++)
+#define EACH_EIGHT for (int64_t i = 0; i < ID_BLOCK; i += 8)
+#define EIGHT(array) (*(lanes8 *)(void *)((array) + i))
+#if defined(__clang__)
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) __builtin_shuffle(a, b, (lanes8){0, 2, 4, 6, 8, 10, 12, 14})
+#define ODD(a, b) __builtin_shuffle(a, b, (lanes8){1, 3, 5, 7, 9, 11, 13, 15})
+#endif
 
-/* is_whole: the table has all of its buckets here, and they are made by the hash. */
+/* is_whole: the table has all of its buckets here, and they are made by the hash. The lines of the pilots are prefetched. */
 INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_whole, id_block *b) {
-    const entry *directory = (const entry *)(intptr_t)m->directory;
+    const whole_entry *entries = (const whole_entry *)(intptr_t)m->entries;
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots;
-    const uint64_t here = (uint64_t)m->buckets_here, mask = (uint64_t)(m->buckets - 1);
-    uint64_t id[ID_BLOCK], bucket[ID_BLOCK], hash[ID_BLOCK], seed[ID_BLOCK];
-    if (n == ID_BLOCK) {
-        __builtin_memcpy(id, ids, sizeof id);
-    } else {
-        EACH_ID id[i] = i < n ? (uint64_t)load_i64(ids + 8 * i) : 0;
-    }
+    const uint64_t mask = (uint64_t)(m->buckets - 1);
+    uint64_t id[ID_BLOCK], bucket[ID_BLOCK], hash[ID_BLOCK], found[2 * ID_BLOCK];
     b->n = n;
-    EACH_ID hash[i] = mix_id(id[i]);
-    if (is_whole) EACH_ID bucket[i] = hash[i] & mask;
-    else EACH_ID bucket[i] = bucket_of(m, id[i], hash[i]);
-    EACH_ID {
-        const uint64_t at = is_whole || bucket[i] < here ? bucket[i] : 0;
-        const entry *e = directory + at;
-        const int64_t first = e->first_row, slots = e[1].first_row - first;
-        seed[i] = e->seed;
-        b->first[i] = first;
-        b->slots[i] = is_whole || bucket[i] < here ? (uint64_t)slots : 0;
-        bucket[i] = at;
+    __builtin_prefetch(ids + 1024), __builtin_prefetch(ids + 1088);
+    if (n == ID_BLOCK) __builtin_memcpy(id, ids, sizeof id);
+    else EACH_ID id[i] = i < n ? (uint64_t)load_i64(ids + 8 * i) : 0;
+    EACH_EIGHT {
+        lanes8 x = EIGHT(id);
+        x = (x ^ (x >> 32)) * ID_MIX;
+        x = (x ^ (x >> 32)) * ID_MIX;
+        x ^= x >> 32;
+        EIGHT(hash) = x;
+        EIGHT(bucket) = x & mask;
     }
-    EACH_ID {
-        const uint64_t g = spread(hash[i], seed[i]);
-        b->spread[i] = g;
-        b->pilot_at[i] = pilots_before((uint64_t)b->first[i]) + bucket[i] + reduce(g, pilots_before(b->slots[i]) + 1);
-        b->first[i] = b->slots[i] ? b->first[i] : -1;
+    if (is_whole) {
+        EACH_ID __builtin_memcpy(found + 2 * i, entries + bucket[i], sizeof(whole_entry));
+    } else {
+        EACH_ID {
+            bucket[i] = bucket_of(m, id[i], hash[i]);
+            const int outside = bucket[i] >= (uint64_t)m->buckets_here;
+            if (outside) bucket[i] = 0;
+            __builtin_memcpy(found + 2 * i, entries + bucket[i], sizeof(whole_entry));
+            if (outside) found[2 * i + 1] = 0; /* no slots */
+        }
+    }
+    EACH_EIGHT {
+        const lanes8 one = *(lanes8 *)(void *)(found + 2 * i), two = *(lanes8 *)(void *)(found + 2 * i + 8);
+        const lanes8 first = EVEN(one, two), other = ODD(one, two), slots = other & 0xFFFFFFFF;
+        const lanes8 g = (EIGHT(hash) ^ (other >> 32) * ID_SEED) * ID_SPREAD;
+        EIGHT(b->spread) = g;
+        EIGHT(b->slots) = slots;
+        EIGHT(b->first) = first | (lanes8)(slots == 0); /* -1 where the bucket has none */
+        EIGHT(b->pilot_at) = (first * 5 >> 4) + EIGHT(bucket) + ((g >> 32) * ((slots * 5 >> 4) + 1) >> 32);
     }
     EACH_ID __builtin_prefetch(pilots + b->pilot_at[i], 0, 2);
 }
 
-/* The rows themselves are prefetched by the lookup, one for each that it pools. */
+/* Rows. These are prefetched by the lookup, one for each that it pools; ids that are kept apart from them are prefetched here. */
 INLINE void place_block(const row_map *m, int kept_apart, const id_block *b, int64_t *numbers) {
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots, *kept = (const uint8_t *)(intptr_t)m->ids;
-    uint64_t pilot[ID_BLOCK];
-    int64_t row[ID_BLOCK];
+    uint64_t pilot[ID_BLOCK], row[ID_BLOCK];
     EACH_ID pilot[i] = pilots[b->pilot_at[i]];
-    EACH_ID row[i] = b->first[i] + (int64_t)slot_of(b->spread[i], pilot[i], b->slots[i]);
-    if (kept_apart) EACH_ID __builtin_prefetch(kept + row[i] * m->id_step, 0, 2);
-    if (b->n == ID_BLOCK) {
-        __builtin_memcpy(numbers, row, sizeof row);
-    } else {
-        for (int64_t i = 0; i < b->n; i++) numbers[i] = row[i];
+    EACH_EIGHT {
+        const lanes8 x = (EIGHT(b->spread) ^ (EIGHT(pilot) + 1) * ID_PILOT) * ID_SLOT;
+        EIGHT(row) = EIGHT(b->first) + ((x >> 32) * EIGHT(b->slots) >> 32);
     }
+    if (kept_apart) EACH_ID __builtin_prefetch(kept + (int64_t)row[i] * m->id_step, 0, 2);
+    if (b->n == ID_BLOCK) __builtin_memcpy(numbers, row, sizeof row);
+    else for (int64_t i = 0; i < b->n; i++) numbers[i] = (int64_t)row[i];
 }
 
 INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart) {
@@ -79,32 +97,55 @@ static NOINLINE void NAME(count_backfilled)(const row_map *m, const int64_t *row
         if (rows[i] != m->default_row && rows[i] >= 0) r->backfilled += bits[rows[i] >> 3] >> (rows[i] & 7) & 1;
 }
 
-/* `n` ids from number `at` on: is the id that their row keeps theirs? */
-INLINE void check_block(resolving *r, int64_t at, int64_t n) {
+/* Whole blocks of ids from number `at` on: is the id that their row keeps theirs? */
+INLINE int64_t check_blocks(resolving *r, int64_t at, int64_t until) {
     const job *j = r->job;
     const row_map *m = j->map;
     const uint8_t *kept = (const uint8_t *)(intptr_t)m->ids;
-    const int64_t step = m->id_step, default_row = m->default_row;
-    int64_t *rows = j->numbers + at, found[ID_BLOCK], lacks = 0;
-    for (int64_t i = 0; i < n; i++) found[i] = load_i64(kept + (rows[i] < 0 ? 0 : rows[i]) * step);
-    for (int64_t i = 0; i < n; i++) found[i] = (found[i] == load_i64(j->ids + 8 * (at + i))) & (rows[i] >= 0);
-    for (int64_t i = 0; i < n; i++) {
-        rows[i] = found[i] ? rows[i] : default_row;
-        lacks += !found[i];
+    const int64_t step = m->id_step;
+    lanes8 found = {0};
+    for (; at + ID_BLOCK <= until; at += ID_BLOCK) {
+        int64_t *rows = j->numbers + at;
+        const uint8_t *ids = j->ids + 8 * at;
+        uint64_t there[ID_BLOCK];
+        EACH_ID there[i] = (uint64_t)load_i64(kept + (rows[i] & ~(rows[i] >> 63)) * step);
+        EACH_EIGHT {
+            const lanes8 row = EIGHT(rows), is = (lanes8)(EIGHT(there) == EIGHT(ids + 7 * i)) & (lanes8)(row >> 63 == 0);
+            EIGHT(rows) = (row & is) | ((uint64_t)m->default_row & ~is);
+            EIGHT(there) = is;
+            found -= is;
+        }
+        if (j->found)
+            EACH_ID j->found[at + i] = there[i] & 1;
+        if (m->backfilled) NAME(count_backfilled)(m, rows, ID_BLOCK, r);
+        r->missing += ID_BLOCK;
     }
-    if (j->found)
-        for (int64_t i = 0; i < n; i++) j->found[at + i] = (uint8_t)found[i];
-    r->missing += lacks;
-    if (m->backfilled) NAME(count_backfilled)(m, rows, n, r);
+    for (int i = 0; i < 8; i++) r->missing -= (int64_t)found[i];
+    return at;
+}
+
+/* The same of one id. */
+INLINE void check_one(resolving *r, int64_t at) {
+    const job *j = r->job;
+    const row_map *m = j->map;
+    int64_t *row = j->numbers + at;
+    const int is = *row >= 0 && load_i64((const uint8_t *)(intptr_t)m->ids + *row * m->id_step) == load_i64(j->ids + 8 * at);
+    if (!is) *row = m->default_row;
+    if (j->found) j->found[at] = (uint8_t)is;
+    r->missing += !is;
+    if (m->backfilled) NAME(count_backfilled)(m, row, 1, r);
 }
 
 static NOINLINE void NAME(check_ids)(resolving *r, int64_t until) {
-    int64_t at = r->checked;
-    for (; at + ID_BLOCK <= until; at += ID_BLOCK) check_block(r, at, ID_BLOCK);
-    if (at < until) check_block(r, at, until - at);
+    int64_t at = check_blocks(r, r->checked, until);
+    for (; at < until; at++) check_one(r, at);
     r->checked = until;
 }
 #undef EACH_ID
+#undef EACH_EIGHT
+#undef EIGHT
+#undef EVEN
+#undef ODD
 
 /* Ids that are row numbers, but for a first one and a default row. */
 static NOINLINE void NAME(resolve_rows)(resolving *r) {

@@ -45,7 +45,7 @@ class IndexBuilder:
 
     def __init__(self, buckets: int, bucket_ids: int = 0, threads: int = 1) -> None:
         self.buckets, self.bucket_ids, self._threads = buckets, bucket_ids, threads
-        self._map = np.array(NativeRowMap(0, -1, 0, 0, 0, 0, 0, 8, buckets, bucket_ids, 0, buckets, 0), np.int64)
+        self._map = np.array(NativeRowMap(0, -1, 0, 0, 0, 0, 0, 0, 8, buckets, bucket_ids, 0, buckets, 0), np.int64)
         self._counts = np.zeros(buckets, np.int64)
         self._starts = np.zeros(buckets + 1, np.int64)
         self._ends = np.zeros(buckets, np.int64)
