@@ -3,11 +3,12 @@
 Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its core's cache,
 quantizes it straight into the segment, and hashes the chunk when its last piece is done. So fp32 never exists whole, and the
 private memory of a load is a few pieces a thread, whatever the table's size. Tables of raw ids are read as `loader.raw_ids` says.
+Tables that are not to be read again are copied from the live version (`loader.reuse`).
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.header import Header, plan_tables
 from tableside.loader.model import ModelSpec, TableSpec
 from tableside.loader.raw_ids import RawTable, RawWriter, Scratch, plan_raw_table
+from tableside.loader.reuse import Piece, Reused
 from tableside.loader.scorer import stored_scorer
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, StoredRows, StoredTable
@@ -58,7 +60,8 @@ class Loaded:
 @dataclass(frozen=True)
 class LoadSettings:
     """How to load. max_memory_bytes: the most private memory for a load's buffers (the native backend makes no others);
-    threads: 0 means one a core; group: users who may read the model, beside its owner.
+    threads: 0 means one a core; group: users who may read the model, beside its owner; only: the tables to load, while the others
+    are taken over from the live version; empty: all.
     """
 
     threads: int = 0
@@ -66,6 +69,7 @@ class LoadSettings:
     backend: str = "auto"
     activate: bool = True
     group: str | None = None
+    only: tuple[str, ...] = ()
 
 
 def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
@@ -75,25 +79,32 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     """
     backend = choose(settings.backend)
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        sources = _Sources(spec, checkpoint)
-        scorer, program = stored_scorer(spec, sources.dims)
         model = Model(root, spec.name)
+        reused = Reused(spec, settings.only, model, backend)
+        sources = _Sources(reused.others, checkpoint)
+        scorer, program = stored_scorer(spec, sources.dims | reused.dims)
         with model.loading(settings.group) as version:
+            reused.check_is_live(model)
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                planned = _plan(spec, sources, root, lambda: model.create_scratch(version), settings.threads)
+                planned = _plan(reused.others, sources, model, lambda: model.create_scratch(version), settings.threads)
                 checks = Verification(checkpoint, sources.matrices)
                 source = {
                     "path": str(spec.checkpoint),
                     "files": checkpoint.fingerprint(sources.matrices.values()) | fingerprint(sources.paths),
-                    "verified": checks.describe() | {name: dict(k.verification) for name, k in sources.keyed.items()},
+                    "verified": checks.describe()
+                    | {name: dict(k.verification) for name, k in sources.keyed.items()}
+                    | reused.verified(),
+                    **reused.source(),
                 }
                 steps = {table: checks.step(table) for table in sources.matrices}
-                header = replace(_header(spec, planned, version, source, steps), scorer=scorer, evaluation=spec.evaluation)
+                header = replace(
+                    _header(spec, planned, reused, version, source, steps), scorer=scorer, evaluation=spec.evaluation
+                )
                 writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
-                    work = _Load(checkpoint, planned, checks, writer, backend, settings, progress)
+                    work = _Load(checkpoint, planned, reused, checks, writer, backend, settings, progress)
                     work.run()
                     huge = writer.mapping.huge_fraction()
                     header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)})
@@ -112,11 +123,11 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
 class _Sources:
     """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
 
-    def __init__(self, spec: ModelSpec, checkpoint: Checkpoint) -> None:
-        self.matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables if t.raw is None}
+    def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
+        self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
         for matrix in self.matrices.values():
             checkpoint.open_files(matrix)
-        self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in spec.tables if t.raw is not None}
+        self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in tables if t.raw is not None}
         both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
         self.dims = {name: source.dim for name, source in both.items()}
         self.rows = {name: source.rows for name, source in both.items()}
@@ -139,20 +150,20 @@ class _PlannedTable:
     backfill: Backfill | None
 
 
-def _plan(spec: ModelSpec, sources: _Sources, root: Path, scratch: Scratch, threads: int) -> list[_PlannedTable]:
+def _plan(tables: Sequence[TableSpec], sources: _Sources, model: Model, scratch: Scratch, threads: int) -> list[_PlannedTable]:
     """Builds the indexes of raw ids, and finds how many rows each table takes."""
     planned = []
-    for t in spec.tables:
+    for t in tables:
         dim = sources.dims[t.name]
-        backfill = Backfill(root, t, dim) if t.missing.policy == "backfill" else None
+        backfill = Backfill(model.root, t, dim) if t.missing.policy == "backfill" else None
         default_row = DefaultRow(t, dim, backfill)
         raw = None
         try:
             t.row_format.row_bytes(dim)
         except QuantError as error:
-            raise ModelError(f"model {spec.name!r}: {error}") from error
+            raise ModelError(f"model {model.name!r}: {error}") from error
         if t.raw is not None:
-            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, root, scratch, threads)
+            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, model.root, scratch, threads)
             ids: StoredIds | None = raw.ids
             rows = raw.rows
             if default_row.is_used:
@@ -172,9 +183,13 @@ def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row:
     return StoredIds(count, str(t.missing), rows - 1 if default_row.is_used else None, 0, count - own), rows
 
 
-def _header(spec: ModelSpec, planned: list[_PlannedTable], version: int, source: dict[str, Any], steps: dict[str, int]) -> Header:
-    shapes = [(p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned]
-    tables = plan_tables(shapes, steps, {p.spec.name: p.ids for p in planned if p.ids is not None})
+def _header(
+    spec: ModelSpec, planned: list[_PlannedTable], reused: Reused, version: int, source: dict[str, Any], steps: dict[str, int]
+) -> Header:
+    shapes = {p.spec.name: (p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned}
+    shapes |= {name: reused.shape(name) for name in reused.tables}
+    ids = {p.spec.name: p.ids for p in planned if p.ids is not None} | reused.ids
+    tables = plan_tables([shapes[t.name] for t in spec.tables], steps | reused.steps, ids)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(spec.name, version, created, tables, spec.features, source)
 
@@ -196,6 +211,7 @@ class _Load:
         self,
         checkpoint: Checkpoint,
         planned: list[_PlannedTable],
+        reused: Reused,
         checks: Verification,
         writer: SegmentWriter,
         backend: CpuBackend,
@@ -203,9 +219,10 @@ class _Load:
         progress: Progress | None,
     ) -> None:
         self.checkpoint, self.checks, self.writer, self.backend = checkpoint, checks, writer, backend
-        self.planned = list(zip(planned, writer.header.tables, strict=True))
+        tables = {t.name: t for t in writer.header.tables}
+        self.planned, self.reused = [(p, tables[p.spec.name]) for p in planned], reused
         self.progress = progress or (lambda done, total: None)
-        self.total_rows = sum(p.matrix.rows if p.matrix else p.raw.source.rows if p.raw else 0 for p in planned)
+        self.total_rows = sum(p.matrix.rows if p.matrix else p.raw.source.rows if p.raw else 0 for p in planned) + reused.rows
         self.done_rows = 0
         row_bytes = max(4 * p.dim for p in planned)
         self.buffer_bytes = max(PIECE_BYTES, row_bytes)
@@ -260,7 +277,7 @@ class _Load:
             item(buffers)
 
     def _reading(self, raw: dict[str, RawWriter]) -> Iterator[_Work]:
-        """All that reads the checkpoint. Chunks whose rows are all there then get their checksums too."""
+        """All that reads the checkpoint or the live version. Chunks whose rows are all there then get their checksums too."""
         for p, table in self.planned:
             if p.matrix is not None:
                 for chunk in range(table.chunks):
@@ -268,6 +285,8 @@ class _Load:
             elif p.raw is not None:
                 for piece in range(p.raw.source.pieces):
                     yield partial(self._read_piece, p, raw[p.spec.name], piece)
+        for copied in self.reused.pieces(self.writer.header.tables):
+            yield partial(self._copy_piece, copied)
 
     def _finishing(self, raw: dict[str, RawWriter]) -> Iterator[_Work]:
         """The checksums that wait for rows which are written last."""
@@ -278,6 +297,9 @@ class _Load:
                     yield partial(self._finish_raw_chunk, raw[p.spec.name], table, chunk)
                 elif table.chunk_range(chunk)[1] > (p.matrix.rows if p.matrix else 0):
                     yield partial(self._finish_chunk, table, chunk)
+        for copied in self.reused.unfinished(self.writer.header.tables):
+            for chunk in range(copied.chunks):
+                yield partial(self._finish_chunk, copied, chunk)
 
     def _finishing_indexes(self) -> Iterator[_Work]:
         for index in self.writer.header.indexes:
@@ -304,6 +326,9 @@ class _Load:
             written = raw.write(block)
             p.default_row.add(block.values if written is None else block.values[written], p.raw.source.source)
             self._done(len(block.ids))
+
+    def _copy_piece(self, piece: Piece, buffers: _Buffers) -> None:
+        self._done(self.reused.copy(piece, self.writer))
 
     def _write_tail(self, p: _PlannedTable, matrix: Matrix, table: StoredTable) -> None:
         """The rows that an older version has beyond those of the checkpoint."""

@@ -77,6 +77,13 @@ def _add_publishing(command: _AddCommand) -> None:
         default=1,
         help="older versions that stay published, for a rollback (default: %(default)s)",
     )
+    p.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TABLE",
+        help="a table to load, the others are those of the live version; may come again (default: all tables)",
+    )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 

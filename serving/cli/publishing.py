@@ -2,7 +2,9 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -70,12 +72,19 @@ def load(options: argparse.Namespace) -> int:
     spec = read_model(options.model)
     root = _settings(options).root
     settings = LoadSettings(
-        options.threads, parse_bytes(options.max_memory), options.backend, not options.no_activate, options.group
+        options.threads,
+        parse_bytes(options.max_memory),
+        options.backend,
+        not options.no_activate,
+        options.group,
+        tuple(options.only),
     )
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
     console.print(summary(loaded.header.source))
+    if reused := describe_reused(loaded.header.source):
+        console.print(reused)
     if not options.no_activate:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
@@ -98,6 +107,16 @@ def describe_load(loaded: Loaded) -> str:
         f"({ratio:.1f} x less than fp32) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
         f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
     )
+
+
+def describe_reused(source: Mapping[str, Any]) -> str:
+    """A line about tables that were taken over from another version, of the source in a header; "" where none were."""
+    reused = source.get("reused")
+    if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
+        return ""
+    names = list(map(str, tables))
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"taken over from version {reused.get('version')}: {', '.join(names[:5])}{more}"
 
 
 def list_models(options: argparse.Namespace) -> int:
@@ -138,6 +157,8 @@ def inspect(options: argparse.Namespace) -> int:
         f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
     )
     console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
+    if reused := describe_reused(h.source):
+        console.print(reused)
     table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
     for t in h.tables:
         table.add_row(t.name, f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes), mb(t.bytes), t.key)
