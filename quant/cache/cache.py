@@ -313,6 +313,20 @@ class Cache:
                 memory.copy_(torch.frombuffer(sent, dtype=torch.uint8))
                 self.prefetch(jobs.placed(memory.data_ptr() + part.nbytes), memory, admit_all=True).release()
 
+    def hand_over(self, number: int, successor: int, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
+        """Makes cached rows of a table those of its successor, which has the same bytes for them: nothing is fetched, and they
+        stay as hot as they were. Rows that are not in the cache are passed over. Waits for the device.
+
+        rows, successors: int64 [n] each, rows of one table and of the other, none twice. QuantError: the tables' rows are of two
+        sizes.
+        """
+        with self._working():
+            sizes = [self._tables[n].row_bytes for n in (number, successor)]
+            if sizes[0] != sizes[1]:
+                raise QuantError(f"rows of {sizes[0]} bytes cannot become rows of {sizes[1]} bytes; fetch them with `warm`")
+            if rows.size:
+                self._index.hand_over(number, successor, np.stack([rows, successors], 1)[rows.argsort()])
+
     def mean_chain(self) -> float:
         """Mean length of the index's chains that are not empty. Waits for the device."""
         with self._working():

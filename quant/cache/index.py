@@ -24,6 +24,7 @@ from tableside.quant.cache.tables import Tables
 from tableside.quant.cache.tickets import BatchesInFlight
 
 _SLOTS = 1024  # that a program of `link_all` and `forget` takes at once
+_HANDED_OVER = 1 << 22  # rows at once; each takes some 40 bytes of the device for that moment
 _REBALANCE_FROM = 1.25  # eviction priority of victims, one class's to another's
 _REBALANCED = 100  # one of so many pages moves at a time
 
@@ -66,6 +67,24 @@ class Index:
         self.relink()
         self._tables.remove(number)
         self.describe()
+
+    def hand_over(self, number: int, successor: int, rows: NDArray[np.int64]) -> None:
+        """Makes cached rows of a table those of another one, of the same class; slots and uses stay. rows: int64 [n, 2], of
+        either table, the first ones ascending. Rows that the successor has in the cache already are left alone. Waits for the
+        device.
+        """
+        row_class = self._tables[number].row_class
+        parts = self._pages.parts(row_class)
+        held = [keys[keys >> ID_BITS == successor] for keys in (self._pages.nodes(row_class, p).keys for p in parts)]
+        first = torch.tensor([number << ID_BITS, successor << ID_BITS], device=self._memory.arena.device)
+        for block in torch.from_numpy(rows).split(_HANDED_OVER) if parts else ():
+            before, after = (block.to(first.device) + first).T.contiguous()
+            after = torch.where(torch.isin(after, torch.cat(held)), before, after)
+            for part in parts:
+                keys = self._pages.nodes(row_class, part).keys.contiguous()
+                at = torch.searchsorted(before, keys).clamp_(max=before.numel() - 1)
+                self._pages.set_keys(row_class, part, torch.where(before[at] == keys, after[at], keys))
+        self.relink()
 
     def settle(self) -> None:
         """Gives pages that were taken to their new class, where no batch is in flight that may read them."""

@@ -151,10 +151,10 @@ class Pages:
         """Drops every row. The ticket that last used each slot stays, for batches in flight may still read
         it.
         """
-        for n, c in enumerate(self.classes):
+        for n in range(len(self.classes)):
             for pages in self.parts(n):
                 self._count_dropped(n, pages)
-                self._memory.view(torch.int64)[self._index(pages), : 2 * c.slots : 2] = -1
+                self.set_keys(n, pages, -1)
 
     def _count_dropped(self, number: int, pages: list[int]) -> None:
         self._dropped(number, (self.nodes(number, pages).keys >= 0).sum())
@@ -188,6 +188,10 @@ class Pages:
         index = self._index(pages)
         nodes = self._memory[index, : NODE_BYTES * c.slots]
         return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, NODE_USE // 4 :: NODE_BYTES // 4])
+
+    def set_keys(self, number: int, pages: Sequence[int], keys: torch.Tensor | int) -> None:
+        """Writes the keys of all slots of a class's pages: int64 [pages, slots], or one for all. Chains are not touched."""
+        self._memory.view(torch.int64)[self._index(pages), : 2 * self.classes[number].slots : 2] = keys
 
     def parts(self, number: int) -> list[list[int]]:
         """A class's pages, as many at once as `nodes` should read."""

@@ -78,6 +78,11 @@ class Residence(ABC):
     def warm(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  (most residences have nothing to bring)
         """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits for nothing."""
 
+    def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:  # noqa: B027  (as `warm`)
+        """Keeps rows that another table's residence holds in the cache that both share, and that are rows of this table with the
+        same bytes: int64 [n] each, numbers of its rows and of this one's. That table has to fetch them again. Waits for the
+        device."""
+
 
 class OnHost(Residence):
     """The CPU looks the rows up."""
@@ -197,6 +202,10 @@ class Cached(Residence):
 
     def warm(self, ids: NDArray[np.int64]) -> None:
         self._cache.warm(self._registered.number, ids)
+
+    def take_over(self, before: Residence, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
+        if isinstance(before, Cached) and before._cache is self._cache:
+            self._cache.hand_over(before._registered.number, self._registered.number, rows, successors)
 
 
 class Split(Residence):
