@@ -80,7 +80,8 @@ class Engine:
     def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a version (None: the live one). It does not change which version is served.
 
-        as_successor: the version may take the room of the one that is served, which goes when its last request is done.
+        as_successor: the version may take the room of the one that is served, which goes when its last request is done, and its
+        rows in a cache, where they did not change. It is to be swapped in at once.
         LoaderError, QuantError, ServingError, OSError: the version cannot be served here.
         """
         segment = self.model.attach(version, self._verify)
@@ -97,6 +98,7 @@ class Engine:
                 beside=Beside(self._backend, self._gpu_from_ids) if self._placer.gpu is not None and self._gpu_from_ids else None,
             )
             served.warm_up()
+            served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise
         except Exception as error:  # whatever a GPU, its compiler or a scorer may raise

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tableside.loader.segment import Segment
@@ -125,8 +126,20 @@ class Placements:
         hbm_bytes: int = 0,
     ) -> None:
         self.placements, self.hbm_bytes = placements, hbm_bytes
+        self._handovers: list[Callable[[], None]] = []
         self.on_gpu = on_gpu or {}
         self.tables: Mapping[str, RowSource] = {**(on_host or {}), **self.on_gpu}
+
+    def plan_handover(self, handover: "Callable[[], None]") -> None:
+        """Has `take_over` call it."""
+        self._handovers.append(handover)
+
+    def take_over(self) -> None:
+        """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To be called when this
+        version is about to take the other one's requests: that one fetches these rows again."""
+        handovers, self._handovers = self._handovers, []  # they hold the replaced version
+        for handover in handovers:
+            handover()
 
 
 class Placer:
@@ -170,8 +183,10 @@ class Placer:
     def place(self, segment: Segment, replaced: Placements | None = None) -> Placements:
         """A segment's tables where this worker looks them up, within what other models and versions leave of the budget.
 
-        replaced: of the version that goes when this one is taken. What is hot in its cached tables is brought to the cache for
-        the tables of the same names. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
+        replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be kept for the tables
+        of the same names (`Placements.take_over`); hot rows that changed are fetched anew.
+
+        RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
         """
         gpu = self.gpu
         if gpu is None:
@@ -233,14 +248,19 @@ class Placer:
         return hbm_bytes
 
     def _warm(self, placed: Placements, replaced: Placements) -> None:
-        """Brings the hotter half of the rows that the cache holds of a version for the next one, table by table."""
+        """Plans to keep the rows that the cache holds of a version and that did not change. Those of the hotter half that did are
+        brought to the cache now."""
+        from tableside.quant.unchanged import successors
+
         for name, table in placed.on_gpu.items():
-            if name in replaced.on_gpu:
-                hot = replaced.on_gpu[name].residence.hot()
-                hot = rows_of_same_ids(hot[: (hot.size + 1) // 2], replaced.on_gpu[name].host, table.host)
-                table.residence.warm(hot)
-                if hot.size:
-                    logger.info("bringing %d rows of table %s to the cache", hot.size, name)
+            if (before := replaced.on_gpu.get(name)) is None or not (hot := before.residence.hot()).size:
+                continue
+            rows, is_same = successors(before.host, table.host, hot)
+            placed.plan_handover(partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same]))
+            half = (hot.size + 1) // 2
+            fetched = rows[:half][(rows[:half] >= 0) & ~is_same[:half]]
+            table.residence.warm(fetched)
+            logger.info("table %s: %d rows of the cache are kept, %d are fetched anew", name, is_same.sum(), fetched.size)
         if self.cache is not None:
             self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
 
