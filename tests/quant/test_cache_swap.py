@@ -115,11 +115,12 @@ def raw_table(ids: np.ndarray, values: np.ndarray, row_format: RowFormat = RowFo
     choose().quantize(values, Source.FP32, row_format, written)
     packed[rows] = written
     at = id_at(row_format, values.shape[1])
-    kept = np.full(built.slots, ids[0])  # a slot without an id keeps one of another slot
+    spare = ids[ids.size // 2]  # a slot without an id keeps one of another slot
+    kept = np.full(built.slots, spare)
     if at >= 0:
         kept = np.ndarray((built.slots,), np.int64, packed.reshape(-1), at, (packed.shape[1],))
         assert kept.strides[0] == packed.shape[1] and ID_BYTES == 8
-        kept[:] = ids[0]
+        kept[:] = spare
     kept[rows] = ids
     index_ = type(built)(built.directory, built.pilots, kept, built.buckets)
     return Table(packed, row_format, values.shape[1], RowMap(ids.size, built.slots, index_))
