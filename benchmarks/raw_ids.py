@@ -1,7 +1,7 @@
 """Lookups by raw ids against lookups of the same rows by their numbers, on one core; and what else finds an id.
 
-raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as a server makes it, and
-            one feature x 4096 bags x 20. Both tables are the same bytes, and the raw one goes through its id index. Checked first.
+raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as a server makes it,
+            and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one goes through its index. Checked first.
 find        ids to row numbers alone: our index, FBGEMM's pruned_hashmap_lookup, a Python dict (of 10 M ids at most)
 build       making the index, ids a second of one core: counted, put into buckets, distinct, pilots
 """

@@ -1,15 +1,9 @@
-"""The id indexes of a worker's tables: what they take of a GPU's memory, and the rows that two versions have of the same ids."""
+"""What the id indexes of a worker's tables take of a GPU's memory."""
 
 from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tableside.loader.stored import INDEX_UNIT_BYTES, StoredTable
-from tableside.quant import Table
 from tableside.quant.ids import ID_BYTES
-
-_AT_ONCE = 1 << 20  # ids that are found at once
 
 
 def index_bytes(table: StoredTable, rows_in_hbm: bool, copies_ids: bool = True) -> int:
@@ -36,23 +30,3 @@ def with_copied_ids(tables: Iterable[StoredTable], budget_bytes: int) -> frozens
         if left >= 0:
             names.append(table.name)
     return frozenset(names)
-
-
-def rows_of_same_ids(rows: NDArray[np.int64], old: Table, new: Table) -> NDArray[np.int64]:
-    """The rows that `new` has of the ids of these rows of `old`, in their order; ids that it lacks are left out."""
-    parts = [_found(_ids_of(old, rows[at : at + _AT_ONCE]), new) for at in range(0, rows.size, _AT_ONCE)]
-    return np.concatenate(parts) if parts else rows
-
-
-def _ids_of(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids of rows, but for the default row, which is the last one."""
-    if (row_map := table.row_map) is None:
-        return rows
-    if row_map.index is not None:
-        return row_map.index.ids[rows[rows < row_map.index.slots]]
-    return rows[rows < row_map.count] + np.int64(row_map.first)
-
-
-def _found(ids: NDArray[np.int64], table: Table) -> NDArray[np.int64]:
-    rows = ids if table.row_map is None else table.row_map.find(ids)
-    return rows[(rows >= 0) & (rows < table.rows)]

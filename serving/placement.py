@@ -16,7 +16,7 @@ from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, T
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 from tableside.serving.errors import ServingError
-from tableside.serving.id_indexes import index_bytes, rows_of_same_ids, with_copied_ids
+from tableside.serving.id_indexes import index_bytes, with_copied_ids
 from tableside.serving.settings import ALIASES, ServerSettings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
-from raw_tables import Known, dense_table, random_ids, raw_table
+from raw_tables import Known, random_ids, raw_table
 from tables import expected_of, values_of
 
 from tableside.loader.header import Header, plan_tables
@@ -16,7 +16,7 @@ from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Table, choose
 from tableside.serving.errors import ServingError
-from tableside.serving.id_indexes import index_bytes, rows_of_same_ids, with_copied_ids
+from tableside.serving.id_indexes import index_bytes, with_copied_ids
 from tableside.serving.placement import Placement, Placer, plan_placements
 from tableside.serving.settings import ServerSettings
 
@@ -132,23 +132,6 @@ def test_a_budget_that_holds_no_index_is_refused(attach: Callable[[dict[str, Tab
     least = index_bytes(stored, False, copies_ids=False)
     with pytest.raises(ServingError, match=rf"take {least:,} bytes of HBM at least; .* leaves {least - 1:,}; raise --hbm-budget"):
         placer(least - 1, "zero_copy").place(attach({"t": PADDED}))
-
-
-@pytest.mark.parametrize("name", ["raw to raw", "dense to raw", "raw to dense", "dense to dense"])
-def test_rows_of_the_same_ids(name: str) -> None:
-    """In the order of the first ones; ids that the second version lacks, the default row and slots without an id are left out."""
-    ids = np.arange(40, 240)
-    kinds: dict[str, Callable[[np.ndarray], Table]] = {
-        "raw": lambda ids: raw_table(ids, values_of(ids.size, 64), RowFormat.INT8, missing=DEFAULT),
-        "dense": lambda ids: dense_table(ids.size, RowFormat.INT8, 64, missing=DEFAULT, first=int(ids[0])),
-    }
-    before, _, after = name.partition(" to ")
-    old, new = kinds[before](ids), kinds[after](ids[100:] + 0)
-    assert old.row_map is not None
-    assert new.row_map is not None
-    asked = np.array([239, 40, 150, 139, 140])
-    rows = np.concatenate([old.row_map.find(asked), [old.rows - 1]])
-    np.testing.assert_array_equal(rows_of_same_ids(rows, old, new), new.row_map.find(np.array([239, 150, 140])))
 
 
 @needs_interpreter
