@@ -77,7 +77,7 @@ class Index:
         parts = self._pages.parts(row_class)
         held = [keys[keys >> ID_BITS == successor] for keys in (self._pages.nodes(row_class, p).keys for p in parts)]
         first = torch.tensor([number << ID_BITS, successor << ID_BITS], device=self._memory.arena.device)
-        for block in torch.from_numpy(rows).split(_HANDED_OVER) if parts else ():
+        for block in torch.split(torch.from_numpy(rows), _HANDED_OVER) if parts else ():
             before, after = (block.to(first.device) + first).T.contiguous()
             after = torch.where(torch.isin(after, torch.cat(held)), before, after)
             for part in parts:
