@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from keyed_tables import ids_of
 from support import rows_of
 
-from tableside.loader.load import LoadSettings
+from tableside.loader.load import LoadSettings, load
+from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.engine import Engine
@@ -136,4 +138,36 @@ def test_a_replaced_version_is_let_go(worker: Worker, publish: Publish) -> None:
         worker.take(version)
         assert str(before) not in Path("/proc/self/maps").read_text()
         assert worker.look_up(SAME)[0] == SAME.size
+    worker.check()
+
+
+def publish_raw(root: Path, folder: Path, ids: np.ndarray, values: np.ndarray) -> None:
+    """A version with one table of raw ids."""
+    np.savez(folder / "raw.npz", **{"t.weight": values, "t.ids": ids})
+    table = {"key": "t.weight", "ids": "raw", "missing": "zero", "buckets": 4}
+    features = {"t": {"table": "t", "pooling": "none"}}
+    load(parse_model({"name": "demo", "checkpoint": "raw.npz", "tables": {"t": table}, "features": features}, folder), root)
+
+
+def test_raw_ids_keep_their_rows_wherever_these_lie_now(root: Path, tmp_path: Path) -> None:
+    """The next version has more ids in another order, so rows have other numbers; what is cached of ids whose rows did not change
+    hits at once. An id that is gone is answered by the policy."""
+    ids, values = ids_of(ROWS), rows_of(ROWS, DIM, 1)
+    publish_raw(root, tmp_path, ids, values)
+    worker = Worker(root)
+    gone = np.arange(300, 310)
+    worker.look_up(ids[np.concatenate([SAME, CHANGED, gone])])
+    for _ in range(3):
+        worker.look_up(ids[SAME])
+    values[CHANGED] += 1
+    before = worker.engine.served().segment.tables["t"].row_map
+    stays = np.setdiff1d(np.arange(ROWS), gone)[::-1]
+    more = np.setdiff1d(np.arange(50), ids)
+    publish_raw(root, tmp_path, np.concatenate([ids[stays], more]), np.concatenate([values[stays], rows_of(more.size, DIM, 3)]))
+    worker.take(2)
+    after = worker.engine.served().segment.tables["t"].row_map
+    assert before is not None and after is not None and (before.find(ids[SAME]) != after.find(ids[SAME])).any()
+    assert worker.look_up(ids[SAME]) == (SAME.size, 0)
+    assert worker.look_up(ids[CHANGED]) == (0, CHANGED.size)
+    assert worker.look_up(ids[gone])[1] <= 1  # the default row
     worker.check()
