@@ -10,6 +10,7 @@ and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILO
     h = mix(id)                                    mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
     bucket = h & (buckets - 1)                     interleaved, or, chunked: id // bucket_ids, which must lie in [0, buckets)
     g = (h ^ seed(bucket) * SEED) * SPREAD         seed, slots, first_row: of the directory's entry of the bucket
+    g = (g ^ g >> 32) * MIX
     pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]   first_pilot = first_row * 5 // 16 + bucket here
     row = first_row + (((g ^ (pilot + 1) * PILOT) * SLOT >> 32) * slots >> 32)
 
@@ -113,6 +114,7 @@ class IdIndex:
         slots = self.directory[at + 1, 0] - first
         wide = np.uint64(32)
         g = (mix(ids) ^ (self.directory[at, 1].astype(np.uint64) * np.uint64(SEED))) * np.uint64(SPREAD)
+        g = (g ^ (g >> wide)) * np.uint64(MIX)
         pilots = (slots * 5 // 16 + 1).astype(np.uint64)
         pilot_at = first * 5 // 16 + at + ((g >> wide) * pilots >> wide).astype(np.int64)
         pilot = self.pilots[pilot_at].astype(np.uint64) + np.uint64(1)

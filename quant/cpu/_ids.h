@@ -26,8 +26,11 @@ static inline uint64_t mix_id(uint64_t x) {
     return x ^ (x >> 32);
 }
 
-/* An id's hash in its bucket: its high half says which pilot it has. */
-static inline uint64_t spread(uint64_t hash, uint64_t seed) { return (hash ^ seed * ID_SEED) * ID_SPREAD; }
+/* An id's hash in its bucket: its high half says which pilot it has. Of hashes that somebody chose a product alone keeps the order. */
+static inline uint64_t spread(uint64_t hash, uint64_t seed) {
+    const uint64_t g = (hash ^ seed * ID_SEED) * ID_SPREAD;
+    return (g ^ (g >> 32)) * ID_MIX;
+}
 
 /* `x` of 32 bits as a number below `count`, which has 32 bits too. */
 static inline uint64_t reduce(uint64_t x, uint64_t count) { return (x >> 32) * count >> 32; }

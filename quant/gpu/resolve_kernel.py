@@ -79,6 +79,7 @@ def _find_indexed(row_map, id, is_id):
     slots = tl.load(entry + 2, is_here, 0) - first
     is_here = is_here & (slots > 0)
     g = (hashed ^ (tl.load(entry + 1, is_here, 0).to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
+    g = (g ^ (g >> 32)) * HASH_MIX
     in_bucket = ((g >> 32) * ((slots * 5 >> 4) + 1).to(tl.uint64)) >> 32
     pilot_at = (first * 5 >> 4) + bucket + in_bucket.to(tl.int64)
     pilot = tl.load(tl.load(row_map + MAP_PILOTS).to(tl.pointer_type(tl.uint8)) + pilot_at, is_here, 0).to(tl.uint64)

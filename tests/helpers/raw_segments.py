@@ -13,7 +13,7 @@ from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.versions import Model
 from tableside.quant import RowFormat, Source, choose
-from tableside.quant.ids import PILOT, SEED, SLOT, SPREAD, mix, pilots_for, slots_for
+from tableside.quant.ids import MIX, PILOT, SEED, SLOT, SPREAD, mix, pilots_for, slots_for
 
 WIDE = np.uint64(32)
 
@@ -74,6 +74,7 @@ def _place(hashes: np.ndarray, slots: int) -> tuple[int, np.ndarray, np.ndarray]
     """Seed, pilots and slot of each hash of one bucket."""
     for seed in range(1000):
         g = (hashes ^ np.uint64(seed * SEED % 2**64)) * np.uint64(SPREAD)
+        g = (g ^ (g >> np.uint64(32))) * np.uint64(MIX)
         pilots = slots * 5 // 16 + 1
         group = ((g >> WIDE) * np.uint64(pilots) >> WIDE).astype(np.int64)
         members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=pilots))[:-1])

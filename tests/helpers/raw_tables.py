@@ -8,7 +8,7 @@ import numpy as np
 from tables import values_of
 
 from tableside.quant import RowFormat, Source, Table, choose
-from tableside.quant.ids import PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
+from tableside.quant.ids import MIX, PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
 
 _WIDE = np.uint64(32)
 _PILOTS = np.arange(1, 257, dtype=np.uint64) * np.uint64(PILOT)
@@ -18,6 +18,7 @@ EXTREMES = (-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1, 2**32, -(2**32))
 def _placed(ids: np.ndarray, seed: int, slots: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Pilots [slots * 5 // 16 + 1] and the slot of each id of one bucket; None: this seed does not place all of them."""
     g = (mix(ids) ^ np.uint64(seed * SEED % 2**64)) * np.uint64(SPREAD)
+    g = (g ^ (g >> _WIDE)) * np.uint64(MIX)
     pilots = np.zeros(slots * 5 // 16 + 1, np.uint8)
     group_of = (g >> _WIDE) * np.uint64(len(pilots)) >> _WIDE
     taken, slot_of = np.zeros(slots, bool), np.zeros(len(ids), np.int64)
