@@ -87,12 +87,12 @@ class Header:
     def from_json(cls, text: bytes) -> "Header":
         raw = json.loads(text)
         raw["tables"] = tuple(_table_from(t) for t in raw["tables"])
-        if owner := raw.get("owner"):
+        if (owner := raw.get("owner")) is not None:
             raw["owner"] = Owner(**owner)
         raw["features"] = tuple(Feature(**f) for f in raw["features"])
-        if scorer := raw.get("scorer"):
+        if (scorer := raw.get("scorer")) is not None:
             raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
-        if evaluation := raw.get("evaluation"):
+        if (evaluation := raw.get("evaluation")) is not None:
             columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
             raw["evaluation"] = EvalSpec(evaluation["label"], columns)
         return cls(**raw)

@@ -170,7 +170,8 @@ def check_ids(t: StoredTable) -> None:
         return
     index = ids.index
     named = (index.rows, index.row_bytes, index.offset, index.chunk_rows, index.first_chunk, index.buckets, index.bucket_ids)
-    if not all(type(n) is int and n >= 0 for n in (*named, index.first_bucket, index.owned, index.slots)):
+    named = (*named, index.first_bucket, index.owned, index.slots)
+    if not all(type(n) is int and n >= 0 for n in named) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
     if not 1 <= index.buckets <= LARGEST_BUCKETS or index.buckets & (index.buckets - 1) or index.bucket_ids >= 2**63:
         raise SegmentError(f"the id index of {what} has {index.buckets} buckets; expected a power of two")
