@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from indexed_tables import built
 from keyed_tables import ids_of, small_pieces
 from raw_loads import SAVERS, attached, publish_raw, quantized, save_npz, vectors_of
 from support import rows_of, run_tableside
@@ -76,6 +77,17 @@ def test_tables_of_no_id_and_of_one(root: Path, tmp_path: Path, count: int, miss
     assert (table.row_map.find(np.array([0, 1, -1])) >= 0).tolist() == [count == 1, False, False]
     if missing == "zero":
         assert (vectors_of(table, [1, 0]) == np.array([np.zeros(12), VALUES[0] if count else np.zeros(12)])).all()
+
+
+@pytest.mark.parametrize("dim", [64, 60])
+def test_a_slot_that_no_id_has_gives_no_id(root: Path, tmp_path: Path, dim: int) -> None:
+    """Whose bytes would be those of id 0: of tables of one id and two slots, in which id 0 would have the empty one."""
+    ids = [i for i in range(1, 20) if np.unique(built(np.array([i])).places(np.array([0, i]))).size == 2]
+    assert ids
+    for id_ in ids[:3]:
+        publish_raw(tmp_path, root, {"t": (np.array([id_]), rows_of(1, dim))}, {"t": {"buckets": 1}})
+        table: Any = attached(root)
+        assert table.row_map.find(np.array([0, id_])).tolist() == [-1, table.row_map.index.places(np.array([id_]))[0]]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
