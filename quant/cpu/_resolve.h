@@ -51,7 +51,8 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
     EACH_EIGHT {
         const lanes8 one = *(lanes8 *)(void *)(found + 2 * i), two = *(lanes8 *)(void *)(found + 2 * i + 8);
         const lanes8 first = EVEN(one, two), other = ODD(one, two), slots = other & 0xFFFFFFFF;
-        const lanes8 g = (EIGHT(hash) ^ (other >> 32) * ID_SEED) * ID_SPREAD;
+        lanes8 g = (EIGHT(hash) ^ (other >> 32) * ID_SEED) * ID_SPREAD;
+        g = (g ^ (g >> 32)) * ID_MIX;
         EIGHT(b->spread) = g;
         EIGHT(b->slots) = slots;
         EIGHT(b->first) = first | (lanes8)(slots == 0); /* -1 where the bucket has none */

@@ -16,6 +16,7 @@ from tableside.quant.ids import (
     SLOT,
     SPREAD,
     IdIndex,
+    NativeRowMap,
     RowMap,
     id_at,
     mix,
@@ -196,4 +197,6 @@ def test_a_kernel_reads_the_map_at_its_address(row_format: RowFormat, dim: int, 
     assert (fields.id_count, fields.default_row, fields.id_step) == (row_map.count, row_map.default_row, step)
     assert (fields.buckets, fields.buckets_here, fields.backfilled) == (4, 4, 0)
     assert fields.directory == raw.index.directory.ctypes.data and fields.ids == raw.index.ids.ctypes.data
-    assert row_map.native_address == row_map._native.ctypes.data and row_map._native.tolist() == list(fields)
+    of_kernel = NativeRowMap(*row_map._native.tolist())
+    assert row_map.native_address == row_map._native.ctypes.data
+    assert of_kernel.entries and of_kernel._replace(entries=0) == fields

@@ -190,7 +190,8 @@ def test_a_bucket_beyond_what_a_builder_takes_is_refused(monkeypatch: pytest.Mon
 
 def row_map(**change: int) -> np.ndarray:
     """A map of two buckets as the builder's functions take it."""
-    of = NativeRowMap(0, -1, 0, 0, 0, 0, 0, 8, 2, 0, 0, 2, 0)._replace(**change)
+    given = {"default_row": -1, "id_step": 8, "buckets": 2, "buckets_here": 2, **change}
+    of = NativeRowMap(*[0] * len(NativeRowMap._fields))._replace(**given)
     return np.array(of, np.int64)
 
 
