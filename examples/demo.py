@@ -22,11 +22,11 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from tableside.loader.header import StoredTable
 from tableside.loader.load import Loaded, load
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.segment import Segment
+from tableside.loader.stored import StoredTable
 from tableside.quant import RowFormat, choose
 from tableside.serving.cli import bench, generator
 from tableside.serving.cli.local import local_server

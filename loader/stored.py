@@ -12,6 +12,7 @@ from tableside.quant.row_format import RowFormat
 
 INDEX_UNIT_BYTES = 64  # parts of an index begin at multiples of this
 LARGEST_BUCKETS, LARGEST_SLOTS = 1 << 20, 1 << 32  # of a table, and of one bucket
+LARGEST_SEED = 1 << 32
 _ENTRY_BYTES = 8 * len(DirectoryField._fields)
 _POLICIES = ("error", "zero", "mean", "constant")
 
@@ -149,7 +150,9 @@ def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.u
     index = id_index(stored, segment[stored.offset : stored.offset + stored.bytes], packed, ids.backfilled > 0)
     first = index.directory[:, 0]
     steps = np.diff(first)
-    if first[0] != 0 or first[-1] != stored.slots or (steps < 0).any() or (steps >= LARGEST_SLOTS).any():
+    seeds = index.directory[:, 1]
+    is_outside = first[0] != 0 or first[-1] != stored.slots or (steps < 0).any() or (steps >= LARGEST_SLOTS).any()
+    if is_outside or (seeds < 0).any() or (seeds >= LARGEST_SEED).any():
         raise SegmentError(f"the id index of table {table.name!r} points outside the table")
     return RowMap(ids.count, ids.default_row, index)
 
@@ -170,8 +173,8 @@ def check_ids(t: StoredTable) -> None:
         return
     index = ids.index
     named = (index.rows, index.row_bytes, index.offset, index.chunk_rows, index.first_chunk, index.buckets, index.bucket_ids)
-    named = (*named, index.first_bucket, index.owned, index.slots)
-    if not all(type(n) is int and n >= 0 for n in named) or type(index.id_at) is not int:
+    more = (index.first_bucket, index.owned, index.slots)
+    if not all(type(n) is int and n >= 0 for n in (*named, *more)) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
     if not 1 <= index.buckets <= LARGEST_BUCKETS or index.buckets & (index.buckets - 1) or index.bucket_ids >= 2**63:
         raise SegmentError(f"the id index of {what} has {index.buckets} buckets; expected a power of two")

@@ -19,7 +19,8 @@ of its ids meet in a row. Whether the id is there is told by the id that is kept
 has 8 bytes, else in an array. A slot without an id keeps one that belongs to another slot (perhaps of another share of the
 table), so no value of an id is special.
 
-Buckets lie one after another, rows and pilots alike. So a range of buckets is a range of bytes, and moves as it is.
+Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes, and the pilots of
+a bucket are; both move as they are.
 """
 
 from dataclasses import dataclass
