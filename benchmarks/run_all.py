@@ -1,6 +1,6 @@
 """Every benchmark that needs no GPU, one after another; says what each took and which result files it wrote.
 
-    make bench              # some 20 minutes on two cores
+    make bench              # some 30 minutes on two cores
     TRIAL=1 make bench      # the same, and nothing is written
 
 Nothing starts where a result would be refused in the end, since the tree is no commit (common.report).
@@ -16,6 +16,8 @@ from common import HERE, RESULTS, STARTED_FROM, ResultError, console, refuse_no_
 BENCHMARKS = (
     "cpu_lookup.py",
     "load.py",
+    "raw_ids.py",
+    "raw_load.py",
     "workers.py",
     "http_lookup.py",
     "client.py",
