@@ -6,8 +6,8 @@
 #pragma once
 #include "_ids.h"
 
-/* Eight numbers of 64 bits; the compiler makes of them what the instruction set has. */
-typedef uint64_t lanes8 __attribute__((vector_size(64), aligned(8), may_alias));
+/* Eight numbers of 64 bits, at any alignment; the compiler makes of them what the instruction set has. */
+typedef uint64_t lanes8 __attribute__((vector_size(64), aligned(1), may_alias));
 #define EACH_ID for (int64_t i = 0; i < ID_BLOCK; i++)
 #define EACH_EIGHT for (int64_t i = 0; i < ID_BLOCK; i += 8)
 #define EIGHT(array) (*(lanes8 *)(void *)((array) + i))
