@@ -8,7 +8,7 @@ Tables that are not to be read again are copied from the live version (`loader.r
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,22 +19,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tableside.loader.backfill import Backfill
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from tableside.loader.checkpoint.keyed import KeyedRows
 from tableside.loader.checkpoint.rows import DTYPES, fingerprint
-from tableside.loader.default_rows import DefaultRow
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import ModelSpec, TableSpec
-from tableside.loader.raw_ids import RawTable, RawWriter, Scratch, plan_raw_table
+from tableside.loader.model import ModelSpec
+from tableside.loader.plan import PlannedTable, Sources, plan
+from tableside.loader.raw_ids import RawWriter
 from tableside.loader.reuse import Piece, Reused
 from tableside.loader.scorer import stored_scorer
 from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, StoredRows, StoredTable
+from tableside.loader.stored import StoredRows, StoredTable
 from tableside.loader.verification import Verification
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, QuantError, choose
+from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
@@ -81,14 +79,14 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     with open_checkpoint(spec.checkpoint) as checkpoint:
         model = Model(root, spec.name)
         reused = Reused(spec, settings.only, model, backend)
-        sources = _Sources(reused.others, checkpoint)
+        sources = Sources(reused.others, checkpoint)
         scorer, program = stored_scorer(spec, sources.dims | reused.dims)
         with model.loading(settings.group) as version:
             reused.check_is_live(model)
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                planned = _plan(reused.others, sources, model, lambda: model.create_scratch(version), settings.threads)
+                planned = plan(reused.others, sources, model, lambda: model.create_scratch(version), settings.threads)
                 checks = Verification(checkpoint, sources.matrices)
                 source = {
                     "path": str(spec.checkpoint),
@@ -120,71 +118,8 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
     )
 
 
-class _Sources:
-    """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
-
-    def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
-        self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
-        for matrix in self.matrices.values():
-            checkpoint.open_files(matrix)
-        self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in tables if t.raw is not None}
-        both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
-        self.dims = {name: source.dim for name, source in both.items()}
-        self.rows = {name: source.rows for name, source in both.items()}
-        self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
-        self.row_bytes = max(s.dim * s.source.bytes for s in both.values())
-        self.paths = {path for k in self.keyed.values() for path in k.paths}
-
-
-@dataclass(frozen=True, eq=False)
-class _PlannedTable:
-    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others are refused."""
-
-    spec: TableSpec
-    rows: int
-    dim: int
-    ids: StoredIds | None
-    matrix: Matrix | None
-    raw: RawTable | None
-    default_row: DefaultRow
-    backfill: Backfill | None
-
-
-def _plan(tables: Sequence[TableSpec], sources: _Sources, model: Model, scratch: Scratch, threads: int) -> list[_PlannedTable]:
-    """Builds the indexes of raw ids, and finds how many rows each table takes."""
-    planned = []
-    for t in tables:
-        dim = sources.dims[t.name]
-        backfill = Backfill(model.root, t, dim) if t.missing.policy == "backfill" else None
-        default_row = DefaultRow(t, dim, backfill)
-        raw = None
-        try:
-            t.row_format.row_bytes(dim)
-        except QuantError as error:
-            raise ModelError(f"model {model.name!r}: {error}") from error
-        if t.raw is not None:
-            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, model.root, scratch, threads)
-            ids: StoredIds | None = raw.ids
-            rows = raw.rows
-            if default_row.is_used:
-                ids = replace(raw.ids, default_row=rows - 1)
-        else:
-            ids, rows = _ids_of_rows(t, sources.rows[t.name], backfill, default_row)
-        planned.append(_PlannedTable(t, rows, dim, ids, sources.matrices.get(t.name), raw, default_row, backfill))
-    return planned
-
-
-def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow) -> tuple[StoredIds | None, int]:
-    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the checkpoint."""
-    count = max(own, 0 if backfill is None else backfill.rows)
-    if count == own and not default_row.is_used:
-        return None, own
-    rows = count + default_row.is_used
-    return StoredIds(count, str(t.missing), rows - 1 if default_row.is_used else None, 0, count - own), rows
-
-
 def _header(
-    spec: ModelSpec, planned: list[_PlannedTable], reused: Reused, version: int, source: dict[str, Any], steps: dict[str, int]
+    spec: ModelSpec, planned: list[PlannedTable], reused: Reused, version: int, source: dict[str, Any], steps: dict[str, int]
 ) -> Header:
     shapes = {p.spec.name: (p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned}
     shapes |= {name: reused.shape(name) for name in reused.tables}
@@ -210,7 +145,7 @@ class _Load:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        planned: list[_PlannedTable],
+        planned: list[PlannedTable],
         reused: Reused,
         checks: Verification,
         writer: SegmentWriter,
@@ -313,12 +248,12 @@ class _Load:
         raw.finish(*table.chunk_range(chunk))
         self.writer.finish_chunk(table, chunk)
 
-    def _raw_writer(self, p: _PlannedTable, table: StoredTable) -> RawWriter:
+    def _raw_writer(self, p: PlannedTable, table: StoredTable) -> RawWriter:
         assert p.raw is not None and table.ids is not None and table.ids.index is not None
         index = table.ids.index
         return RawWriter(p.raw, self.writer.rows(table, 0, table.rows), self.writer.rows(index, 0, index.rows), self.backend)
 
-    def _read_piece(self, p: _PlannedTable, raw: RawWriter, piece: int, buffers: _Buffers) -> None:
+    def _read_piece(self, p: PlannedTable, raw: RawWriter, piece: int, buffers: _Buffers) -> None:
         assert p.raw is not None
         for block in p.raw.source.blocks(piece):
             if self._stop:
@@ -330,7 +265,7 @@ class _Load:
     def _copy_piece(self, piece: Piece, buffers: _Buffers) -> None:
         self._done(self.reused.copy(piece, self.writer))
 
-    def _write_tail(self, p: _PlannedTable, matrix: Matrix, table: StoredTable) -> None:
+    def _write_tail(self, p: PlannedTable, matrix: Matrix, table: StoredTable) -> None:
         """The rows that an older version has beyond those of the checkpoint."""
         if p.backfill is not None:
             end = table.rows - p.default_row.is_used
@@ -341,7 +276,7 @@ class _Load:
             self.done_rows += rows
             self.progress(self.done_rows, self.total_rows)
 
-    def _quantize_chunk(self, p: _PlannedTable, matrix: Matrix, table: StoredTable, chunk: int, buffers: _Buffers) -> None:
+    def _quantize_chunk(self, p: PlannedTable, matrix: Matrix, table: StoredTable, chunk: int, buffers: _Buffers) -> None:
         start, end = table.chunk_range(chunk)
         stop = min(end, matrix.rows)
         if start < stop:
@@ -350,7 +285,7 @@ class _Load:
         if stop == end:
             self.writer.finish_chunk(table, chunk)
 
-    def _quantize(self, p: _PlannedTable, matrix: Matrix, table: StoredTable, start: int, stop: int, buffers: _Buffers) -> None:
+    def _quantize(self, p: PlannedTable, matrix: Matrix, table: StoredTable, start: int, stop: int, buffers: _Buffers) -> None:
         step = self.checks.step(table.name)  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
         read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
