@@ -153,7 +153,7 @@ def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.u
     seeds = index.directory[:, 1]
     is_outside = first[0] != 0 or first[-1] != stored.slots or (steps < 0).any() or (steps >= LARGEST_SLOTS).any()
     if is_outside or (seeds < 0).any() or (seeds >= LARGEST_SEED).any():
-        raise SegmentError(f"the id index of table {table.name!r} points outside the table")
+        raise SegmentError(f"the id index of table {table.name!r} points outside the table, or has a seed of more than 32 bits")
     return RowMap(ids.count, ids.default_row, index)
 
 

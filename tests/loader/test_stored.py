@@ -185,12 +185,19 @@ def entries(*changes: tuple[int, int]) -> Callable[[bytearray, Header], None]:
     return change
 
 
+def seed_of(bucket: int, seed: int) -> Callable[[bytearray, Header], None]:
+    """Writes the seed of a bucket of "beside"."""
+    return lambda data, header: struct.pack_into("<q", data, header.indexes[1].offset + 16 * bucket + 8, seed)
+
+
 LIES: dict[str, tuple[Callable[[], bytes], str]] = {
     "format version 1": (lambda: _at(8, struct.pack("<I", 1)), "has what format version 2 has, the file says 1"),
     "a flipped bit in an index": (lambda: _flipped(1, 3), "the id index of table 'beside': the checksum is wrong"),
     "a flipped bit in the first index": (lambda: _flipped(0, 64), "the id index of table 'padded': the checksum is wrong"),
     "a flipped bit in the spare bytes of an index": (lambda: _flipped(1, -1), "the id index of table 'beside'"),
     "truncated in the index": (lambda: GOLDEN.read_bytes()[: Segment(GOLDEN).header.indexes[1].offset + 64], "it was truncated"),
+    "a seed of more than 32 bits": (lambda: resealed(seed_of(1, 2**32)), "has a seed of more than 32 bits"),
+    "a negative seed": (lambda: resealed(seed_of(1, -1)), "has a seed of more than 32 bits"),
     "a directory that begins late": (
         lambda: resealed(entries((0, 1))),
         "the id index of table 'beside' points outside the table",
