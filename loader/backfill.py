@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.errors import ModelError
+from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.model import TableSpec
 from tableside.loader.versions import Model
 
@@ -26,10 +26,17 @@ class Backfill:
     def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
         """The table of the name of `spec` in the version that its policy names. ModelError: there is none, or it has other rows.
 
-        VersionError, SegmentError: the version is not published, or damaged.
+        SegmentError: the version is damaged.
         """
-        self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
         what = f"[tables.{spec.name}]: missing = {str(spec.missing)!r}"
+        try:
+            self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
+        except VersionError as error:
+            versions = ", ".join(map(str, Model(root, spec.missing.model).versions())) or "none"
+            raise ModelError(
+                f"{what}: that version is not published (versions there: {versions}); name one that is, and load with a --keep "
+                "that leaves it there"
+            ) from error
         if spec.name not in self.segment.tables:
             raise ModelError(f"{what}: that version has no table {spec.name!r}; it has: {', '.join(self.segment.tables)}")
         self.table = self.segment.tables[spec.name]

@@ -37,7 +37,6 @@ A model without `features` has one sum-pooled feature a table, named after it.
 """
 
 import json
-import math
 import os
 import re
 import tomllib
@@ -58,6 +57,7 @@ DEFAULT_BUCKETS, LARGEST_BUCKETS = 1024, 1 << 20
 _BACKFILL = re.compile(r"backfill:(?P<model>[^@]+)@(?P<version>[1-9][0-9]{0,17})")
 OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
+_FP32_MAX = (2 - 2**-23) * 2.0**127
 _OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
@@ -233,8 +233,8 @@ def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
 
 def _missing(value: Any, where: str) -> Missing:
     if isinstance(value, list):
-        if not value or not all(type(x) in (int, float) and math.isfinite(x) for x in value):
-            raise ModelError(f"{where}: missing is a list that is not all finite numbers; expected one number for each of dim")
+        if not value or not all(type(x) in (int, float) and abs(x) <= _FP32_MAX for x in value):
+            raise ModelError(f"{where}: missing is a list that is not all finite fp32 numbers; expected one for each of dim")
         return Missing("constant", tuple(map(float, value)))
     if value in MISSING:
         return Missing(value)

@@ -26,6 +26,7 @@ class Beside(NamedTuple):
     below_ids: int
 
 
+_ENDS = 4096  # rows at either end of a table that are looked through for ids
 _PLANNERS = 64  # sets of features whose planners a version keeps
 
 
@@ -251,7 +252,10 @@ def _end_ids(table: RowSource) -> NDArray[np.int64]:
     if row_map is None:
         return np.array([0, table.rows - 1], np.int64)
     if row_map.index is not None and row_map.index.slots:
-        return np.array(row_map.index.ids[[0, -1]], np.int64)
+        kept = np.concatenate([row_map.index.ids[:_ENDS], row_map.index.ids[-_ENDS:]])
+        here = kept[row_map.find(kept) >= 0]  # a row without an id may keep one of another share of the table
+        if here.size:
+            return here[[0, -1]]
     if row_map.index is None and row_map.count:
         return np.array([row_map.first, row_map.first + row_map.count - 1], np.int64)
     return np.zeros(0 if row_map.default_row is None else 1, np.int64)

@@ -47,7 +47,7 @@ class Pairs(KeyedTables):
         if id_key not in found.ids:
             why = f"{id_key!r} holds no ids" if id_key in {*found.matrices, *found.skipped} else f"there is no tensor {id_key!r}"
             raise CheckpointError(f"{path}: {why}; expected int64 or int32 [rows], as these: {some(found.ids)}")
-        return FlatRows(found, found.ids[id_key], values, _EMPTY_SLOT if _IDENTITIES.fullmatch(id_key) else None)
+        return FlatRows(found, found.ids[id_key], values, _EMPTY_SLOT if id_key.endswith("_hash_zch_identities") else None)
 
 
 def _found(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

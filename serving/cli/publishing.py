@@ -16,6 +16,7 @@ from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
 from tableside.loader.memory import available_bytes
 from tableside.loader.model import read_model, write_model
+from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
 from tableside.quant import RowFormat
@@ -159,15 +160,28 @@ def inspect(options: argparse.Namespace) -> int:
     console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
     if reused := describe_reused(h.source):
         console.print(reused)
-    table = Table("table", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
+    if (o := h.owner) is not None:
+        console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
+    table = Table("table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
     for t in h.tables:
-        table.add_row(t.name, f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes), mb(t.bytes), t.key)
+        table.add_row(
+            t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
+            mb(t.bytes), t.key,
+        )  # fmt: skip
     console.print(table)
     table = Table("feature", "table", "pooling", "output", box=None)
     for f in h.features:
         table.add_row(f.name, f.table, f.pooling, f.output)
     console.print(table)
     return 0
+
+
+def _ids_of(t: StoredTable) -> str:
+    """How many ids a table has, for people; a table of raw ids has more rows, some of which no id has."""
+    if t.ids is None:
+        return f"{t.rows:,} row numbers"
+    kind = f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets" if t.ids.index else f"row numbers from {t.ids.first:,} on"
+    return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
 
 
 def verify(options: argparse.Namespace) -> int:

@@ -118,7 +118,7 @@ def test_an_older_version_that_covers_everything_adds_nothing(root: Path, tmp_pa
         ([1], {"row_format": "fp16"}, "its rows are fp32 of dim 24, these are fp16 of dim 24; rows are taken over as they are"),
         ([1], {"dim": 8}, "its rows are fp32 of dim 24, these are fp32 of dim 8"),
         ([1], {"ids": None}, 'its ids are raw, and those of this table are row numbers; set ids = "raw"'),
-        ([1], {"missing": "backfill:demo@7"}, "version 7 is not published"),
+        ([1], {"missing": "backfill:demo@7"}, "that version is not published"),
         ([1], {"missing": "backfill:nothing@1"}, "nothing"),
         ([1], {"table": "u"}, "that version has no table 'u'; it has: t"),
     ],

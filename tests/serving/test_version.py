@@ -1,18 +1,20 @@
 """A version that is served: how it lays requests out, and how it is warmed up."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import raw_demo
+from raw_tables import raw_table
 from served import Sum, engine_of
 from support import rows_of
 
 from tableside.loader.model import Feature
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Place, Planner, Pooling, choose
+from tableside.quant import Lookup, Place, Planner, Pooling, RowFormat, choose
 from tableside.quant.contract import lookup_at
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
@@ -20,7 +22,7 @@ from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput
 from tableside.serving.request import Answer, FeatureInput, Request
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import ServedVersion
+from tableside.serving.version import ServedVersion, _end_ids
 
 Publish = Callable[..., Any]
 FEATURES = {"pooled": {"table": "t"}, "half": {"table": "t", "output": "fp16"}, "words": {"table": "t", "pooling": "none"}}
@@ -142,3 +144,19 @@ def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
     pooled = [(lk.ids, lk.lengths_at is not None, lk.weights_at is not None) for lk in seen if lk.bags]
     assert {ids for ids, _, _ in pooled} == {3, 5}
     assert pooled.count((5, True, True)) == 2 and pooled.count((5, False, False)) == 3
+
+
+def test_an_owner_is_warmed_up_with_ids_of_its_own() -> None:
+    """A row that no id has may keep an id that another owner has; such ids are not asked for at either end."""
+    ids = np.arange(40, dtype=np.int64) * 7
+    table = raw_table(ids, np.ones((40, 32), np.float32), RowFormat.FP16, buckets=1)
+    assert table.row_map is not None and table.row_map.index is not None
+    index = table.row_map.index
+    rows = index.find(ids)
+    ends = np.setdiff1d(np.arange(index.slots), rows)
+    foreign = replace(index, ids=index.ids.copy())
+    foreign.ids[[0, -1]] = -1  # as if no id of this owner were in the first and the last row
+    foreign.ids[ends] = -1
+    chosen = _end_ids(replace(table, row_map=replace(table.row_map, index=foreign)))
+    assert chosen.size == 2
+    assert np.isin(chosen, ids).all()
