@@ -245,3 +245,12 @@ def test_places_are_named(tmp_path: Path) -> None:
     """A row's file, its tensor, and its number: where one id is there twice, a reader finds both."""
     found = open_checkpoint(_npz(tmp_path, {"a.ids": torch.arange(5), "a.weight": torch.ones(5, 2)}))
     assert found.keyed("a.weight").where(3) == f"{tmp_path / 'c.npz'}: 'a.ids', row 3"
+
+
+def test_identities_of_another_module_are_known_by_their_name(tmp_path: Path) -> None:
+    """Where names do not pair them and model.toml does, an empty slot is still no id."""
+    path = tmp_path / "own.npz"
+    np.savez(path, **{"user.weight": np.ones((4, 8), np.float32), "mc.user._hash_zch_identities": np.array([5, -1, 7, -1])})
+    with open_checkpoint(path) as found:
+        rows = found.keyed("user.weight", "mc.user._hash_zch_identities")
+        assert [block.ids.tolist() for piece in range(rows.pieces) for block in rows.ids(piece)] == [[5, 7]]
