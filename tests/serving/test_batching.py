@@ -43,7 +43,7 @@ class Device:
 
     def run_timed(self, requests: list[Any], timed: bool) -> Any:
         self.batches.append(len(requests))
-        return self.answer(requests), None
+        return [found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)], None
 
     def is_lost(self) -> bool:
         return self.lost
