@@ -151,7 +151,7 @@ class PlayedDevice:
 
     def run_timed(self, requests: Any, timed: bool) -> Any:
         self.batches += 1
-        return [np.zeros(8, np.uint8) for _ in requests], None
+        return [(np.zeros(8, np.uint8), None) for _ in requests], None
 
     def is_lost(self) -> bool:
         return self.lost
