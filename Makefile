@@ -49,7 +49,7 @@ dlrm: dev        ## trains a small DLRM, publishes it in every row format, score
 	@$(BIN)/python examples/dlrm/run.py
 
 test: dev        ## all tests
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
