@@ -1,8 +1,8 @@
 """From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels do the same.
 
 A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row numbers as it says,
-and an id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows of
-ids.
+and an id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows
+of ids.
 
 Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without signs, with `>>`
 and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT` below):
@@ -16,8 +16,8 @@ and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILO
 
 A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two
 of its ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that
-has 8 bytes, else in an array. A slot without an id keeps one that belongs to another slot (perhaps of another share of the
-table), so no value of an id is special.
+has 8 bytes, else in an array. A slot without an id keeps an int64 whose row would be another one, so no value of an id is
+special.
 
 Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes, and the pilots of
 a bucket are; both move as they are.
@@ -61,7 +61,7 @@ def pilots_for(slots: int, buckets: int) -> int:
 
 
 def id_at(row_format: RowFormat, dim: int) -> int:
-    """The byte of a row where its id lies, at a multiple of 4; -1: its padding has no room, and ids lie in an array."""
+    """The byte of a row where its id lies, at a multiple of 8; -1: its padding has no room, and ids lie in an array."""
     row_bytes = row_format.row_bytes(dim)
     return row_bytes - ID_BYTES if row_bytes - row_format.used_bytes(dim) >= ID_BYTES else -1
 
@@ -75,9 +75,19 @@ def mix(ids: Ids) -> U64:
     return x ^ (x >> np.uint64(32))
 
 
+def bits_at(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of the bits with these numbers [n] are set; bit n is bit n % 8 of byte n // 8."""
+    return np.asarray(bits[at >> 3] >> (at & 7).astype(np.uint8) & 1, np.bool_)
+
+
+def set_bits(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+    """Sets the bits with these numbers [n], each named any number of times."""
+    np.bitwise_or.at(bits, at >> 3, np.left_shift(1, at & 7).astype(np.uint8))
+
+
 @dataclass(frozen=True, eq=False)
 class IdIndex:
-    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on, one less than the directory has
+    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on: one less than its directory has
     entries.
 
     directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets here)]; ids: int64
@@ -130,6 +140,13 @@ class IdIndex:
         kept = self.ids[np.maximum(rows, 0)]
         return np.where((rows >= 0) & (kept == ids), rows, -1)
 
+    def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
+        """The id of each row, and which rows have one: what a slot without an id keeps has its place elsewhere."""
+        if not self.slots:
+            return rows, np.zeros(rows.shape, np.bool_)
+        ids = np.ascontiguousarray(self.ids[np.clip(rows, 0, self.slots - 1)])
+        return ids, self.places(ids) == rows
+
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
@@ -153,17 +170,29 @@ class RowMap:
         rows = ids - np.int64(self.first) if self.first else ids
         return np.where((ids >= self.first) & (ids < self.first + self.count), rows, -1)
 
+    def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
+        """The id of each row, and which rows have one; what is given for the others is no id of theirs. The inverse of `find`."""
+        if self.index is not None:
+            return self.index.ids_of(rows)
+        return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
+
+    def rows_with_ids(self, start: int, stop: int) -> tuple[NDArray[np.int64], Ids]:
+        """Those of the rows [start, stop) that have an id, and their ids."""
+        rows = np.arange(start, stop, dtype=np.int64)
+        ids, has_id = self.ids_of(rows)
+        return rows[has_id], ids[has_id]
+
     def is_backfilled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these rows, none of them -1, came from an older version."""
         if self.index is None:
             return rows >= (self.count if self.own is None else self.own)
         if (bits := self.index.backfilled) is None:
             return np.zeros(rows.shape, np.bool_)
-        return np.asarray(bits[rows >> 3] >> (rows & 7).astype(np.uint8) & 1, np.bool_)
+        return bits_at(bits, rows)
 
     @cached_property
-    def _entries(self) -> NDArray[np.uint32]:
-        """uint32 [buckets here, 4]"""
+    def entries(self) -> NDArray[np.uint32]:
+        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
         assert self.index is not None
         directory = self.index.directory
         entries = np.empty((len(directory) - 1, 4), np.uint32)
@@ -175,7 +204,7 @@ class RowMap:
     @cached_property
     def _native(self) -> NDArray[np.int64]:
         made = native_row_map(self)
-        return np.array(made if self.index is None else made._replace(entries=_address(self._entries)), np.int64)
+        return np.array(made if self.index is None else made._replace(entries=_address(self.entries)), np.int64)
 
     @property
     def native_address(self) -> int:
@@ -202,27 +231,31 @@ class NativeRowMap(NamedTuple):
     backfilled: int
 
 
+NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
+
+
 def native_row_map(of: RowMap) -> NativeRowMap:
-    """The map with the addresses of its arrays in this process; without entries, which the resolver alone needs."""
+    """The map with the addresses of its arrays in this process; without entries, which resolvers alone need."""
     index = of.index
     default = -1 if of.default_row is None else of.default_row
     if index is None:
-        return NativeRowMap(of.count, default, of.first, of.count if of.own is None else of.own, *[0] * 10)
+        own = of.count if of.own is None else of.own
+        return NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
     return NativeRowMap(
-        of.count,
-        default,
-        0,
-        of.count,
-        _address(index.directory),
-        0,
-        _address(index.pilots),
-        _address(index.ids),
-        index.ids.strides[0] if index.ids.size else ID_BYTES,
-        index.buckets,
-        index.bucket_ids,
-        index.first_bucket,
-        len(index.directory) - 1,
-        0 if index.backfilled is None else _address(index.backfilled),
+        id_count=of.count,
+        default_row=default,
+        first=0,
+        own=of.count,
+        directory=_address(index.directory),
+        entries=0,
+        pilots=_address(index.pilots),
+        ids=_address(index.ids),
+        id_step=index.ids.strides[0] if index.ids.size else ID_BYTES,
+        buckets=index.buckets,
+        bucket_ids=index.bucket_ids,
+        first_bucket=index.first_bucket,
+        buckets_here=len(index.directory) - 1,
+        backfilled=0 if index.backfilled is None else _address(index.backfilled),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
+from tableside.quant.ids import RowMap
 
 _AT_ONCE_BYTES = 8 << 20  # of rows that are compared
 
@@ -13,8 +14,8 @@ Rows = NDArray[np.int64]
 
 
 class Successors(NamedTuple):
-    """rows: where the successor has the same ids, int64 [n]; -1: it lacks them. is_same: the bytes of those rows are equal, bool
-    [n]."""
+    """rows: where the successor has the same ids, int64 [n]; -1: it lacks them. is_same: whether the bytes of those rows are
+    equal, bool [n]."""
 
     rows: Rows
     is_same: NDArray[np.bool_]
@@ -33,8 +34,8 @@ def successors(old: Table, new: Table, rows: Rows) -> Successors:
     step = max(1, _AT_ONCE_BYTES // old.row_bytes)
     for start in range(0, rows.size, step):
         part = rows[start : start + step]
-        ids, has_id = _ids_of(old, part)
-        found = np.where(has_id, _rows_of(new, ids), -1)
+        ids, has_id = _map(old).ids_of(part)
+        found = np.where(has_id, _map(new).find(ids), -1)
         there[start : start + step] = found
         if alike:
             at = np.flatnonzero(found >= 0)
@@ -43,21 +44,6 @@ def successors(old: Table, new: Table, rows: Rows) -> Successors:
     return Successors(there, is_same)
 
 
-def _ids_of(table: Table, rows: Rows) -> tuple[Rows, NDArray[np.bool_]]:
-    """The ids of rows, and whether each has one."""
-    row_map = table.row_map
-    if row_map is None:
-        return rows, (rows >= 0) & (rows < table.rows)
-    if row_map.index is None:
-        return rows + np.int64(row_map.first), (rows >= 0) & (rows < row_map.count)
-    if not row_map.index.slots:
-        return rows, np.zeros(rows.shape, np.bool_)
-    ids = row_map.index.ids[np.clip(rows, 0, row_map.index.slots - 1)]
-    return ids, row_map.index.places(ids) == rows  # a row that no id has keeps an id of another one
-
-
-def _rows_of(table: Table, ids: Rows) -> Rows:
-    """The row of each id; -1: the table lacks it."""
-    if table.row_map is not None:
-        return table.row_map.find(ids)
-    return np.where((ids >= 0) & (ids < table.rows), ids, -1)
+def _map(table: Table) -> RowMap:
+    """How the table's ids become rows, also where they are its row numbers."""
+    return RowMap(table.rows) if table.row_map is None else table.row_map

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.errors import MissingBackend, QuantError
-from tableside.quant.ids import DirectoryField, IdIndex, NativeRowMap, RowMap, native_row_map, pilots_for, slots_for
+from tableside.quant.ids import NO_ROW_MAP, DirectoryField, IdIndex, RowMap, native_row_map, pilots_for, slots_for
 
 try:
     from tableside.quant.cpu import _native
@@ -45,7 +45,8 @@ class IndexBuilder:
 
     def __init__(self, buckets: int, bucket_ids: int = 0, threads: int = 1) -> None:
         self.buckets, self.bucket_ids, self._threads = buckets, bucket_ids, threads
-        self._map = np.array(NativeRowMap(0, -1, 0, 0, 0, 0, 0, 0, 8, buckets, bucket_ids, 0, buckets, 0), np.int64)
+        row_map = NO_ROW_MAP._replace(buckets=buckets, bucket_ids=bucket_ids, buckets_here=buckets)
+        self._map = np.array(row_map, np.int64)
         self._counts = np.zeros(buckets, np.int64)
         self._starts = np.zeros(buckets + 1, np.int64)
         self._ends = np.zeros(buckets, np.int64)
@@ -75,8 +76,10 @@ class IndexBuilder:
         return self.ids
 
     def put(self, ids: NDArray[np.int64], sources: NDArray[np.int64], records: NDArray[np.int64]) -> None:
-        """Puts a block into records [ids, 2]. sources: the numbers of its rows in the source, which ascend from block to
-        block."""
+        """Puts a block into records [ids, 2].
+
+        sources: the numbers of its rows in the source, which ascend from block to block.
+        """
         _native.put_in_buckets(self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records)
 
     def distinct(self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1) -> NDArray[np.int64]:

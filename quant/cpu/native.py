@@ -78,8 +78,8 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     problem = _PROBLEMS[kind]
     assert problem is not None
     table = tables[job]
-    ids = table.rows if table.row_map is None else table.row_map.count
-    bound = {Problem.ID: ids, Problem.MISSING: ids, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
+    known = table.rows if table.row_map is None else table.row_map.count
+    bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
     raise BadIds(problem, job, position, value, bound)
 
 

@@ -1,7 +1,7 @@
 """How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that points to.
 
-Directory, pilots and the bits of backfilled rows, a third of a byte an id, are always copied to HBM. The id that is kept for each
-row, 8 bytes, is read
+The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are always copied to HBM. The id that is
+kept for each row, 8 bytes, is read
 
     in the table's own rows   where all of them are in HBM, and ids lie in their padding
     in a copy in HBM          otherwise
@@ -20,8 +20,6 @@ from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence import Residence, allocate, copy_from_host
 from tableside.quant.ids import ID_BYTES, IdIndex, native_row_map
 
-_WORDS = ID_BYTES // 4  # ids lie at multiples of 4 bytes
-
 
 class DeviceRowMap:
     """A table's RowMap on a device. address: of its NativeRowMap there; bytes: that were copied to HBM.
@@ -38,8 +36,8 @@ class DeviceRowMap:
         if (index := table.row_map.index) is not None:
             ids, step = self._ids(table, index, residence, ids_in_host)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
-            directory, pilots = self._copied(index.directory), self._copied(index.pilots)
-            record = record._replace(directory=directory, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
+            entries, pilots = self._copied(table.row_map.entries), self._copied(index.pilots)
+            record = record._replace(directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
             record = record._replace(own=index.slots)  # the bits say which rows are not
         self.bytes = sum(part.numel() for part in self._held)
         self._record = torch.tensor(record, dtype=torch.int64, device=device)
@@ -60,8 +58,8 @@ class DeviceRowMap:
         if not is_in_rows or rows is None:
             return self._copied(np.ascontiguousarray(index.ids)), ID_BYTES
         copied = self._allocated(index.slots * ID_BYTES)
-        words = rows.view(torch.int32).as_strided((index.slots, _WORDS), (table.row_bytes // 4, 1), place // 4)
-        copied.view(torch.int32).view(-1, _WORDS).copy_(words)
+        kept = rows.view(torch.int64).as_strided((index.slots,), (table.row_bytes // ID_BYTES,), place // ID_BYTES)
+        copied.view(torch.int64).copy_(kept)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return copied.data_ptr(), ID_BYTES

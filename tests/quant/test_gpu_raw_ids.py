@@ -200,13 +200,13 @@ def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) 
 )  # fmt: skip
 @needs_interpreter
 def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str, copies_ids: bool) -> None:
-    """Directory, pilots and bits always are."""
+    """An entry for each bucket, pilots and bits always are."""
     table, _ = made(case)
     held: Any = placed(backend_with_cache(), table, how)
     assert table.row_map is not None
     index = table.row_map.index
     assert index is not None
-    least = DIRECTORY_BYTES * (index.buckets + 1) + pilots_for(index.slots, index.buckets) + -(-index.slots // 8)
+    least = DIRECTORY_BYTES * index.buckets + pilots_for(index.slots, index.buckets) + -(-index.slots // 8)
     assert held.device_map.bytes == least + 8 * index.slots * copies_ids
 
 

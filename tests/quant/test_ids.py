@@ -188,6 +188,27 @@ def test_which_rows_were_backfilled(own: int | None) -> None:
     np.testing.assert_array_equal(raw.table.row_map.is_backfilled(raw.index.find(KINDS["a dense run"])), mask)
 
 
+@pytest.mark.parametrize("kind", ["random", "a dense run", "zero alone", "none"])
+def test_which_rows_have_an_id(kind: str) -> None:
+    """Each id is told for the row in which it is found; slots without an id, whatever they keep, and rows outside have none."""
+    ids = KINDS[kind]
+    raw = raw_table(ids, RowFormat.FP32, 2, 4)
+    row_map: Any = raw.table.row_map
+    expected = dict(zip(row_map.find(ids).tolist(), ids.tolist(), strict=True))
+    found, has_id = row_map.ids_of(np.arange(-2, raw.index.slots + 2))
+    assert {n - 2: found[n] for n in np.flatnonzero(has_id).tolist()} == expected
+    middle = raw.index.slots // 2
+    for start, stop in ((0, raw.index.slots), (0, middle), (middle, raw.index.slots)):
+        rows, of = row_map.rows_with_ids(start, stop)
+        assert dict(zip(rows.tolist(), of.tolist(), strict=True)) == {r: i for r, i in expected.items() if start <= r < stop}
+
+
+def test_which_row_numbers_are_ids() -> None:
+    """Counted from the first id; the default row is of no id."""
+    found, has_id = RowMap(3, 3, None, 10).ids_of(np.arange(-1, 5))
+    assert found[has_id].tolist() == [10, 11, 12] and has_id.tolist() == [False, True, True, True, False, False]
+
+
 @pytest.mark.parametrize(("row_format", "dim", "step"), [(RowFormat.INT8, 64, 80), (RowFormat.INT8, 60, 8)])
 def test_a_kernel_reads_the_map_at_its_address(row_format: RowFormat, dim: int, step: int) -> None:
     """The fields lie at `native_address` in the order of NativeRowMap, with the step from one kept id to the next."""

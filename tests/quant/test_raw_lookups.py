@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from indexed_tables import RawTable, kinds_of_ids, part_of, raw_table
 from tables import table_of
 
-from tableside.quant import BadIds, CpuBackend, LookupKind, Place, Pooling, Precision, RowFormat, Table, choose
+from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, Precision, RowFormat, Table, choose
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.quant.ids import RowMap
@@ -76,10 +76,11 @@ def test_rows_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: i
     check(backend, raw_table(KINDS["random"], row_format, dim), asked_of(KINDS["random"]))
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 31, 33, 200, 2047, 2048, 2049, 6000])
-def test_requests_of_every_length(backend: CpuBackend, count: int) -> None:
+def test_requests_of_every_length(backend: CpuBackend) -> None:
     """Around the kernel's blocks of 16 ids and its pieces of 2048."""
-    check(backend, raw_table(KINDS["random"]), asked_of(KINDS["random"], count))
+    raw = raw_table(KINDS["random"])
+    for count in (0, 1, 15, 16, 17, 31, 33, 200, 2047, 2048, 2049, 6000):
+        check(backend, raw, asked_of(KINDS["random"], count))
 
 
 @pytest.mark.parametrize("bucket_ids", [0, 100])
@@ -91,9 +92,8 @@ def test_buckets_that_are_ranges_and_parts_of_a_table(backend: CpuBackend, first
     check(backend, raw, np.concatenate([np.arange(800), asked_of(ids)]))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("missing", [False, True], ids=["refused", "default row"])
-def test_calls_that_threads_share(backend: CpuBackend, threads: int, missing: bool) -> None:
+def test_calls_that_threads_share(backend: CpuBackend, missing: bool) -> None:
     """More ids than one thread resolves alone, of a table that refuses missing ids and of one that does not."""
     ids = np.random.default_rng(1).permutation(30_000).astype(np.int64) * 12_345_678_901
     raw = raw_table(ids, RowFormat.INT4, 64, buckets=64)
@@ -103,8 +103,9 @@ def test_calls_that_threads_share(backend: CpuBackend, threads: int, missing: bo
     else:
         raw = replace(raw, table=raw.refusing())
     lengths = np.full(SHARED_IDS // 20, 20, np.int32)
-    found = backend.lookup(raw.table, asked, lengths, threads=threads)
-    np.testing.assert_array_equal(found, backend.lookup(raw.plain, raw.expected_rows(asked), lengths))
+    expected = backend.lookup(raw.plain, raw.expected_rows(asked), lengths)
+    for threads in (1, 2, 4):
+        np.testing.assert_array_equal(backend.lookup(raw.table, asked, lengths, threads=threads), expected, f"{threads} threads")
 
 
 # ---- plans ----
@@ -195,8 +196,7 @@ def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
                 assert request.found(out, job) == found.astype(int).tolist()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_found_masks_and_counts_of_calls_that_threads_share(backend: CpuBackend, threads: int) -> None:
+def test_found_masks_and_counts_of_calls_that_threads_share(backend: CpuBackend) -> None:
     """Of a table with a default row, and of one that refuses ids: a byte for each id, and sums over all threads."""
     ids = np.arange(20_000, dtype=np.int64) * 31 - 7
     mask = np.arange(20_000) % 3 == 0
@@ -204,23 +204,25 @@ def test_found_masks_and_counts_of_calls_that_threads_share(backend: CpuBackend,
     asked = np.random.default_rng(2).choice(ids, SHARED_IDS)
     some = asked.copy()
     some[::7] += 1
+    rows, rows_of_some = raw.expected_rows(asked), raw.expected_rows(some)
     request = Request()
     request.add(raw.table, some, 20)
     request.add(raw.refusing(), asked, 20)
-    request.add(raw.plain, raw.expected_rows(asked), 20)
-    out, unfound = request.run(backend, threads)
-    older = mask[raw.expected_rows(asked)]
+    request.add(raw.plain, rows, 20)
+    older = mask[rows]
     is_missing = np.arange(SHARED_IDS) % 7 == 0
-    assert unfound == [
-        Unfound(int(is_missing.sum()), int((older & ~is_missing).sum())),
-        Unfound(0, int(older.sum())),
-        Unfound(0, 0),
-    ]
-    assert request.found(out, 0) == (~is_missing).astype(int).tolist()
-    assert request.found(out, 1) == request.found(out, 2) == [1] * SHARED_IDS
-    for job, rows in enumerate((raw.expected_rows(some), raw.expected_rows(asked), raw.expected_rows(asked))):
-        expected = backend.lookup(raw.plain, rows, np.full(SHARED_IDS // 20, 20, np.int32))
-        assert request.vectors(out, job) == expected.tobytes()
+    bags = np.full(SHARED_IDS // 20, 20, np.int32)
+    expected = [backend.lookup(raw.plain, of, bags).tobytes() for of in (rows_of_some, rows, rows)]
+    for threads in (1, 2, 4):
+        out, unfound = request.run(backend, threads)
+        assert unfound == [
+            Unfound(int(is_missing.sum()), int((older & ~is_missing).sum())),
+            Unfound(0, int(older.sum())),
+            Unfound(0, 0),
+        ]
+        assert request.found(out, 0) == (~is_missing).astype(int).tolist()
+        assert request.found(out, 1) == request.found(out, 2) == [1] * SHARED_IDS
+        assert [request.vectors(out, job) for job in range(3)] == expected
 
 
 def test_backfilled_rows_of_a_table_of_row_numbers_are_counted(backend: CpuBackend) -> None:
@@ -263,10 +265,10 @@ def test_a_missing_id_is_refused(backend: CpuBackend, kind: str, position: int) 
         Problem.MISSING, 0, position, 77, len(KINDS[kind]))  # fmt: skip
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("position", [0, 2047, 2048, 17_000, SHARED_IDS - 1])
-def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position: int, threads: int) -> None:
-    """Not by the lookups before it, nor by those of tables that have a default row; the first of two such ids is named."""
+def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position: int) -> None:
+    """Not by the lookups before it, nor by those of tables that have a default row; the first of two such ids is named, by one
+    thread and by several."""
     ids = np.arange(5000, dtype=np.int64) * 11
     raw = raw_table(ids, RowFormat.INT4, 64)
     asked = np.resize(ids, SHARED_IDS)
@@ -276,11 +278,12 @@ def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position
     request.add(raw.table, asked, 20, is_found=False)
     request.add(raw.refusing(), asked, 20, is_found=False)
     out = bytearray(b"\xee" * request.out_bytes)
-    with pytest.raises(BadIds) as caught:
-        backend.planner(request.kinds, threads).plan(np.array(request.places, np.int64)).run(request.inputs, out)
-    error = caught.value
-    assert (error.problem, error.job, error.position, error.value) == (Problem.MISSING, 2, position, -5)
-    assert out == b"\xee" * request.out_bytes
+    for threads in (1, 2, 4):
+        with pytest.raises(BadIds) as caught:
+            backend.planner(request.kinds, threads).plan(np.array(request.places, np.int64)).run(request.inputs, out)
+        error = caught.value
+        assert (error.problem, error.job, error.position, error.value) == (Problem.MISSING, 2, position, -5), threads
+        assert out == b"\xee" * request.out_bytes, threads
 
 
 @pytest.mark.parametrize(
@@ -304,6 +307,22 @@ def test_row_numbers_with_a_default_row_are_never_outside(backend: CpuBackend, v
     table = replace(plain, row_map=RowMap(200, 200))
     found = backend.lookup(table, np.array([3, value]), pooling=Pooling.NONE)
     np.testing.assert_array_equal(found, backend.lookup(plain, np.array([3, 200]), pooling=Pooling.NONE))
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_rows_of_raw_tables_are_gathered_by_their_numbers(name: str) -> None:
+    """Slots that no id has and the default row too; a number beyond is refused with the table's rows, not with its ids."""
+    raw = raw_table(KINDS["random"])
+    rows = raw.table.rows
+    assert rows > len(raw.numbers) + 1
+    plan = choose(name).gather([Lookup(raw.table, Pooling.NONE, 0, 2, 0)])
+    out = bytearray(2 * raw.table.row_bytes)
+    plan.run(np.array([3, rows - 1]).tobytes(), out)
+    assert bytes(out) == raw.table.packed[[3, rows - 1]].tobytes()
+    with pytest.raises(BadIds) as caught:
+        plan.run(np.array([3, rows]).tobytes(), out)
+    error = caught.value
+    assert (error.problem, error.position, error.value, error.bound) == (Problem.ID, 1, rows, rows)
 
 
 @pytest.mark.parametrize("found_at", [2**62, 1, 2**63 - 1])
