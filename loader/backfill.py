@@ -1,8 +1,8 @@
-"""The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks: `missing =
-"backfill:MODEL@VERSION"`.
+"""The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks.
 
-They are copied as they are packed. So the new version needs the older one no more once it is published, and nothing that reads
-rows knows of two tables. Rows that an older version itself took over are among them.
+`missing = "backfill:MODEL@VERSION"` names the version. Its rows are copied as they are packed. So the new version needs the older
+one no more once it is published, and nothing that reads rows knows of two tables. Rows that an older version itself took over
+are among them.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.model import TableSpec
 from tableside.loader.versions import Model
+from tableside.quant.ids import RowMap
 
 _BLOCK_BYTES = 2 << 20
 
@@ -51,33 +52,25 @@ class Backfill:
             raise ModelError(f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"')
         if spec.raw is None and row_map is not None and row_map.first:
             raise ModelError(f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is whole")
-        self._map = row_map
-        self.rows = self.table.rows if row_map is None else row_map.count
-        index = None if row_map is None else row_map.index
-        self.rows_there = self.rows if index is None else index.slots
+        self._map = RowMap(self.table.rows) if row_map is None else row_map
+        self.rows = self._map.count
+        self.rows_there = self.rows if self._map.index is None else self._map.index.slots
         self._step = max(1, _BLOCK_BYTES // self.table.row_bytes)
 
     def ids(self) -> Iterator[tuple[Ids, Ids]]:
         """(ids, their rows there), block after block."""
         for start in range(0, self.rows_there, self._step):
-            yield self._block(start)
+            rows, ids = self._map.rows_with_ids(start, min(start + self._step, self.rows_there))
+            yield ids, rows
 
     def blocks(self) -> Iterator[tuple[Ids, Ids, NDArray[np.uint8]]]:
         """(ids, their rows there, a copy of these as they are packed)."""
         for ids, rows in self.ids():
             yield ids, rows, self.table.packed[rows]
 
-    def _block(self, start: int) -> tuple[Ids, Ids]:
-        rows = np.arange(start, min(start + self._step, self.rows_there))
-        if self._map is None or self._map.index is None:
-            return rows + (0 if self._map is None else self._map.first), rows
-        ids = np.ascontiguousarray(self._map.index.ids[rows])
-        own = self._map.index.places(ids) == rows  # a row that no id has keeps an id of another one
-        return ids[own], rows[own]
-
     @property
     def default_row(self) -> NDArray[np.uint8] | None:
         """What the older version yields for an id that it lacks; None: an error."""
-        if self._map is None or self._map.default_row is None:
+        if self._map.default_row is None:
             return None
         return np.asarray(self.table.packed[self._map.default_row])

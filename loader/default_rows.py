@@ -1,5 +1,5 @@
-"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a vector, or an older
-version's.
+"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a vector, or what an
+older version yields.
 
 The mean is of the checkpoint's values before they are quantized, added up in fp64; rows of an older version are not among them.
 """
@@ -43,8 +43,10 @@ class DefaultRow:
             self._rows += len(values)
 
     def write(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
-        """Writes the row, packed, to uint8 [row_bytes], which is zeros. ModelError: the row format cannot represent the
-        vector."""
+        """Writes the row, packed, to uint8 [row_bytes], which is zeros.
+
+        ModelError: the row format cannot represent the vector.
+        """
         policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
         if self._older is not None:
             to[:] = self._older

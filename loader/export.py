@@ -4,8 +4,10 @@
     .npz           two records, stored: `ids` int64 [rows], `weights` [rows, dim]
     .safetensors   two tensors: `ids` I64 [rows], `weights` [rows, dim]
 
+A name that is asked for takes the place of these: `NAME.ids` and `NAME.weight`.
+
 Rows are those of a partial tensor, in its order. Where ids are row numbers and no other id has a row, .npz and .safetensors hold
-`weights` alone. The file is written under another name in its folder and renamed at the end: what is there is whole.
+the weights alone. The file is written under another name in its folder and renamed at the end: what is there is whole.
 """
 
 import contextlib
@@ -45,17 +47,31 @@ class Exported:
     bytes: int
 
 
-def export(tensor: PartialTensor, path: Path, values: str = "fp32", progress: Progress | None = None) -> Exported:
+def export(
+    tensor: PartialTensor, path: Path, values: str = "fp32", progress: Progress | None = None, name: str | None = None
+) -> Exported:
     """Writes a tensor's rows to `path`, whose suffix says how; replaces a file that is there. values: "fp32" or "fp16".
 
-    ModelError: no such suffix or values. QuantError: a value is too large for fp16. After an error `path` is as it was before.
+    name: what .npz and .safetensors call the table, so that files of several tables can become one checkpoint: `NAME.ids` and
+    `NAME.weight`.
+
+    ModelError: no such suffix, values or folder, or a name for Parquet. QuantError: a value is too large for fp16. After an
+    error `path` is as it was before.
     """
     write = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}.get(path.suffix)
     if write is None:
         raise ModelError(f"{path}: the suffix is {path.suffix!r}; expected one of: {', '.join(SUFFIXES)}")
     if values not in VALUE_FORMATS:
         raise ModelError(f"values are {values!r}; expected one of: {', '.join(VALUE_FORMATS)}")
-    rows = _Rows(tensor, np.dtype(np.float16 if values == "fp16" else np.float32), progress or (lambda done, total: None))
+    if name is not None and path.suffix == ".parquet":
+        raise ModelError(
+            f"{path}: a file of Parquet names no tensors; leave the name {name!r} out, or write another kind of file"
+        )
+    if not path.parent.is_dir():
+        raise ModelError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
+    dtype = np.dtype(np.float16 if values == "fp16" else np.float32)
+    names = ("ids", "weights") if name is None else (f"{name}.ids", f"{name}.weight")
+    rows = _Rows(tensor, dtype, progress or (lambda done, total: None), names)
     with _replacing(path) as file:
         write(file, rows)
         size = file.seek(0, os.SEEK_END)
@@ -65,16 +81,17 @@ def export(tensor: PartialTensor, path: Path, values: str = "fp32", progress: Pr
 class _Rows:
     """What is written: chunks of ids and of values in the dtype that was asked for."""
 
-    def __init__(self, tensor: PartialTensor, dtype: np.dtype[Any], progress: Progress) -> None:
-        self.tensor, self.dtype, self._progress = tensor, dtype, progress
+    def __init__(self, tensor: PartialTensor, dtype: np.dtype[Any], progress: Progress, names: tuple[str, str]) -> None:
+        """names: of the ids and of the values."""
+        self.tensor, self.dtype, self._progress, self._names = tensor, dtype, progress, names
         self.chunk_rows = max(1, CHUNK_BYTES // (4 * tensor.dim))
         self.has_ids = tensor.rows.table.row_map is not None
 
     def arrays(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], Iterator[NDArray[Any]]]]:
         """(name, dtype, shape, chunks) of what .npz and .safetensors hold."""
-        tensor = self.tensor
-        ids = ("ids", np.dtype(np.int64), (len(tensor),), tensor.id_chunks(self.chunk_rows))
-        weights = ("weights", self.dtype, (len(tensor), tensor.dim), (values for _, values in self.chunks()))
+        tensor, (ids_name, values_name) = self.tensor, self._names
+        ids = (ids_name, np.dtype(np.int64), (len(tensor),), tensor.id_chunks(self.chunk_rows))
+        weights = (values_name, self.dtype, (len(tensor), tensor.dim), (values for _, values in self.chunks()))
         return [ids, weights] if self.has_ids else [weights]
 
     def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:

@@ -15,6 +15,8 @@ from tableside.quant import RowFormat
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)  # what tensors of ids are called
+IDS_ALONE = "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
 _TALL = 4  # rows for each column from which a matrix is taken for an embedding
 
 
@@ -29,7 +31,7 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     with open_checkpoint(checkpoint) as found:
         raw = dict(found.keyed_tables)
         keys = _tables(found, raw)
-        skipped = [f"{k}: {why}" for k, why in found.skipped.items() if k not in raw.values()]
+        skipped = [f"{k}: {_reason(found, k)}" for k in found.skipped if k not in raw.values()]
         skipped += [f"{k}: a matrix" for k in found.matrices if k not in keys]
     if not keys:
         raise ModelError(
@@ -44,6 +46,11 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
     path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
     return ModelSpec(model, path, tuple(tables.values()), tuple(Feature(t, t) for t in tables)), skipped
+
+
+def _reason(found: Checkpoint, key: str) -> str:
+    """Why a tensor is no table."""
+    return IDS_ALONE if key in found.ids and ID_NAME.search(key) else found.skipped[key]
 
 
 def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:

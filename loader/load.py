@@ -36,7 +36,7 @@ from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
-Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
+Progress = Callable[[int, int], None]  # (done, in all), from any thread: first ids that are indexed, then rows that are written
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,11 @@ class LoadSettings:
 def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
     """Publishes a new version of `spec` under `root`.
 
+    progress: counts the ids of tables of raw ids while their indexes are built, and then, from 0 on, the rows of all tables.
+
     LoaderError: model, checkpoint or memory are not as they should be; nothing was published, and no bytes are left behind.
     """
-    backend = choose(settings.backend)
+    backend, progress = choose(settings.backend), progress or (lambda done, total: None)
     with open_checkpoint(spec.checkpoint) as checkpoint:
         model = Model(root, spec.name)
         reused = Reused(spec, settings.only, model, backend)
@@ -86,7 +88,8 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
             started = time.monotonic()
             path = model.partial_path(version)
             try:
-                planned = plan(reused.others, sources, model, lambda: model.create_scratch(version), settings.threads)
+                scratch = partial(model.create_scratch, version)
+                planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
                 checks = Verification(checkpoint, sources.matrices)
                 source = {
                     "path": str(spec.checkpoint),
@@ -151,12 +154,12 @@ class _Load:
         writer: SegmentWriter,
         backend: CpuBackend,
         settings: LoadSettings,
-        progress: Progress | None,
+        progress: Progress,
     ) -> None:
         self.checkpoint, self.checks, self.writer, self.backend = checkpoint, checks, writer, backend
         tables = {t.name: t for t in writer.header.tables}
         self.planned, self.reused = [(p, tables[p.spec.name]) for p in planned], reused
-        self.progress = progress or (lambda done, total: None)
+        self.progress = progress
         self.total_rows = sum(p.matrix.rows if p.matrix else p.raw.source.rows if p.raw else 0 for p in planned) + reused.rows
         self.done_rows = 0
         row_bytes = max(4 * p.dim for p in planned)
@@ -183,12 +186,12 @@ class _Load:
             if p.raw is not None:
                 p.raw.source.finish()
                 raw[p.spec.name].write_older()
+                raw[p.spec.name].finish()
             elif p.matrix is not None and table.rows > p.matrix.rows:
                 self._write_tail(p, p.matrix, table)
             if p.default_row.is_used:
                 p.default_row.write(self.writer.rows(table, table.rows - 1, table.rows)[0], self.backend)
-        self._share(self._finishing(raw))
-        self._share(self._finishing_indexes())  # rows that no id has get theirs before
+        self._share(self._finishing())
 
     def _share(self, items: Iterator[_Work]) -> None:
         """Does work on all threads."""
@@ -223,30 +226,22 @@ class _Load:
         for copied in self.reused.pieces(self.writer.header.tables):
             yield partial(self._copy_piece, copied)
 
-    def _finishing(self, raw: dict[str, RawWriter]) -> Iterator[_Work]:
+    def _finishing(self) -> Iterator[_Work]:
         """The checksums that wait for rows which are written last."""
         for p, table in self.planned:
             first = 0 if p.matrix is None else p.matrix.rows // table.chunk_rows
             for chunk in range(first, table.chunks):
-                if p.raw is not None:
-                    yield partial(self._finish_raw_chunk, raw[p.spec.name], table, chunk)
-                elif table.chunk_range(chunk)[1] > (p.matrix.rows if p.matrix else 0):
+                if p.raw is not None or table.chunk_range(chunk)[1] > (p.matrix.rows if p.matrix else 0):
                     yield partial(self._finish_chunk, table, chunk)
         for copied in self.reused.unfinished(self.writer.header.tables):
             for chunk in range(copied.chunks):
                 yield partial(self._finish_chunk, copied, chunk)
-
-    def _finishing_indexes(self) -> Iterator[_Work]:
         for index in self.writer.header.indexes:
             for chunk in range(index.chunks):
                 yield partial(self._finish_chunk, index, chunk)
 
     def _finish_chunk(self, stored: StoredRows, chunk: int, buffers: _Buffers) -> None:
         self.writer.finish_chunk(stored, chunk)
-
-    def _finish_raw_chunk(self, raw: RawWriter, table: StoredTable, chunk: int, buffers: _Buffers) -> None:
-        raw.finish(*table.chunk_range(chunk))
-        self.writer.finish_chunk(table, chunk)
 
     def _raw_writer(self, p: PlannedTable, table: StoredTable) -> RawWriter:
         assert p.raw is not None and table.ids is not None and table.ids.index is not None

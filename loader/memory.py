@@ -176,9 +176,10 @@ def _no_space(size: int, free: int, where: Path) -> NoSpace:
 def processes_below(pid: int) -> list[int]:
     """Process ids of the children of `pid`, and of theirs; those that end meanwhile may be missing."""
     children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children += map(int, task.read_text().split())
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in [*Path(f"/proc/{pid}/task").iterdir()]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (task / "children").read_text().split())
     return children + [below for child in children for below in processes_below(child)]
 
 

@@ -66,10 +66,8 @@ class TableRows:
 
     def _taken(self, first: int, end: int) -> Ids:
         """The row numbers in [first, end) that are of an id."""
-        assert self._index is not None
-        rows = np.arange(first, min(end, self._index.slots), dtype=np.int64)
-        taken: Ids = rows[self._index.places(self._index.ids[rows]) == rows]
-        return taken
+        assert self.table.row_map is not None and self._index is not None
+        return self.table.row_map.rows_with_ids(first, min(end, self._index.slots))[0]
 
     def _seek(self, row: int) -> tuple[int, int]:
         """A row number, and how many rows to skip from there on."""

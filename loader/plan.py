@@ -1,6 +1,6 @@
 """What a load will write: where the tables lie in the checkpoint, how many rows each takes, and how its ids become rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tableside.loader.backfill import Backfill
@@ -9,7 +9,7 @@ from tableside.loader.checkpoint.keyed import KeyedRows
 from tableside.loader.default_rows import DefaultRow
 from tableside.loader.errors import ModelError
 from tableside.loader.model import TableSpec
-from tableside.loader.raw_ids import RawTable, Scratch, plan_raw_table
+from tableside.loader.raw_ids import PASSES, Indexing, Progress, RawTable, plan_raw_table
 from tableside.loader.stored import StoredIds
 from tableside.loader.versions import Model
 from tableside.quant import QuantError
@@ -27,7 +27,6 @@ class Sources:
         self.dims = {name: source.dim for name, source in both.items()}
         self.rows = {name: source.rows for name, source in both.items()}
         self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
-        self.row_bytes = max(s.dim * s.source.bytes for s in both.values())
         self.paths = {path for k in self.keyed.values() for path in k.paths}
 
 
@@ -45,12 +44,17 @@ class PlannedTable:
     backfill: Backfill | None
 
 
-def plan(tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: Scratch, threads: int) -> list[PlannedTable]:
-    """Builds the indexes of raw ids, and finds how many rows each table takes."""
+def plan(
+    tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: Callable[[], int], threads: int, progress: Progress
+) -> list[PlannedTable]:
+    """Builds the indexes of raw ids, and finds how many rows each table takes. scratch, progress: as for `Indexing`."""
     planned = []
+    older = {t.name: Backfill(model.root, t, sources.dims[t.name]) for t in tables if t.missing.policy == "backfill"}
+    ids_of = {t.name: sources.rows[t.name] + (older[t.name].rows if t.name in older else 0) for t in tables if t.raw is not None}
+    work = Indexing(model.root, scratch, threads, PASSES * sum(ids_of.values()), progress)
     for t in tables:
         dim = sources.dims[t.name]
-        backfill = Backfill(model.root, t, dim) if t.missing.policy == "backfill" else None
+        backfill = older.get(t.name)
         default_row = DefaultRow(t, dim, backfill)
         raw = None
         try:
@@ -58,7 +62,7 @@ def plan(tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: S
         except QuantError as error:
             raise ModelError(f"model {model.name!r}: {error}") from error
         if t.raw is not None:
-            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, model.root, scratch, threads)
+            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work)
             ids: StoredIds | None = raw.ids
             rows = raw.rows
             if default_row.is_used:
@@ -72,7 +76,7 @@ def plan(tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: S
 def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow) -> tuple[StoredIds | None, int]:
     """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the checkpoint."""
     count = max(own, 0 if backfill is None else backfill.rows)
-    if count == own and not default_row.is_used:
+    if count == own and not default_row.is_used and t.missing.policy == "error":
         return None, own
     rows = count + default_row.is_used
     return StoredIds(count, str(t.missing), rows - 1 if default_row.is_used else None, 0, count - own), rows

@@ -1,11 +1,10 @@
 """A table of raw ids while it is loaded: its index is built from the ids alone, then the vectors are read and go to their rows.
 
-1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets. The records lie in
-shared
-   memory beside the segment, in a file without a name, which is gone before the segment is made.
+1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets. The records lie
+   in shared memory beside the segment, in a file without a name, which is gone before the segment is made.
 2. Bucket by bucket ids that come twice are found, and pilots (`quant.cpu.index_builder`). Now the table's rows are known.
-3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and each row is written
-to its place.
+3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and each row is
+   written to its place.
 
 So neither ids nor vectors are ever whole in private memory; what stays there is the index, a third of a byte an id.
 """
@@ -13,7 +12,9 @@ So neither ids nor vectors are ever whole in private memory; what stays there is
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +27,34 @@ from tableside.loader.model import RawIds, TableSpec
 from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, plan_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
 from tableside.quant.errors import NotRepresentable
-from tableside.quant.ids import ID_BYTES, IdIndex, id_at
+from tableside.quant.ids import ID_BYTES, IdIndex, bits_at, id_at, set_bits
 
-Scratch = Callable[[], int]  # makes an empty file without a name, and returns its descriptor
+Progress = Callable[[int, int], None]  # (ids done, ids in all), from any thread
+PASSES = 3  # of a table's ids while its index is built: they are counted, put into buckets, and placed
+
+
+class Indexing:
+    """What the indexes of a load have in common: threads, where records lie, and how far they are.
+
+    scratch: makes an empty file without a name in `folder`, and returns its descriptor. total: ids of all tables, each as often
+    as it is passed; progress: is told (ids done, total).
+    """
+
+    def __init__(self, folder: Path, scratch: Callable[[], int], threads: int, total: int, progress: Progress) -> None:
+        self.folder, self.scratch, self.threads = folder, scratch, threads
+        self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
+
+    def done(self, ids: int) -> None:
+        """So many ids more were passed once. Any thread may call."""
+        with self._lock:
+            self._done += ids
+            self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True, eq=False)
 class RawTable:
     """A table of raw ids whose index is built. dropped: rows of the source that another row with the same id replaces, a bit
-    each; None: there are none. spare_id: an id of the table, for rows that no id has. has_zero: whether id 0 is there."""
+    each; None: there are none."""
 
     name: str
     source: KeyedRows
@@ -42,8 +62,6 @@ class RawTable:
     ids: StoredIds
     index: IdIndex
     dropped: NDArray[np.uint8] | None
-    spare_id: int
-    has_zero: bool
     backfill: Backfill | None
 
     @property
@@ -55,31 +73,28 @@ class RawTable:
         """Which rows of the source are not written; None: all are."""
         if self.dropped is None:
             return None
-        return np.asarray(self.dropped[sources >> 3] >> (sources & 7).astype(np.uint8) & 1, np.bool_)
+        return bits_at(self.dropped, sources)
 
 
-def plan_raw_table(
-    spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, where: Path, scratch: Scratch, threads: int
-) -> RawTable:
-    """Builds the index of a table. where: the folder of the scratch file, for errors.
+def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing) -> RawTable:
+    """Builds the index of a table.
 
     CheckpointError: ids come twice, or cannot be read. ModelError: ids do not fit the buckets. NoSpace: the records have no room.
     """
     from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder
 
     try:
-        builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, threads)
-        has_zero, spare_id = False, 0
+        builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
         for ids, _ in _all_ids(source, backfill):
             builder.count(ids)
-            has_zero = has_zero or not ids.all()
-            spare_id = spare_id or int(next(iter(ids[ids != 0][:1]), 0))
-        total = builder.begin()
-        records = _records(total * RECORD_BYTES, where, scratch)
+            work.done(len(ids))
+        records = _records(builder.begin() * RECORD_BYTES, work)
         for ids, rows in _all_ids(source, backfill):
             builder.put(ids, rows, records)
+            work.done(len(ids))
         dropped = builder.distinct(records, raw.duplicates, source.rows)
-        index = builder.build(records)
+        work.done(dropped.size)
+        index = builder.build(records, work.done)
     except DuplicateId as error:
         raise CheckpointError(
             f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and {source.where(error.second)}; "
@@ -87,15 +102,15 @@ def plan_raw_table(
         ) from error
     except QuantError as error:
         raise ModelError(f"[tables.{spec.name}]: {error}") from error
-    count = int(builder.kept.sum())
+    kept = int(builder.kept.sum())
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
     stored = plan_index(spec.row_format, source.dim, index.slots, raw.buckets, raw.bucket_ids or 0, has_backfilled=backfilled > 0)
-    ids_of = StoredIds(count, str(spec.missing), backfilled=backfilled, index=stored)
+    ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored)
     bits = None
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
-        np.bitwise_or.at(bits, dropped >> 3, np.left_shift(1, dropped & 7).astype(np.uint8))
-    return RawTable(spec.name, source, spec.row_format, ids_of, index, bits, spare_id, has_zero, backfill)
+        set_bits(bits, dropped)
+    return RawTable(spec.name, source, spec.row_format, ids_of, index, bits, backfill)
 
 
 def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -108,20 +123,20 @@ def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDA
             yield ids, rows + source.rows
 
 
-def _records(size: int, where: Path, scratch: Scratch) -> NDArray[np.int64]:
+def _records(size: int, work: Indexing) -> NDArray[np.int64]:
     """Zeros in shared memory that go with the array, int64 [records, 2]."""
     if not size:
         return np.zeros((0, 2), np.int64)
-    fd = scratch()
+    fd = work.scratch()
     try:
-        return reserve(fd, -(-size // 4096) * 4096, where).bytes[:size].view(np.int64).reshape(-1, 2)
+        return reserve(fd, -(-size // 4096) * 4096, work.folder).bytes[:size].view(np.int64).reshape(-1, 2)
     finally:
         os.close(fd)
 
 
 class RawWriter:
-    """Writes the rows of a planned table to a segment. Any thread may write blocks; then one calls `write_older`, and any
-    `finish`.
+    """Writes the rows of a planned table to a segment. Any thread may write blocks; then one calls `write_older`; then any
+    may call `finish`.
 
     packed: uint8 [rows, row_bytes], the table's rows in the segment; index: the bytes of its index, uint8 [n, 64]; both zeros.
     """
@@ -138,6 +153,7 @@ class RawWriter:
         else:
             self._kept = kept.view(np.int64)
         self._items = packed.view(f"V{packed.shape[1]}")[:, 0]
+        self._has_zero = False
 
     def write(self, block: Block) -> NDArray[np.bool_] | None:
         """Quantizes a block and writes its rows; returns which of them were written, or None: all.
@@ -169,6 +185,8 @@ class RawWriter:
         else:
             self._kept[rows] = ids
         self._items[rows] = packed.view(f"V{packed.shape[1]}")[:, 0]
+        if not ids.all():
+            self._has_zero = True  # and never false again: threads write at the same time
         return rows
 
     def write_older(self) -> None:
@@ -179,13 +197,16 @@ class RawWriter:
             dropped = self.table.is_dropped(sources + self.table.source.rows)
             here = slice(None) if dropped is None else ~dropped
             rows = self._put(ids[here], packed[here])
-            np.bitwise_or.at(self._bits, rows >> 3, np.left_shift(1, rows & 7).astype(np.uint8))
+            set_bits(self._bits, rows)
 
-    def finish(self, start: int, stop: int) -> None:
-        """Rows [start, stop) that no id has get the spare id: it is there, and elsewhere. After all rows were written."""
-        stop = min(stop, self.table.index.slots)
-        empty = np.flatnonzero(self._kept[start:stop] == 0) + start
-        if self.table.has_zero and empty.size:
-            zero = int(self.table.index.places(np.zeros(1, np.int64))[0])
-            empty = empty[empty != zero]
-        self._kept[empty] = self.table.spare_id
+    def finish(self) -> None:
+        """After all rows were written: sees to it that no row without an id keeps one that leads to it.
+
+        Such rows keep 0, as they were. So it is but one row, that of id 0, and only where the table lacks this id.
+        """
+        row = self._place(0)
+        if row >= 0 and not self._has_zero:
+            self._kept[row] = next(id_ for id_ in count(1) if self._place(id_) != row)
+
+    def _place(self, id_: int) -> int:
+        return int(self.table.index.places(np.array([id_]))[0])

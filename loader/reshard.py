@@ -7,7 +7,9 @@ missing ids. Of n owners exactly one finds an id that the model has. Features an
 All segments are written before the first one is published. While that happens, shared memory holds the tables twice.
 """
 
+import re
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,7 +19,7 @@ from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.header import Header, Owner, plan_tables
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.shares import Share, copy_share, parts_of, shares_of
-from tableside.loader.versions import Model
+from tableside.loader.versions import Model, models
 from tableside.quant import RowFormat
 
 
@@ -35,8 +37,8 @@ class ReshardSettings:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one model holds. rows: all that are stored, ids: those that have a row of their own, in all tables; bytes: of the
-    segment."""
+    """What one model holds. rows: all that are stored; ids: those that have a row of their own, in all tables; bytes: its
+    segment's size."""
 
     model: str
     version: int
@@ -92,6 +94,7 @@ def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = Resh
 
 def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
     """The segments that hold the model, all bytes verified, in the owners' order."""
+    _check_owners(root, name, settings)
     if settings.from_owners == 1:
         segment = Model(root, name, settings.user).attach(settings.version)
         if (owner := segment.header.owner) is not None:
@@ -111,6 +114,22 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
                 f"version {version} of {name!r}, as {segments[0].path} does; say which with --version, or reshard it again"
             )
     return segments
+
+
+def _check_owners(root: Path, name: str, settings: ReshardSettings) -> None:
+    """VersionError: one of the models that hold the model has no version; it tells which owners there are."""
+    published = {m.name for m in models(root, settings.user) if m.versions()}
+    lacking = [n for n in owner_names(name, settings.from_owners) if n not in published]
+    if not lacking:
+        return
+    owned = re.compile(re.escape(name) + r"-owner-(\d+)-of-(\d+)")
+    counts = Counter(int(found[2]) for n in published if (found := owned.fullmatch(n)))
+    there = ["the whole model (--from 1)"] if name in published else []
+    there += [f"{here} of {owners} owners (--from {owners})" for owners, here in sorted(counts.items())]
+    raise VersionError(
+        f"{lacking[0]!r} is not published in {root}; of model {name!r} there is: {', '.join(there) or 'nothing'}; say with "
+        "--from how many owners hold it now"
+    )
 
 
 def _number(model: Model, version: int | None) -> int | None:

@@ -2,8 +2,7 @@
 
     offset   bytes
     0        8      magic, the ASCII text TABLSIDE; written last, so that an unfinished file never looks whole
-    8        4      format version, uint32: 1, or 2 where a table has ids that are not its row numbers, or buckets are held in
-    part
+    8        4      format version, uint32: 1, or 2 where a table's ids are not its row numbers, or some buckets lie elsewhere
     12       4      H, uint32: bytes of the header
     16       8      bytes of the whole file, uint64
     24       8      xxh3-64 of header and checksums

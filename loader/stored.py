@@ -1,5 +1,4 @@
-"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays that they
-describe."""
+"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays of these."""
 
 from dataclasses import dataclass, replace
 
@@ -141,8 +140,10 @@ def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uin
 
 
 def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:
-    """How a table's ids become rows of `packed`, over the bytes of its segment. SegmentError: the index points outside the
-    table."""
+    """How a table's ids become rows of `packed`, over the bytes of its segment.
+
+    SegmentError: the index points outside the table.
+    """
     if (ids := table.ids) is None:
         return None
     if (stored := ids.index) is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tableside.loader.load import Loaded, LoadSettings, load
+from tableside.loader.load import Loaded, LoadSettings, Progress, load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, Source, Table, choose
@@ -52,6 +52,7 @@ def publish_raw(
     saver: str = "npz",
     settings: LoadSettings = LoadSettings(),  # noqa: B008  (frozen)
     row_format: str = "int8",
+    progress: Progress | None = None,
 ) -> Loaded:
     """Publishes tables through a real checkpoint. of: table -> further keys of its section in model.toml."""
     checkpoint = SAVERS[saver](folder, tables)
@@ -60,7 +61,7 @@ def publish_raw(
         key = f"{table}/weight" if saver == "parquet" else f"{table}.weight"
         raw = {} if ids is None else {"ids": "raw", "id_key": "ids" if saver == "parquet" else f"{table}.ids"}
         sections[table] = {"key": key, "row_format": row_format, **raw, **(of or {}).get(table, {})}
-    return load(parse_model({"name": name, "checkpoint": checkpoint, "tables": sections}, folder), root, settings)
+    return load(parse_model({"name": name, "checkpoint": checkpoint, "tables": sections}, folder), root, settings, progress)
 
 
 def attached(root: Path, table: str = "t", name: str = "demo", version: int | None = None) -> Table:

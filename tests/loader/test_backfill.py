@@ -9,6 +9,7 @@ from raw_loads import attached, publish_raw, vectors_of
 from support import rows_of
 
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError
+from tableside.loader.load import LoadSettings
 from tableside.loader.versions import Model
 from tableside.quant import BadIds
 from tableside.quant.contract import rows_of as resolve
@@ -110,6 +111,22 @@ def test_an_older_version_that_covers_everything_adds_nothing(root: Path, tmp_pa
     generation(root, tmp_path, [1, 2], rows_of(2, DIM), "zero")
     table = generation(root, tmp_path, [2, 1, 3], rows_of(3, DIM, 1), "backfill:demo@1")
     assert table.row_map.index.backfilled is None and table.row_map.count == 3
+
+
+def test_a_dense_table_keeps_its_policy_where_nothing_is_taken_over(root: Path, tmp_path: Path) -> None:
+    """An older version without rows beyond the checkpoint's: `load --only` finds the policy that model.toml has."""
+    values = rows_of(5, DIM)
+    tables = {"t": (None, values), "u": (None, values)}
+    publish_raw(tmp_path, root, tables)
+    of = {"t": {"missing": "backfill:demo@1"}}
+    publish_raw(tmp_path, root, tables, of)
+    stored = Model(root, "demo").attach().header.tables[0].ids
+    assert stored is not None and (stored.missing, stored.backfilled, stored.default_row) == ("backfill:demo@1", 0, None)
+    again = publish_raw(tmp_path, root, tables, of, settings=LoadSettings(only=("u",)))
+    assert again.header.source["reused"]["tables"] == {"t": 2}
+    np.testing.assert_array_equal(vectors_of(attached(root), [4, 0]), vectors_of(attached(root, "u"), [4, 0]))
+    with pytest.raises(BadIds):
+        vectors_of(attached(root), [5])
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from support import rows_of, run_tableside
 from tableside.loader import export as exporting
 from tableside.loader.errors import ModelError
 from tableside.loader.export import SUFFIXES, Exported, export
+from tableside.loader.first_model import first_model
 from tableside.loader.load import Loaded, load
-from tableside.loader.model import parse_model
+from tableside.loader.model import RawIds, parse_model
 from tableside.loader.partial import PartialTensor
 from tableside.loader.versions import Model
 from tableside.quant import QuantError, RowFormat
@@ -211,6 +212,31 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert read(path)["ids"].size == 5
     unknown = run_tableside("export", "demo", "x", "--to", tmp_path / "x.npz", root=root)
     assert unknown.returncode == 1 and "no table 'x'; expected one of: t" in unknown.stderr
+
+
+def test_a_missing_folder_is_named(root: Path, tmp_path: Path) -> None:
+    """With what to do; nothing is made."""
+    to = tmp_path / "out" / "t.npz"
+    raw_tensor(root)
+    found = run_tableside("export", "demo", "t", "--to", to, root=root)
+    assert found.returncode == 1 and f"there is no folder {to.parent}; make it first, or choose another file" in found.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_name_makes_the_file_a_checkpoint_of_that_table(suffix: str, root: Path, tmp_path: Path) -> None:
+    """Its first model.toml calls the table so, and finds its ids; values are what they were."""
+    tensor, path = raw_tensor(root), tmp_path / f"t{suffix}"
+    done = run_tableside("export", "demo", "t", "--to", path, "--name", "user", root=root)
+    assert done.returncode == 0, done.stderr
+    (table,) = first_model(path, None, RowFormat.INT8, tmp_path)[0].tables
+    assert (table.name, table.key, table.raw) == ("user", "user.weight", RawIds("user.ids"))
+    np.testing.assert_array_equal(read(path)["user.weight"], tensor.numpy())
+
+
+def test_a_name_is_nothing_to_parquet(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="a file of Parquet names no tensors; leave the name 'user' out"):
+        export(raw_tensor(root), tmp_path / "t.parquet", name="user")
 
 
 def test_progress_comes_to_its_end(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

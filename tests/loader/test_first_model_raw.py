@@ -47,6 +47,19 @@ def test_torchrecs_mpzch(tmp_path: Path) -> None:
     assert table.raw.key == "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
 
 
+def test_identities_without_vectors_are_named(tmp_path: Path) -> None:
+    """Ids beside which no vectors of as many rows are found are left out, and `tableside init` says so; other tensors of int64
+    are no ids, and only the file tells of them."""
+    key = "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
+    arrays = {"item.ids": ids_of(40), "item.weight": rows_of(40, 4), key: ids_of(7)[:, None], "step": np.arange(3)}
+    np.savez(tmp_path / "c.npz", **arrays)  # type: ignore[arg-type]
+    found = run_tableside("init", tmp_path / "c.npz", "--out", tmp_path / "model.toml")
+    assert found.returncode == 0, found.stderr
+    assert f"left out: {key}: ids, and no vectors of as many rows are found by their name" in found.stdout
+    assert "step" not in found.stdout and "item.ids" not in found.stdout
+    assert {"step", key} <= {line.split(":")[0] for line in propose(tmp_path / "c.npz", tmp_path)[1]}
+
+
 def test_a_format_that_says_where_ids_are(tmp_path: Path) -> None:
     """A DynamicEmb dump: no id_key is written."""
     (tmp_path / "dump").mkdir()

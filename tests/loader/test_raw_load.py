@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ def test_one_thread_and_two_write_the_same_segment(root: Path, tmp_path: Path, t
         publish_raw(tmp_path, root, tables, {"t": {"missing": "zero"}}, settings=LoadSettings(threads=count))  # type: ignore[arg-type]
     one, two = (Model(root, "demo").attach(version) for version in (1, 2))
     assert one.content() == two.content()
+
+
+def test_progress_counts_ids_and_then_rows(root: Path, tmp_path: Path) -> None:
+    """Ids of the checkpoint and of the older version three times, as they are counted, put into buckets and placed; then rows."""
+    publish_raw(tmp_path, root, {"t": (IDS[:100] ^ 1, VALUES[:100])})
+    seen: list[tuple[int, int]] = []
+    of = {"t": {"missing": "backfill:demo@1"}}
+    publish_raw(tmp_path, root, {"t": (IDS, VALUES)}, of, progress=lambda done, total: seen.append((done, total)))
+    start = seen.index((0, 1000))
+    assert seen[start - 1] == (3300, 3300) and {total for _, total in seen[:start]} == {3300}
+    assert seen[-1] == (1000, 1000) and {total for _, total in seen[start:]} == {1000}
+    assert all(before[0] <= after[0] for part in (seen[:start], seen[start:]) for before, after in pairwise(part))
+    assert len(seen[:start]) > 5, "told as it goes, not at the end alone"
 
 
 def test_rows_lie_by_bucket(root: Path, tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def test_an_owner_that_is_not_there(root: Path) -> None:
         again(root, 1, 3)
 
 
+def test_another_number_of_owners_than_there_is(root: Path) -> None:
+    """The error tells which owners there are, and which number to say; also where the whole model is not published."""
+    publish_tables(root, {"t": raw(RANDOM[:100])})
+    again(root, 3)
+    publish_tables(root, {"t": raw(RANDOM[:100])}, "demo-owner-x")
+    there = r"of model 'demo' there is: the whole model \(--from 1\), 3 of 3 owners \(--from 3\); say with --from"
+    with pytest.raises(VersionError, match=rf"'demo-owner-0-of-2' is not published in .*; {there}"):
+        again(root, 1, 2)
+    Model(root, "demo").remove_all()
+    Model(root, "demo-owner-1-of-3").remove_all()
+    with pytest.raises(VersionError, match=r"'demo' is not published in .* there is: 2 of 3 owners \(--from 3\)"):
+        again(root, 2)
+    with pytest.raises(VersionError, match=r"'other' is not published in .*; of model 'other' there is: nothing"):
+        reshard(root, "other", 2)
+
+
 def test_another_model_under_an_owners_name(root: Path) -> None:
     publish_tables(root, {"t": raw(RANDOM[:100])})
     again(root, 2)
