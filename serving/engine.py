@@ -41,9 +41,10 @@ class Engine:
         max_response_bytes: int,
         scorer_limits: ScorerLimits = NO_LIMITS,
         gpu_from_ids: int = 0,
+        scores: bool = True,
     ) -> None:
-        """gpu_from_ids: where versions are on a GPU, the CPU looks up requests of fewer ids."""
-        self.model, self._scorer_limits = model, scorer_limits
+        """gpu_from_ids: where versions are on a GPU, the CPU looks up requests of fewer ids. scores: open their scorers."""
+        self.model, self._scorer_limits, self._scores = model, scorer_limits, scores
         self._placer = placer
         self._gpu_from_ids = gpu_from_ids
         self._backend, self._threads, self._verify = backend, threads, verify
@@ -91,7 +92,9 @@ class Engine:
                 segment,
                 self._placer.gpu or self._backend,
                 self._placer.place(segment, replaced),
-                scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits),
+                scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits)
+                if self._scores
+                else None,
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
                 verified_at=time.time() if self._verify == "full" else 0.0,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource
+from tableside.quant.ids import RowMap
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
 from tableside.serving.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
@@ -248,16 +249,12 @@ class ServedVersion:
 
 def _end_ids(table: RowSource) -> NDArray[np.int64]:
     """Ids of a table's first and last row; one id where each gets the default row; none where each is refused."""
-    row_map = table.row_map
-    if row_map is None:
-        return np.array([0, table.rows - 1], np.int64)
-    if row_map.index is not None and row_map.index.slots:
-        kept = np.concatenate([row_map.index.ids[:_ENDS], row_map.index.ids[-_ENDS:]])
-        here = kept[row_map.find(kept) >= 0]  # a row without an id may keep one of another share of the table
-        if here.size:
-            return here[[0, -1]]
-    if row_map.index is None and row_map.count:
-        return np.array([row_map.first, row_map.first + row_map.count - 1], np.int64)
+    row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+    rows = row_map.count if row_map.index is None else row_map.index.slots
+    ends = ((0, min(_ENDS, rows)), (max(0, rows - _ENDS), rows))
+    ids = np.concatenate([row_map.rows_with_ids(start, stop)[1] for start, stop in ends])
+    if ids.size:
+        return ids[[0, -1]]
     return np.zeros(0 if row_map.default_row is None else 1, np.int64)
 
 

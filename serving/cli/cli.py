@@ -118,6 +118,7 @@ def _add_shards(command: _AddCommand) -> None:
     p.add_argument("--to", type=Path, required=True, metavar="FILE", help="a .parquet, .npz or .safetensors file to write")
     p.add_argument("--version", type=_count(1), help="the version (default: the live one)")
     p.add_argument("--format", choices=VALUE_FORMATS, default=VALUE_FORMATS[0], help="of the values (default: %(default)s)")
+    p.add_argument("--name", help="what .npz and .safetensors call it: NAME.ids, NAME.weight (default: ids, weights)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
 
     p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")

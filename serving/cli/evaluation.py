@@ -87,6 +87,10 @@ def _print_report(report: "Report") -> None:
             figures = ("-" if x is None else f"{x:.6f}" for x in (q.log_loss, q.ne, q.auc, q.calibration))
             table.add_row(f"{title}  {name}", f"{q.rows:,}", f"{q.positives:,}", *figures)
     console.print(table)
+    for name, tables in zip(report.candidates, report.ids_without_row_total, strict=True):
+        for where, reasons in sorted(tables.items()):
+            counts = ", ".join(f"{reason} {ids:,}" for reason, ids in reasons.items())
+            console.print(f"{name}: ids_without_row_total of table {where}: {counts}")
     if report.ne_increase is not None:
         console.print(f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}")
     if report.passed is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from tableside.loader.errors import SegmentError, VersionError
-from tableside.loader.first_model import first_model
+from tableside.loader.first_model import IDS_ALONE, first_model
 from tableside.loader.hps import hps_model, hps_text, is_hps
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import load as load_model
@@ -54,6 +54,9 @@ def init(options: argparse.Namespace) -> int:
     else:
         spec, skipped = first_model(*asked)
         text = write_model(spec, skipped)
+        for line in skipped:
+            if line.endswith(IDS_ALONE):
+                console.print(f"left out: {line}", markup=False)
     out.write_text(text, encoding="utf-8")
     names = ", ".join(t.name for t in spec.tables)
     console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
@@ -102,10 +105,13 @@ def parse_bytes(text: str) -> int:
 
 def describe_load(loaded: Loaded) -> str:
     """A line about a load that is done: tables, bytes, time, pages."""
-    ratio = loaded.header.fp32_bytes / loaded.segment_bytes
+    fp32, stored = loaded.header.fp32_bytes, loaded.segment_bytes
+    against = (
+        f"{fp32 / stored:.1f} x less than fp32" if stored <= fp32 or not fp32 else f"{stored / fp32:.1f} x the bytes of fp32"
+    )
     return (
         f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
-        f"({ratio:.1f} x less than fp32) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
+        f"({against}) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
         f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
     )
 

@@ -22,7 +22,7 @@ def export(options: argparse.Namespace) -> int:
     settings = RootSettings(**given(options, RootSettings))
     tensor = Model(settings.root, options.model, settings.owner).tensor(options.table, options.version)
     with progress_bar(options.table) as progress:
-        written = export_tensor(tensor, to, options.format, progress)
+        written = export_tensor(tensor, to, options.format, progress, options.name)
     console.print(f"wrote {written.path}: {written.rows:,} rows of dim {written.dim} in {options.format}, {mb(written.bytes)}")
     return 0
 

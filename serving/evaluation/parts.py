@@ -1,6 +1,6 @@
 """Parts of an evaluation: the scores of one shard each, in a file that is whole and as it was written, or made again.
 
-OUT/parts/00000.parquet       row, label, score_0 (and score_1 of --against, slice)
+OUT/parts/00000.parquet       row, label, score_0 (and score_1 of --against, slice); metadata: ids without a row
 OUT/parts/00000.parquet.xxh3  "XXH3_", hex xxh3-64 of that file's bytes, its name: what `xxhsum --check` reads
 OUT/parts/00000.partial-PID   what a process is writing
 
@@ -9,6 +9,7 @@ makes a part that is there, so a kill leaves a checksum without a part at worst.
 """
 
 import io
+import json
 import logging
 import os
 from pathlib import Path
@@ -20,7 +21,7 @@ import xxhash
 
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
-from tableside.serving.evaluation.work import Job
+from tableside.serving.evaluation.work import WITHOUT_ROW, Job, WithoutRow
 
 logger = logging.getLogger("tableside")
 
@@ -79,6 +80,12 @@ def _read(job: Job, shard: Shard) -> pa.Table:
     if not np.array_equal(part.column("row").to_numpy(), np.arange(shard.start, shard.start + shard.rows)):
         raise DamagedPart(f"it does not hold rows [{shard.start}, {shard.start + shard.rows}) once each")
     return part
+
+
+def without_row(part: pa.Table, candidates: int) -> list[WithoutRow]:
+    """The ids without a row of a part, for each candidate; none where an earlier release wrote it."""
+    found: list[WithoutRow] = json.loads((part.schema.metadata or {}).get(WITHOUT_ROW, b"[]"))
+    return found or [{} for _ in range(candidates)]
 
 
 def remove_partials(parts: Path, pid: int | None = None) -> None:

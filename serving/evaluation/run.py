@@ -23,11 +23,11 @@ from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation import sources
 from tableside.serving.evaluation.data import Shard, data_files, plan_shards
-from tableside.serving.evaluation.parts import find_part, remove_partials
+from tableside.serving.evaluation.parts import find_part, remove_partials, without_row
 from tableside.serving.evaluation.pool import Pool
 from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
-from tableside.serving.evaluation.work import Candidate, Job
+from tableside.serving.evaluation.work import Candidate, Job, WithoutRow
 from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 
@@ -58,7 +58,8 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of an evaluation. overall, slices: for each candidate, in order; rows_per_s: of the rows scored in this run."""
+    """The figures of an evaluation. overall, slices, ids_without_row_total: for each candidate, in order; rows_per_s: of the rows
+    scored in this run."""
 
     candidates: tuple[str, ...]
     rows: int
@@ -66,6 +67,7 @@ class Report:
     seconds: float
     overall: tuple[Quality, ...]
     slices: Mapping[str, tuple[Quality, ...]]
+    ids_without_row_total: tuple[WithoutRow, ...]
     ne_increase: float | None
     passed: bool | None
 
@@ -121,9 +123,9 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
         started = time.monotonic()
         _score(job, settings, left, advance)
         seconds += time.monotonic() - started
-        columns, left = _columns(job, shards)
+        columns, counts, left = _columns(job, shards)
         if not left:
-            return _report(job, settings, columns, resumed, seconds)
+            return _report(job, settings, columns, counts, resumed, seconds)
         advance(-sum(s.rows for s in left))
     raise ServingError(
         f"{job.part(left[0])} was not read as it had been written, {_TRIES} times over; check the disk, or choose another --out"
@@ -143,19 +145,24 @@ def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: C
         remove_partials(job.parts)
 
 
-def _columns(job: Job, shards: Sequence[Shard]) -> tuple[dict[str, NDArray[Any]], list[Shard]]:
-    """The columns of all parts, in order; and the shards whose part was damaged or removed since it was written."""
+def _columns(job: Job, shards: Sequence[Shard]) -> tuple[dict[str, NDArray[Any]], list[WithoutRow], list[Shard]]:
+    """The columns of all parts, in order; ids without a row; and the shards whose part was damaged or removed since."""
     found: dict[str, list[NDArray[Any]]] = {}
+    counts: list[WithoutRow] = [{} for _ in job.candidates]
     left = []
     for shard in shards:
         part = find_part(job, shard)
         if part is None:
             left.append(shard)
             continue
+        for total, of_part in zip(counts, without_row(part, len(counts)), strict=True):
+            for table, reasons in of_part.items():
+                to = total.setdefault(table, {})
+                to.update({reason: to.get(reason, 0) + ids for reason, ids in reasons.items()})
         for name in part.column_names:
             values = part.column(name)
             found.setdefault(name, []).append(values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object))
-    return {name: np.concatenate(parts) for name, parts in found.items()}, left
+    return {name: np.concatenate(parts) for name, parts in found.items()}, counts, left
 
 
 def check_out(out: Path) -> None:
@@ -246,7 +253,14 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
     remove_partials(job.parts)
 
 
-def _report(job: Job, settings: EvalSettings, columns: Mapping[str, NDArray[Any]], resumed: int, seconds: float) -> Report:
+def _report(
+    job: Job,
+    settings: EvalSettings,
+    columns: Mapping[str, NDArray[Any]],
+    counts: Sequence[WithoutRow],
+    resumed: int,
+    seconds: float,
+) -> Report:
     labels, scores = columns["label"], [columns[f"score_{n}"] for n in range(len(job.candidates))]
     overall = tuple(quality(labels, s) for s in scores)
     slices = {}
@@ -260,7 +274,8 @@ def _report(job: Job, settings: EvalSettings, columns: Mapping[str, NDArray[Any]
         increase = overall[0].ne - overall[1].ne
     if settings.max_ne_increase is not None:
         passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
-    report = Report(tuple(map(str, job.candidates)), len(labels), resumed, seconds, overall, slices, increase, passed)
+    names = tuple(map(str, job.candidates))
+    report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), increase, passed)
     figures = {**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}
     write_record(settings.out / "report.json", figures)
     return report

@@ -1,7 +1,8 @@
 """What one process of an evaluation does: attach the versions once, then score shard after shard."""
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
 from tableside.loader.versions import Model
 from tableside.quant import choose
+from tableside.quant.contract import Unfound
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
@@ -26,6 +28,8 @@ from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
 _Item = TypeVar("_Item")
+WithoutRow = dict[str, dict[str, int]]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
+WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,10 @@ class Evaluator:
         self._fused.restore()
 
     def score(self, shard: Shard) -> pa.Table:
-        """A shard's rows: row, label, score_0 (and score_1, slice). DataError: the data does not fit the model."""
+        """A shard's rows: row, label, score_0 (and score_1, slice); in its metadata ids without a row.
+
+        DataError: the data does not fit the model.
+        """
         try:
             return self._table(shard)
         except pa.ArrowException as error:
@@ -147,6 +154,7 @@ class Evaluator:
     def _table(self, shard: Shard) -> pa.Table:
         labels, slices, starts = [], [], []
         scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
+        without_row: list[WithoutRow] = [{} for _ in self.served]
         for rows, looked_up in self._looked_up(shard):
             labels.append(labels_of(rows, self.job.label))
             starts.append(np.arange(rows.start, rows.start + rows.size))
@@ -155,13 +163,15 @@ class Evaluator:
             with self._tables_away():
                 for served, batch, found in zip(self.served, looked_up, scores, strict=True):
                     found.append(self._score(served, rows, batch))
+            for batch, counts in zip(looked_up, without_row, strict=True):
+                batch.count(counts)
         columns: dict[str, Any] = {"row": np.concatenate(starts), "label": np.concatenate(labels)}
         columns |= {f"score_{n}": np.concatenate(found) for n, found in enumerate(scores)}
         if self.job.slice_by is not None:
             columns["slice"] = pa.chunked_array(slices, pa.string())
         if len(columns["row"]) != shard.rows:
             raise DataError(f"{shard.file}: {len(columns['row'])} rows were read where {shard.rows} were; it changed meanwhile")
-        return pa.table(columns)
+        return pa.table(columns).replace_schema_metadata({WITHOUT_ROW: json.dumps(without_row)})
 
     def _looked_up(self, shard: Shard) -> Iterator[tuple[Rows, list["_LookedUp"]]]:
         """Batches of rows with their vectors; where a GPU looks up, those to come are read and looked up while one is scored."""
@@ -203,7 +213,7 @@ class Evaluator:
         try:
             request = served.lay_out(features, dense, score=True)
             inputs = b"".join(part.data for part in parts)
-            return _LookedUp(request, inputs, request.run(inputs))
+            return _LookedUp(request, inputs, *request.look_up(inputs))
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
 
@@ -225,8 +235,17 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class _LookedUp:
-    """Rows that are scored together, as one request: its inputs, and its vectors."""
+    """Rows that are scored together, as one request: its inputs, its vectors, and what was not found."""
 
     request: Request
     inputs: bytes
     buffer: NDArray[np.uint8]
+    unfound: Sequence[Unfound] | None
+
+    def count(self, to: WithoutRow) -> None:
+        """Adds what was not found, by the tables that were asked."""
+        for table, unfound in zip(self.request.tables, self.unfound or (), strict=False):
+            for reason, ids in unfound._asdict().items():
+                if ids:
+                    of_table = to.setdefault(table, {})
+                    of_table[reason] = of_table.get(reason, 0) + ids

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.serving.errors import bad_request, short
+from tableside.serving.errors import ApiError, bad_request, short
 from tableside.serving.http.tensors import DTYPES
 
 Counts = NDArray[np.int64]
@@ -108,11 +108,13 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
     flat = flatten(data)
     kinds = set(map(type, flat))
     allowed = {int, float} if datatype == "FP32" else {int}
+    dtype = DTYPES[datatype]
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
+        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63:  # what the parser makes of an integer that int64 does not hold
+            raise _outside(name, datatype, flat, at)
         expected = "a number" if datatype == "FP32" else "an integer"
         raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
-    dtype = DTYPES[datatype]
     try:
         with np.errstate(over="ignore"):
             array = np.array(flat, dtype)
@@ -123,9 +125,14 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
     except OverflowError:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         at = next(i for i, x in enumerate(flat) if not low <= x <= high)
-        raise bad_request(
-            f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{low}, {high}]"
-        ) from None
+        raise _outside(name, datatype, flat, at) from None
+
+
+def _outside(name: str, datatype: str, flat: list[Any], at: int) -> ApiError:
+    info = np.iinfo(DTYPES[datatype])
+    return bad_request(
+        f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{info.min}, {info.max}]"
+    )
 
 
 def flatten(data: Any) -> list[Any]:

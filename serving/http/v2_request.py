@@ -17,7 +17,7 @@ from tableside.serving.errors import bad_request, short
 from tableside.serving.http import kjt
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
-from tableside.serving.places import Buffer, DenseInput, Output, mask_name, masked_feature
+from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
@@ -60,7 +60,8 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> In
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
     request = served.lay_out(features, given, score, together, found=_wants_found(header))
-    outputs = _outputs(header, request, served.features)
+    masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
+    outputs = _outputs(header, request, served.features, masks)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
@@ -170,7 +171,10 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
         )
 
 
-def _outputs(header: dict[str, Any], request: Request, features: Container[str]) -> tuple[tuple[Output, bool], ...]:
+def _outputs(
+    header: dict[str, Any], request: Request, features: Container[str], masks: Sequence[str]
+) -> tuple[tuple[Output, bool], ...]:
+    """What the response shows, and which of it as bytes. features: of the model; masks: that could be asked for."""
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
     by_name = {o.feature: o for o in request.outputs}
     asked = header.get("outputs", [])
@@ -182,7 +186,7 @@ def _outputs(header: dict[str, Any], request: Request, features: Container[str])
     for entry in asked:
         name = entry.get("name")
         if not isinstance(name, str) or name not in by_name:
-            known = ", ".join(by_name)
+            known = ", ".join(dict.fromkeys([*by_name, *masks]))
             feature = masked_feature(name) or name if isinstance(name, str) else None
             if isinstance(feature, str) and feature in features:
                 raise bad_request(f"output {short(name)} was asked for without its input; send {feature} or {feature}.values")

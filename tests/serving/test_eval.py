@@ -183,12 +183,18 @@ def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path,
     columns["user_id"] = raw["user"][columns["user_id"]].tolist()
     columns["clicked"] = [raw["item"][clicked].tolist() for clicked in columns["clicked"]]
     out = tmp_path / "out"
-    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out)
+    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--batch", 150, "--shard-rows", 200)
     if missing == "error":
         assert result.returncode == 1 and "feature 'user': id 4242 at position" in result.stderr, result.stderr
         return
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), wanted, rtol=1e-4, atol=1e-6)
+    lacks = {"user": columns["user_id"].count(4242), "item": sum(c.count(4242) for c in columns["clicked"])}
+    report = json.loads((out / "report.json").read_text())
+    assert report["ids_without_row_total"] == [{table: {"missing": count} for table, count in lacks.items()}]
+    assert f"ctr@1: ids_without_row_total of table user: missing {lacks['user']}" in result.stdout
+    again = evaluate(root, "ctr", tmp_path / "data-parquet", "--out", out, "--batch", 150, "--shard-rows", 200)
+    assert again.returncode == 0 and f"of table item: missing {lacks['item']}" in again.stdout, again.stderr
 
 
 def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def test_a_record_that_cannot_be_read_changes_nothing(
     record.write_text("{")
     assert [engine.changed() for _ in range(3)] == [None, None, None]
     assert engine.served().version == 1
-    assert len([r for r in caplog.records if "cannot see which version of demo is live" in r.message]) == 1
+    # pytest listens at loggers that do not propagate, too, so one record may be there twice.
+    assert len({id(r) for r in caplog.records if "cannot see which version of demo is live" in r.message}) == 1
     record.write_text(whole)
     publish({"t": rows_of(10, 8)})
     assert engine.changed() == 2
