@@ -8,6 +8,8 @@ A bound module is copied without its rows: copies share the segment. Its pickle 
 """
 
 import ctypes
+import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +23,8 @@ from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, ROW
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("tableside")
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,16 @@ def init_tbe(
     *,
     pooling: Pooling = Pooling.SUM,
     device: str = "cpu",
-    weight_init_device: str = "meta",
+    weight_init_device: str | None = "meta",
     half: bool = False,
+    feature_tables: Sequence[int] | None = None,
 ) -> Any:
     """An IntNBitTableBatchedEmbeddingBagsCodegen with its metadata on `device` and its weights on `weight_init_device`.
 
-    meta: no weight is allocated. cpu: zeros, to be filled by the caller. Until `bind`, a forward pass on meta weights fails.
-    LoaderError: another weight_init_device. MissingBackend: torch or FBGEMM is not installed.
+    meta: no weight is allocated. cpu: zeros, to be filled by the caller through `split_embedding_weights`. None: FBGEMM's own
+    allocation on `device`. Until `bind` or `place`, a forward pass with weights elsewhere than `device` is a LoaderError.
+    feature_tables: the table of each feature, by its index; None: each table has one. LoaderError: another weight_init_device.
+    MissingBackend: torch or FBGEMM is not installed.
     """
     check_pair()
     import torch
@@ -59,11 +66,11 @@ def init_tbe(
 
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
-    if weight_init_device not in ("meta", "cpu"):
-        raise LoaderError(f"weight_init_device is {weight_init_device!r}; expected meta or cpu")
+    check_device(weight_init_device)
     location = EmbeddingLocation.HOST if device == "cpu" else EmbeddingLocation.MANAGED
     module = IntNBitTableBatchedEmbeddingBagsCodegen(
         [(t.name, t.rows, t.dim, SPARSE_TYPES[t.row_format], location) for t in tables],
+        feature_table_map=None if feature_tables is None else list(feature_tables),
         pooling_mode=PoolingMode[pooling.name],
         device=device,
         output_dtype=SPARSE_TYPES[RowFormat.FP16 if half else RowFormat.FP32],
@@ -72,9 +79,62 @@ def init_tbe(
         fp8_exponent_bits=FP8_EXPONENT_BITS,
         fp8_exponent_bias=FP8_EXPONENT_BIAS,
     )
+    if weight_init_device is None:
+        module.initialize_weights()
+        return module
     size = module.host_size or module.uvm_size
     _assign(module, torch.zeros(size, dtype=torch.uint8, device=weight_init_device))
+    module.initialize_logical_weights_placements_and_offsets()
+    module.weight_initialized = True  # so that slices are given; `guard` refuses forward passes
+    guard(module, weight_init_device)
     return module
+
+
+def fbgemm_module(
+    segment: Segment,
+    features: Sequence[str],
+    *,
+    pooling: Pooling | None = None,
+    device: str = "cpu",
+    half: bool = False,
+) -> Any:
+    """`init_tbe` and `bind` in one call: features of a segment, or its tables where no feature has the name, in this order.
+
+    The module takes ids [n] and offsets [features × bags + 1] as FBGEMM's does, and gives [bags, total dim]. ids are row numbers
+    and are not checked. pooling: None: that of the features, which must agree; sum for tables. On a GPU the segment is
+    registered, and the module keeps the registration. LoaderError: a name, pooling or table that does not fit.
+    """
+    known = {f.name: f for f in segment.header.features}
+    stored = {t.name: t for t in segment.header.tables}
+    names = [known[name].table if name in known else name for name in features]
+    for name in names:
+        if name not in stored:
+            raise LoaderError(
+                f"{segment.path} has no feature or table {name!r}; it has: {', '.join(dict.fromkeys([*known, *stored]))}"
+            )
+        if stored[name].ids is not None:
+            raise LoaderError(
+                f"table {name!r} of {segment.path} has raw ids; FBGEMM's modules take row numbers alone, serve it instead"
+            )
+    if pooling is None:
+        poolings = sorted({known[name].pooling for name in features if name in known}) or ["sum"]
+        if len(poolings) > 1:
+            raise LoaderError(
+                f"the features pool by {' and '.join(poolings)}, a module by one; make one of each, or name a pooling"
+            )
+        pooling = Pooling[poolings[0].upper()]
+    tables = list(dict.fromkeys(names))
+    specs = [TbeTable(n, stored[n].rows, stored[n].dim, RowFormat.parse(stored[n].row_format)) for n in tables]
+    at = [tables.index(name) for name in names]
+    module = init_tbe(specs, pooling=pooling, device=device, half=half, feature_tables=at)
+    bind(module, segment, tables, None if device == "cpu" else _on_device(segment, device))
+    return module
+
+
+def _on_device(segment: Segment, device: str) -> "torch.Tensor":
+    from tableside.loader.registration import Registration
+
+    return Registration(segment, device).view(0, segment.size)
 
 
 def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.Tensor | None" = None) -> None:
@@ -100,6 +160,7 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
     _assign(module, _host_rows(segment) if weights is None else _shared(weights, None))
     module.weight_initialized = True
     module.segment = segment
+    unguard(module)
 
 
 @cache
@@ -140,6 +201,84 @@ def _host_rows(segment: Segment) -> Any:
 
     memory = (ctypes.c_uint8 * segment.size).from_address(segment.mapping.address)
     return _shared(torch.frombuffer(memory, dtype=torch.uint8), segment)
+
+
+# ---- weights elsewhere than the compute device ----
+
+
+def check_device(weight_init_device: str | None) -> None:
+    if weight_init_device not in ("meta", "cpu", None):
+        raise LoaderError(f"weight_init_device is {weight_init_device!r}; expected meta, cpu or None")
+
+
+def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
+    """Gives a module its weights on the compute device: these, or a copy of those that it began with.
+
+    weights: as many elements, of the same type, as `weights_of` has; they are not copied. A parameter is replaced by a new one:
+    make optimizers afterwards. LoaderError: they do not fit, lie elsewhere, or there is nothing to copy (meta).
+    """
+    import torch
+
+    name, initial = weights_of(module)
+    device = compute_device(module)
+    if weights is None:
+        if initial.device.type == "meta":
+            raise LoaderError(f"{type(module).__name__}.{name} is on meta and has no values to move; give `place` the weights")
+        weights = initial.detach().to(device)
+    if (weights.numel(), weights.dtype, weights.device.type) != (initial.numel(), initial.dtype, device.type):
+        raise LoaderError(
+            f"{type(module).__name__}.{name} has {initial.numel():,} elements of {initial.dtype} and belongs on {device}; found "
+            f"{weights.numel():,} of {weights.dtype} on {weights.device}"
+        )
+    weights = weights.detach().view(initial.shape)
+    is_parameter = isinstance(initial, torch.nn.Parameter)
+    setattr(module, name, torch.nn.Parameter(weights, requires_grad=initial.requires_grad) if is_parameter else weights)
+    unguard(module)
+
+
+def training_names() -> Any:
+    """FBGEMM's names for training modules, imported where FBGEMM is imported. MissingBackend: it is not installed."""
+    check_pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its CPU build has no lookups of SSDs, and warns of each
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+    return training
+
+
+def guard(module: Any, weight_init_device: str) -> None:
+    """Says that the weights of a module lie on another device, and refuses its forward passes until they are placed."""
+    name, weights = weights_of(module)
+    logger.info(
+        "%s: %s bytes of weights (%s) begin on %s, its metadata on %s; place them before a forward pass",
+        *(type(module).__name__, f"{weights.nbytes:,}", name, weight_init_device, compute_device(module)),
+    )
+    module.register_forward_pre_hook(_refuse_elsewhere)
+
+
+def unguard(module: Any) -> None:
+    for hook in [n for n, f in module._forward_pre_hooks.items() if f is _refuse_elsewhere]:
+        del module._forward_pre_hooks[hook]
+
+
+def weights_of(module: Any) -> tuple[str, "torch.Tensor"]:
+    """The one tensor that holds a module's weights, with its name."""
+    names = ("weights_host", "weights_dev", "weights_uvm", "weights")
+    return next((n, w) for n in names if (w := getattr(module, n, None)) is not None and w.numel())
+
+
+def compute_device(module: Any) -> "torch.device":
+    import torch
+
+    return torch.device("cpu") if module.use_cpu else torch.device(module.D_offsets.device)
+
+
+def _refuse_elsewhere(module: Any, _: Any) -> None:
+    name, weights = weights_of(module)
+    if weights.device.type != compute_device(module).type:
+        raise LoaderError(
+            f"{type(module).__name__}.{name} lies on {weights.device}, and the module computes on {compute_device(module)}; "
+            "bind it to a segment, or place its weights, before a forward pass"
+        )
 
 
 def _assign(module: Any, weights: "torch.Tensor") -> None:

@@ -4,6 +4,8 @@ Importing it checks that the installed fbgemm and torch belong together (`quant.
 """
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Pooling, RowSource, Table
+from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Lookup, Plan, Pooling, RowSource, Table, Unfound
 from tableside.quant.cpu import reference
 from tableside.quant.cpu.backend import CpuBackend, host_table
 from tableside.quant.errors import MissingBackend, QuantError
@@ -85,24 +87,87 @@ class Fbgemm(CpuBackend):
         ).numpy()
         return out
 
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
+        return _Together(self, lookups, threads)
 
-def operator(table: Table, half: bool = False) -> Any:
-    """FBGEMM's raw operator bound to one table: f(ids, offsets, pooling mode, weights | None) -> [bags, dim].
 
-    Nothing is checked: ids out of range read out of bounds. The caller keeps `table` alive.
+class _Together(Plan):
+    """A plan whose pooled lookups of as many bags are one call of the operator, as in FBGEMM's module over many tables.
+
+    The plan of one lookup after another checks all inputs, and calls `lookup` here, which notes what can wait.
     """
-    # A segment is mapped read-only and its array says so; torch warns of that, though the operator never writes.
-    memory = (ctypes.c_uint8 * table.packed.size).from_address(table.address)
-    packed = torch.frombuffer(memory, dtype=torch.uint8)
-    widest = {f: table.dim if f is table.row_format else 0 for f in RowFormat}
+
+    def __init__(self, backend: Fbgemm, lookups: Sequence[Lookup], threads: int) -> None:
+        self._backend, self._lookups, self._threads = backend, lookups, threads
+
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        noted = _Noted(self._backend)
+        unfound = CpuBackend.plan(noted, self._lookups, self._threads).run(inputs, outputs)
+        noted.look_up()
+        return unfound
+
+
+class _Noted(Fbgemm):
+    """Lookups of one run: pooled ones by what they must have in common to be one call."""
+
+    def __init__(self, backend: Fbgemm) -> None:
+        self._backend = backend
+        self._together: dict[tuple[Any, ...], list[tuple[Table, Ids, Lengths, Any, Floats]]] = {}
+
+    def lookup(
+        self,
+        table: RowSource,
+        ids: Ids,
+        lengths: Lengths | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        weights: NDArray[np.float32] | None = None,
+        half: bool = False,
+        out: Floats | None = None,
+        threads: int = 1,
+    ) -> Floats:
+        if lengths is None or out is None:
+            how: dict[str, Any] = {"pooling": pooling, "weights": weights, "half": half, "out": out, "threads": threads}
+            return self._backend.lookup(table, ids, lengths, **how)
+        key = (pooling, lengths.size, weights is None, half)
+        self._together.setdefault(key, []).append((host_table(table), ids, lengths, weights, out))
+        return out
+
+    def look_up(self) -> None:
+        """Runs what was noted. ids and lengths were checked."""
+        for (pooling, bags, unweighted, half), lookups in self._together.items():
+            tables, ids, lengths, weights, outs = zip(*lookups, strict=True)
+            offsets = torch.zeros(len(tables) * bags + 1, dtype=torch.int64)
+            torch.cumsum(torch.from_numpy(np.concatenate(lengths)).long(), 0, out=offsets[1:])
+            weight = None if unweighted else torch.from_numpy(np.concatenate(weights))
+            found = operator(tables, half)(torch.from_numpy(np.concatenate(ids)), offsets, _POOLING[pooling], weight).numpy()
+            at = 0
+            for table, out in zip(tables, outs, strict=True):
+                out[:] = found[:, at : at + table.dim]
+                at += table.dim
+
+
+def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
+    """FBGEMM's raw operator bound to tables: f(ids, offsets, pooling mode, weights | None) -> [bags, dims of all tables].
+
+    ids and offsets are those of all tables, one after another, each with as many bags. Nothing is checked: ids out of range read
+    out of bounds. The caller keeps `tables` alive.
+    """
+    tables = (tables,) if isinstance(tables, Table) else tables
+    # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read. A segment is
+    # mapped read-only and its array says so; torch warns of that, though the operator never writes.
+    start, end = min(t.address for t in tables), max(t.address + t.packed.size for t in tables)
+    packed = torch.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), dtype=torch.uint8)
+    widest = {f: max((t.dim for t in tables if t.row_format is f), default=0) for f in RowFormat}
+    dims = [0, *accumulate(t.dim for t in tables)]
     fixed = (
         packed,
         _NO_WEIGHTS,
-        torch.tensor([EmbeddingLocation.HOST.value], dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int64),
-        torch.tensor([SPARSE_TYPES[table.row_format].as_int()], dtype=torch.uint8),
-        torch.tensor([0, table.dim], dtype=torch.int32),
-        table.dim,
+        torch.full((len(tables),), EmbeddingLocation.HOST.value, dtype=torch.int32),
+        torch.tensor([t.address - start for t in tables], dtype=torch.int64),
+        torch.tensor([SPARSE_TYPES[t.row_format].as_int() for t in tables], dtype=torch.uint8),
+        torch.tensor(dims, dtype=torch.int32),
+        dims[-1],
         widest[RowFormat.INT2],
         widest[RowFormat.INT4],
         widest[RowFormat.INT8],
