@@ -13,7 +13,7 @@ and then takes other memory instead. Weights that are freed at a later point (`f
 which waits there for the rest of the copy.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 
-from tableside.quant.gpu.stash_registry import StashError, StashRegistry, Weights
+from tableside.quant.gpu.stash_find import modules_of, more_weights
+from tableside.quant.gpu.stash_guard import Guard, StashError
+from tableside.quant.gpu.stash_registry import StashRegistry, Weights
+from tableside.quant.gpu.stash_transfers import Transfer
 
 __all__ = ["Restore", "StashError", "points", "registry", "stash_embedding_weights"]
 
@@ -49,7 +52,7 @@ def stash_embedding_weights(
     """
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     names = ", ".join(type(m).__name__ for m in given) or "no module"
-    found = _embedding_weights(given)
+    found = embedding_weights(given)
     if not found:
         raise StashError(f"{names}: no embedding weights; expected nn.EmbeddingBag, nn.Embedding or a module with weights_dev")
     for w in found:
@@ -68,15 +71,17 @@ def stash_embedding_weights(
     return Restore(chosen, stream, frees)
 
 
-def _embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
+def embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
     """All embedding weights that take memory, each with the modules that use it. Weights that share memory are one."""
     found: dict[int, Weights] = {}
-    for module in (m for given in modules for m in given.modules()):
+    searched = list(modules_of(modules))
+    for module in searched:
         is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         tensor = module.weight if is_embedding else getattr(module, "weights_dev", None)
-        if isinstance(tensor, torch.Tensor) and (tensor.untyped_storage().nbytes() or registry.holder(tensor.untyped_storage())):
-            found.setdefault(tensor.untyped_storage()._cdata, Weights(tensor))
-    for module in dict.fromkeys(m for given in modules for m in given.modules()):
+        for w in (tensor, *more_weights(module)):
+            if isinstance(w, torch.Tensor) and (w.untyped_storage().nbytes() or registry.holder(w.untyped_storage())):
+                found.setdefault(w.untyped_storage()._cdata, Weights(w))
+    for module in searched:
         its = [*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)]
         storages = {t.untyped_storage()._cdata for t in its if isinstance(t, torch.Tensor)}
         for storage in storages & found.keys():
@@ -111,12 +116,14 @@ class Restore:
         self._stream = stream if devices else None
         if self._stream is None and self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._copied: Any = None
-        self._back: Any = None
+        self._copied: Transfer | None = None
+        self._back: Transfer | None = None
         self.is_out = False
+        self.on_start: Callable[[], None] | None = None  # called when the weights begin to come back
         self._hooks: list[Any] = []
+        self._guards: list[Guard] = []
+        registry.lend_host_copies(weights)
         for w in weights:
-            w.host = registry.host_copy(w)
             if (before := registry.holder(w.storage)) is not None:
                 before()  # which was on its way back
                 before.remove_hooks()
@@ -132,14 +139,15 @@ class Restore:
 
     def _copy_out(self) -> None:
         self._after_current_stream()
-        with self._copying():
+        with self._copying("out", self.bytes) as self._copied:
             for w in self._weights:
                 assert w.host is not None
                 w.host.copy_(w.seen(), non_blocking=True)
-            self._copied = self._mark()
         self.is_out = True
         for w in self._weights:
             registry.hold(self, w)
+            what = f"weights of {type(w.users[0]).__name__}, {w.bytes:,} bytes,"
+            self._guards.append(Guard(what, w.storage._cdata, w.users, self))
             for user in w.users:
                 self._hooks += [
                     user.register_forward_pre_hook(lambda *_: self()),
@@ -181,6 +189,8 @@ class Restore:
         """
         if not self.is_out:
             return
+        if self.on_start is not None:
+            self.on_start()
         away = [w for w in self._weights if w.is_freed]
         grown: list[Weights] = []
         for w in away:
@@ -195,12 +205,11 @@ class Restore:
                     f"whole: make room, and restore again ({str(error).splitlines()[0]})"
                 ) from error
         self._after_current_stream()
-        with self._copying():
+        with self._copying("back", sum(w.bytes for w in away)) as self._back:
             for w in away:
                 assert w.host is not None
                 w.seen().copy_(w.host, non_blocking=True)
                 w.is_freed = False
-            self._back = self._mark()
         self.is_out = False
 
     def wait(self, *_: Any) -> None:
@@ -209,6 +218,8 @@ class Restore:
         self.start()
         self._wait_for(self._copied)  # who changes them next must not change what is being copied out
         self._wait_for(self._back)
+        for guard in self._guards:
+            guard.is_away = False
         for w in self._weights:  # they may have been stashed again meanwhile
             if (holder := registry.holder(w.storage)) is not None and holder is not self and holder.is_out:
                 holder.wait()
@@ -216,6 +227,21 @@ class Restore:
     def __call__(self, *_: Any) -> None:
         """Brings the weights back: `start`, then `wait`. The arguments of hooks are ignored. A second call does nothing."""
         self.wait()
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The copy out and the last copy back, as far as they began."""
+        return [t for t in (self._copied, self._back) if t is not None]
+
+    @property
+    def bytes_away(self) -> int:
+        """Of these weights, those that have no memory now."""
+        return sum(w.bytes for w in self._weights if w.is_freed)
+
+    def finish(self, timeout_s: float) -> None:
+        """The host waits for the copies that are under way. StashError: one takes longer than `timeout_s`."""
+        for transfer in self.transfers:
+            transfer.finish(timeout_s)
 
     def start_at(self, tensor: torch.Tensor) -> None:
         """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least one copy duration
@@ -228,30 +254,28 @@ class Restore:
             tensor.register_hook(self.wait)  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
-        """Removes the hooks of modules. Must not be called from within one, because torch is then iterating over them."""
+        """Removes the hooks of modules and its guards. Not to be called from within a hook: torch is then iterating over them."""
         for hook in self._hooks:
             hook.remove()
+        for guard in self._guards:
+            guard.remove()
         self._hooks.clear()
+        self._guards.clear()
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copying(self, direction: str, nbytes: int) -> Iterator[Transfer]:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):  # a stream of None: nothing
-            yield
+            transfer = Transfer(direction, nbytes, self._stream, registry.totals)
+            yield transfer
+            transfer.enqueued()
 
     def _after_current_stream(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _mark(self) -> Any:
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _wait_for(self, event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+    def _wait_for(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            transfer.wait()
 
 
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """What a process knows of stashed embedding weights: their copies in host memory, and who has them out of the GPU's memory."""
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -8,11 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tableside.quant.errors import QuantError
-
-
-class StashError(QuantError):
-    """Weights cannot be stashed, or cannot come back yet; none is lost."""
+from tableside.quant.gpu.stash_guard import StashError
+from tableside.quant.gpu.stash_transfers import StashCounts
 
 
 class Holder(Protocol):
@@ -22,6 +20,9 @@ class Holder(Protocol):
     """
 
     is_out: bool
+
+    @property
+    def bytes_away(self) -> int: ...
 
     def __call__(self, *_: Any) -> None: ...
 
@@ -47,8 +48,9 @@ class Weights:
 
 
 class StashRegistry:
-    """Host copies and holders of weights. While it watches, an optimizer's step first brings back what the optimizer has.
+    """Host copies and holders of weights, and what was counted (`counts`).
 
+    While it watches, an optimizer's step first brings back what the optimizer has.
     It refers to holders weakly: a `Restore` that is dropped is forgotten. `close` ends the watch.
     """
 
@@ -56,6 +58,15 @@ class StashRegistry:
         self._host_copies = WeakTensorKeyDictionary()
         self._holders: dict[int, weakref.ref[Any]] = {}  # the last holder of each storage, while it lives
         self._watch: Any = None
+        self.totals = StashCounts()  # without what is now
+
+    def counts(self) -> StashCounts:
+        """What stashing did so far, and what is away now. `wait_s` is of waits that are over."""
+        self.totals.collect()
+        holders = [holder for reference in self._holders.values() if (holder := reference()) is not None]
+        away = sum(holder.bytes_away for holder in {id(h): h for h in holders}.values())
+        held = sum(host.numel() for host in self._host_copies.values())  # type: ignore[no-untyped-call]
+        return replace(self.totals, bytes_away=away, host_bytes=held)
 
     def holder(self, storage: torch.UntypedStorage) -> Holder | None:
         """The last one that had a storage."""
@@ -69,6 +80,19 @@ class StashRegistry:
         if self._watch is None:
             self._watch = register_optimizer_step_pre_hook(self._before_step)
 
+    def lend_host_copies(self, weights: list[Weights]) -> None:
+        """Gives all of them their host copies. StashError: the host has no memory for one; then no new copy is kept."""
+        had = [w.tensor in self._host_copies for w in weights]
+        try:
+            for w in weights:
+                w.host = self.host_copy(w)
+        except StashError:
+            for w, before in zip(weights, had, strict=True):
+                w.host = None
+                if not before:
+                    self._host_copies.pop(w.tensor, None)  # type: ignore[no-untyped-call]
+            raise
+
     def host_copy(self, weights: Weights) -> torch.Tensor:
         """Page-locked memory for weights, uint8 [bytes], the same each time. StashError: the host has none."""
         host: torch.Tensor | None = self._host_copies.get(weights.tensor)  # type: ignore[no-untyped-call]
@@ -80,7 +104,8 @@ class StashRegistry:
             except RuntimeError as error:
                 reason = str(error).splitlines()[0]
                 raise StashError(
-                    f"the host has no {weights.bytes:,} bytes to page-lock for embedding weights ({reason})"
+                    f"the host has no {weights.bytes:,} bytes to page-lock for embedding weights ({reason}); "
+                    "stash less (most_bytes), or let other processes of this host lock less"
                 ) from error
             self._host_copies[weights.tensor] = host
         return host

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import tables
 import torch
+from fbgemm_kernels import trains
 from gates import gate, is_held, let_others_run
 from tables import table_of
 
 from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.stash import Restore, registry, stash_embedding_weights
+from tableside.quant.gpu.stash import Restore, StashError, registry, stash_embedding_weights
 from tableside.quant.gpu.stash_registry import Weights
+from tableside.quant.gpu.stash_training import TrainingStash
 
 pytestmark = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")
 
@@ -166,6 +168,83 @@ def test_weights_come_back_after_the_work_before(stashed: Stashed) -> None:
     restore()
     torch.cuda.synchronize()
     assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
+def test_a_transfer_that_is_held_is_an_error_after_its_time(stashed: Stashed) -> None:
+    """Out and back; what the main stream waited for the weights is counted when the wait is over, and not before."""
+    waited = registry.counts().wait_s
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore = stashed.stash(frees=False)
+        with pytest.raises(StashError, match=r"16,777,216 bytes of embedding weights were to be copied out .* still are not"):
+            restore.finish(0.05)
+        closed.open()
+        restore.finish(10.0)
+    restore.free()
+    with gate() as closed:
+        closed.hold(stashed.side)
+        restore()
+        with pytest.raises(StashError, match=r"16,777,216 bytes of embedding weights were to be copied back .* still are not"):
+            restore.finish(0.05)
+        assert registry.counts().wait_s == waited
+        closed.open()
+        torch.cuda.synchronize()
+    assert registry.counts().wait_s - waited >= 0.05
+    assert all((ms := t.copy_ms()) is not None and ms > 0 for t in restore.transfers)
+
+
+def test_a_training_stashes_on_the_stream_that_it_was_given(stashed: Stashed) -> None:
+    """As on a pipeline's memcpy stream: while that is held the main stream runs on after the lookup, and nothing was copied."""
+    stashing = TrainingStash(stashed.module, stream=stashed.side)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=tables.DEVICE)
+    stashed.module(ids).sum().backward()  # nothing is compiled or allocated for the first time while the gate is closed
+    torch.cuda.synchronize()
+    stashed.host.fill_(-1.0)
+    with gate() as closed:
+        closed.hold(stashed.side)
+        loss = stashed.module(ids).sum()
+        assert not is_held(stashed.main)
+        assert bool((stashed.host == -1.0).all()), "copied out, but not on the stream that was given"
+        closed.open()
+        torch.cuda.synchronize()
+    assert torch.equal(stashed.host, stashed.before)
+    loss.backward()
+    stashing.remove()
+    torch.cuda.synchronize()
+    assert torch.equal(stashed.weight.cpu(), stashed.before)
+
+
+@pytest.mark.filterwarnings("ignore:.*Failed to import.*:DeprecationWarning")
+def test_fbgemms_cache_of_uvm_rows_leaves_and_comes_back_in_a_training() -> None:
+    """Its module with rows in weights_uvm and a cache in HBM (EMO), stashed in each step (EMS): the same rows, bit for bit.
+
+    The cache is smaller than what is looked up over the steps, so that rows are evicted while others are dirty.
+    """
+    common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    if not trains():
+        pytest.skip("FBGEMM has no kernels for training here")
+    training = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    managed, cuda = common.EmbeddingLocation.MANAGED_CACHING, training.ComputeDevice.CUDA
+    found = []
+    for stashes in (False, True):
+        module = training.SplitTableBatchedEmbeddingBagsCodegen(
+            [(5000, 64, managed, cuda)], optimizer=training.OptimType.EXACT_ADAGRAD, learning_rate=0.1, cache_load_factor=0.1
+        )
+        generator = torch.Generator().manual_seed(0)
+        for weights in module.split_embedding_weights():
+            weights.copy_(torch.empty(weights.shape).uniform_(-1, 1, generator=generator))
+        stashing = TrainingStash(module) if stashes else None
+        for _ in range(6):
+            ids = torch.randint(0, 5000, (300,), generator=generator).to(tables.DEVICE)
+            out = module(ids, torch.arange(0, 301, 10, device=tables.DEVICE))
+            assert (module.lxu_cache_weights.untyped_storage().nbytes() == 0) == stashes
+            out.square().sum().backward()
+        if stashing is not None:
+            stashing.remove()
+        module.flush()
+        torch.cuda.synchronize()
+        found.append(module.weights_uvm.cpu().clone())
+    assert torch.equal(*found)
 
 
 def pinned(table: Table) -> torch.Tensor:

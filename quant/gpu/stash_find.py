@@ -1,0 +1,62 @@
+"""Where embedding weights lie in a model: torch's modules, FBGEMM's, and those in TorchRec's sharded collections.
+
+    nn.Embedding, nn.EmbeddingBag   weight
+    FBGEMM, fused with an optimizer weights_dev; where rows are in weights_uvm, lxu_cache_weights, their cache in HBM;
+                                    where the module computes on the CPU, weights_host
+    FBGEMM, dense                   weights
+
+weights_uvm, and weights_host beside a GPU, lie in the host's memory already and are left there. TorchRec's sharded collections
+keep their lookups in a plain list, `_lookups`, which torch does not search for modules; here it is searched.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+def modules_of(given: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The modules, their submodules, and TorchRec's lookups, each once."""
+    seen: set[int] = set()
+    waiting = list(given)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += [m for m in (*lookups_of(module), *reversed(module._modules.values())) if m is not None]
+
+
+def lookups_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The lookups of one of TorchRec's sharded collections, in order; of another module: none.
+
+    Some may be torch's DistributedDataParallel around a lookup (data-parallel tables).
+    """
+    lookups = getattr(module, "_lookups", None)
+    return [m for m in lookups if isinstance(m, torch.nn.Module)] if isinstance(lookups, list | tuple) else []
+
+
+def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """What looks embeddings up in a model, by a name for people: TorchRec's lookups, and embedding modules outside them."""
+    found: dict[str, torch.nn.Module] = {}
+    inside: set[int] = set()
+    for collection, module in enumerate(m for m in modules_of([model]) if lookups_of(m)):
+        for n, lookup in enumerate(lookups_of(module)):
+            inside |= {id(m) for m in modules_of([lookup])}
+            found[f"{type(module).__name__} {collection}, lookup {n}"] = lookup
+    for module in modules_of([model]):
+        is_one = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or hasattr(module, "weights_physical_offsets")
+        if is_one and id(module) not in inside:
+            found[f"{type(module).__name__} {len(found)}"] = module
+    return found
+
+
+def more_weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """FBGEMM's weights beside `weights_dev`, if this is such a module."""
+    names: list[str] = []
+    if hasattr(module, "weights_dev"):
+        names = ["lxu_cache_weights", *(["weights_host"] if getattr(module, "use_cpu", False) else [])]
+    elif hasattr(module, "weights_physical_offsets"):
+        names = ["weights"]
+    for name in names:
+        if isinstance(tensor := getattr(module, name, None), torch.Tensor):
+            yield tensor
