@@ -53,7 +53,7 @@ SERVING = (
     *("scorer", "program", "scorers", "id_indexes", "placement"),
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
-    *("scrub", "service", "evaluation"),
+    *("scrub", "service", "evaluation", "modules"),
     *("http", "worker", "supervisor", "server", "preload", "cli"),
 )
 

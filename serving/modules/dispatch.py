@@ -1,0 +1,57 @@
+"""A call of a module on the device that its tables are on."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tableside.serving.modules.inputs import Given
+from tableside.serving.modules.keyed import given_of, host_jagged, host_keyed
+from tableside.serving.modules.lookups import host_lookup
+from tableside.serving.modules.published import Attached
+
+if TYPE_CHECKING:
+    from tableside.serving.modules.device import DeviceLookup
+
+
+def look_up(
+    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given]
+) -> list[torch.Tensor]:
+    """A tensor for each feature. key: of the lookup among those of the version. ModuleError, BadFeatureIds: as `HostLookup`."""
+    if attached.on_gpu:
+        return _device_lookup(attached, key, names, output)(given)
+    return host_lookup(attached, key, names, output)(given)
+
+
+def prefetch(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given]) -> None:
+    """Brings the rows of a call with these tensors to the GPU's cache. Nothing to do on the CPU."""
+    if attached.on_gpu:
+        _device_lookup(attached, key, names, output).prefetch(given)
+
+
+def look_up_keyed(
+    attached: Attached,
+    key: str,
+    names: tuple[str, ...],
+    output: torch.dtype,
+    order: list[int],
+    features: int,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """[bags, sum of dims]. order: where each feature is among the `features` of values and lengths; empty: the same."""
+    if attached.on_gpu:
+        return torch.cat(_device_lookup(attached, key, names, output)(given_of(order, features, values, lengths, weights)), 1)
+    jagged = host_jagged(", ".join(names), values, lengths, weights, features)
+    return host_keyed(attached, key, names, output)(jagged, order or None)
+
+
+def _device_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":
+    """The lookup of these features on the version's GPU, made once for each version, under its key."""
+    from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used
+
+    if (found := attached.lookups.get(key)) is None:
+        found = attached.lookups[key] = DeviceLookup(attached, names, output)
+    assert isinstance(found, DeviceLookup)
+    return found

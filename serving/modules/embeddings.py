@@ -1,0 +1,246 @@
+"""`EmbeddingBags` and `Embeddings`: a published model's features as PyTorch modules.
+
+They hold no weights. Their rows are those of the version in shared memory, for all processes of the host; a lookup dequantizes
+what it reads. Under torch.compile and torch.export a call becomes an operator (`serving.modules.operators`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self, TypedDict, Unpack
+
+import torch
+
+from tableside.quant import Pooling
+from tableside.serving.modules import keyed
+from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch
+from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.inputs import FeatureInput, Given, given_bags, given_ids
+from tableside.serving.modules.lookups import OUTPUTS
+from tableside.serving.modules.operators import Call, traced
+from tableside.serving.modules.published import published
+from tableside.serving.modules.source import Source
+
+
+class SourceOptions(TypedDict, total=False):
+    """Where a module's tables are; `Source` says what each means."""
+
+    root: str | None
+    version: int | None
+    device: str
+    placement: str
+    hbm_budget: int | None
+    threads: int | None
+    backend: str
+    verify: str
+    owner: str | None
+
+
+class PublishedModule(torch.nn.Module):
+    """What both modules share: features of one model, in this process's attachment of it.
+
+    features: None: all of the model that are pooled as the module's are. output: dtype of the vectors. follow: "live": a version
+    that is made live is taken between two calls; None: the version stays, the live one of now or `version`.
+
+    Copies share the tables. A pickle holds the names, and attaches where it is read. `.to()` refuses: tables stay where they are.
+    LoaderError, QuantError, ServingError: the model is not there, or has no such features.
+    """
+
+    _poolings: tuple[Pooling, ...]
+
+    def __init__(
+        self,
+        model: str,
+        features: Sequence[str] | None = None,
+        *,
+        output: torch.dtype = torch.float32,
+        follow: Literal["live"] | None = "live",
+        **options: Unpack[SourceOptions],
+    ) -> None:
+        super().__init__()
+        if output not in OUTPUTS:
+            raise ModuleError(f"output is {output}; expected one of: {', '.join(map(str, OUTPUTS))}")
+        source = Source(model, **options)
+        if follow is None and source.version is None:
+            source = replace(source, version=published(source).version)
+        elif follow not in ("live", None) or (follow == "live" and source.version is not None):
+            raise ModuleError(
+                f"follow is {follow!r} with version {source.version}; expected follow='live' without a version, or follow=None"
+            )
+        self.output = output
+        self._published = published(source)
+        self.features, self.dims = self._choose(features)
+        self._call = Call(source.to_string(), self.features, self.dims, str(output).removeprefix("torch.")).to_string()
+
+    def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The features, and the dims of their vectors. ModuleError: one is not there, or pooled as no feature of this module."""
+        served = self._published.now().served
+        here = {n: b for n, b in served.features.items() if b.pooling in self._poolings}
+        names = tuple(here) if wanted is None else tuple(wanted)
+        labels = " or ".join(p.label for p in self._poolings)
+        if wrong := [n for n in names if n not in here]:
+            raise ModuleError(
+                f"model {served.header.model!r} version {served.version} has no feature {', '.join(map(repr, wrong))} of pooling "
+                f"{labels}; it has: {', '.join(f'{n} ({b.pooling.label})' for n, b in served.features.items()) or 'none'}"
+            )
+        if not names:
+            raise ModuleError(f"model {served.header.model!r} has no feature of pooling {labels}; publish it with one")
+        self._published.require({n: here[n] for n in names})
+        return names, tuple(here[n].table.dim for n in names)
+
+    # ---- versions ----
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self._published.source.model
+
+    @property
+    def version(self) -> int:
+        """The version that the next call reads."""
+        return self._published.version
+
+    def refresh(self) -> bool:
+        """Takes the version that is live now, without waiting for the thread that looks; whether it was another one."""
+        return self._published.look()
+
+    def check(self) -> None:
+        """Waits for the calls on a GPU, of all modules of the source. BadFeatureIds: one had a wrong id or length, which without
+        this a later call says. On the CPU each call says it itself."""
+        self._published.pending.check()
+
+    # ---- what PyTorch does with modules ----
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves nothing. ModuleError: `fn` would move tables to another device, or make other numbers of the vectors."""
+        here = self._published.source.device
+        device = torch.device("cpu" if here == "interpreter" else here)
+        moved = fn(torch.empty(0, dtype=self.output, device=device))
+        if moved.device != device or moved.dtype != self.output:
+            raise ModuleError(
+                f"the tables of model {self.model!r} stay on {device} and give {self.output}; for {moved.device} and "
+                f"{moved.dtype} make another module, with device={str(moved.device)!r} and output={moved.dtype}"
+            )
+        return self
+
+    def share_memory(self) -> Self:
+        """The tables are in shared memory already."""
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a state dict holds: the names, no rows."""
+        return {"model": self.model, "version": self.version}
+
+    def set_extra_state(self, state: Any) -> None:
+        """ModuleError: the state is of another model, or of another version and this one stays at its own."""
+        found = (state.get("model"), state.get("version")) if isinstance(state, dict) else (None, None)
+        pinned = self._published.source.version
+        if found[0] != self.model or (pinned is not None and found[1] != pinned):
+            raise ModuleError(
+                f"the state is of model {found[0]!r} version {found[1]}; this module reads {self.model!r} version "
+                f"{self.version}; make a module of that model, or leave its state out (strict=False)"
+            )
+
+    def extra_repr(self) -> str:
+        source = self._published.source
+        following = "live" if source.version is None else f"version {source.version}"
+        return f"{self.model!r}, {following}, features={list(self.features)}, device={source.device!r}, output={self.output}"
+
+    # ---- calls ----
+
+    def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[Given]:
+        found = [self._given(name, inputs[name]) for name in self.features if name in inputs]
+        if len(found) == len(inputs) == len(self.features):
+            return found
+        lacks = [n for n in self.features if n not in inputs]
+        unknown = [str(n) for n in inputs if n not in self.features]
+        raise ModuleError(
+            f"the call lacks {', '.join(lacks) or 'nothing'} and has {', '.join(unknown) or 'nothing'} besides; expected a "
+            f"dict of {', '.join(self.features)}"
+        )
+
+    def prefetch(self, inputs: Mapping[str, FeatureInput]) -> None:
+        """Brings the rows that a call with this dict reads to the GPU's cache (placement "cached"), beside what the current
+        stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU."""
+        prefetch(self._published.now(), self._call, self.features, self.output, self._given_of(inputs))
+
+    def _given(self, name: str, value: FeatureInput) -> Given:
+        raise NotImplementedError
+
+    def _vectors(self, given: list[Given]) -> list[torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return traced(self._call, given)
+        return look_up(self._published.now(), self._call, self.features, self.output, given)
+
+
+class EmbeddingBags(PublishedModule):
+    """Pooled features, of any dims, row formats and poolings, looked up together.
+
+    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come.
+    """
+
+    _poolings = (Pooling.SUM, Pooling.MEAN)
+
+    def __init__(
+        self,
+        model: str,
+        features: Sequence[str] | None = None,
+        *,
+        output: torch.dtype = torch.float32,
+        follow: Literal["live"] | None = "live",
+        include_last_offset: bool = False,
+        **options: Unpack[SourceOptions],
+    ) -> None:
+        super().__init__(model, features, output=output, follow=follow, **options)
+        self.include_last_offset = include_last_offset
+
+    def forward(self, inputs: Any) -> Any:
+        """Vectors of bags: a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a KeyedTensor for a
+        KeyedJaggedTensor that has the module's features, in any order.
+
+        BadFeatureIds (a ValueError): an id or a length is wrong. ModuleError: the input has another form.
+        """
+        if keyed.is_keyed(inputs):
+            return keyed.keyed_tensor(self.features, self.dims, self.side_by_side(inputs, self.features))
+        return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
+
+    def _given(self, name: str, value: FeatureInput) -> Given:
+        return given_bags(name, value, self.include_last_offset)
+
+    def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
+        """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features. is_weighted: by its
+        weights, where it has some. Raises as `forward`."""
+        order = keyed.places_of(keys, inputs.keys())
+        values, lengths, weights, features = keyed.parts(inputs)
+        weights = weights if is_weighted else None
+        if torch.compiler.is_compiling():
+            given = [] if weights is None else [weights]
+            found: torch.Tensor = torch.ops.tableside.look_up_keyed(self._call, order or [], features, values, lengths, given)
+            return found
+        attached = self._published.now()
+        return look_up_keyed(attached, self._call, self.features, self.output, order or [], features, values, lengths, weights)
+
+
+class Embeddings(PublishedModule):
+    """Features that are not pooled: a vector for each id."""
+
+    _poolings = (Pooling.NONE,)
+
+    def forward(self, inputs: Any) -> Any:
+        """Vectors of ids: a dict of [*shape of the ids, dim] for a dict of tensors, or a dict of JaggedTensor for a
+        KeyedJaggedTensor. Raises as `EmbeddingBags.forward`. Calls with a KeyedJaggedTensor are not compiled."""
+        if keyed.is_keyed(inputs):
+            return self.jagged(inputs, self.features, self.features)
+        return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
+
+    def jagged(self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False) -> dict[str, Any]:
+        """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features. with_ids: with the ids
+        as weights. Raises as `forward`."""
+        order = keyed.places_of(keys, inputs.keys())
+        values, lengths, _, features = keyed.parts(inputs)
+        given = keyed.ids_of(keyed.host_jagged(", ".join(inputs.keys()), values, lengths, None, features), features, order)
+        vectors = look_up(self._published.now(), self._call, self.features, self.output, given)
+        ids = [g.values for g in given] if with_ids else None
+        return keyed.jagged_tensors(names, vectors, inputs, order, ids)
+
+    def _given(self, name: str, value: FeatureInput) -> Given:
+        return given_ids(name, value)

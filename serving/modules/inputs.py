@@ -1,0 +1,88 @@
+"""What a module is called with, feature by feature: ids, which of them make a bag, and weights.
+
+    tensor [bags, n]            bags of n ids each                     (pooled)
+    tensor of any shape         one vector an id                       (not pooled)
+    (values, offsets)           as torch.nn.EmbeddingBag takes them    (pooled); a third element: weights
+    Bags(values, lengths=…)     by lengths; Bags has offsets and weights too
+
+ids: int64 or int32; lengths and offsets alike. weights: floats, one an id. Values stay where they are: nothing is copied but
+what has another type or is not contiguous.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from tableside.serving.modules.errors import ModuleError
+
+
+class Bags(NamedTuple):
+    """Ids of one feature in bags. values: [ids]. offsets: where each bag begins, [bags], or [bags + 1] in modules with
+    `include_last_offset`; lengths: ids of each bag, [bags]; one of the two. weights: [ids]."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+class Form(IntEnum):
+    """How ids make bags. The values are part of exported programs."""
+
+    IDS = 0  # not pooled: one vector an id
+    FIXED = 1  # [bags, n]
+    LENGTHS = 2
+    OFFSETS = 3
+    ENDS = 4  # offsets with the end of the last bag
+
+
+class Given(NamedTuple):
+    """One feature's input. bags: its lengths or offsets, where `form` has some."""
+
+    form: Form
+    values: torch.Tensor
+    bags: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
+
+
+def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Given:
+    """The input of a pooled feature. ModuleError: it says nothing about bags, or too much."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 2:
+            raise ModuleError(
+                f"feature {name!r} is pooled and came as a tensor of {value.dim()} dimensions; expected [bags, ids of a bag], "
+                "(values, offsets), or Bags(values, lengths=...)"
+            )
+        return Given(Form.FIXED, value, None, None)
+    values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_bags(name, value)
+    if offsets is None and lengths is None:
+        if values.dim() != 2:
+            raise ModuleError(f"feature {name!r} has neither offsets nor lengths; give one of them, or ids [bags, ids of a bag]")
+        return Given(Form.FIXED, values, None, weights)
+    if values.dim() != 1 or (offsets is not None and lengths is not None):
+        raise ModuleError(
+            f"feature {name!r} has values of {values.dim()} dimensions"
+            f"{' with offsets and lengths' if offsets is not None and lengths is not None else ''}; expected values [ids] with "
+            "offsets or lengths"
+        )
+    if lengths is not None:
+        return Given(Form.LENGTHS, values, lengths, weights)
+    return Given(Form.ENDS if include_last_offset else Form.OFFSETS, values, offsets, weights)
+
+
+def given_ids(name: str, value: FeatureInput) -> Given:
+    """The input of a feature that is not pooled. ModuleError: it is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ModuleError(f"feature {name!r} is not pooled and came as {type(value).__name__}; expected a tensor of ids")
+    return Given(Form.IDS, value, None, None)
+
+
+def _as_bags(name: str, value: Sequence[torch.Tensor | None]) -> Bags:
+    if isinstance(value, Mapping) or not 1 <= len(value) <= 3 or value[0] is None:
+        raise ModuleError(f"feature {name!r} came as {type(value).__name__}; expected (values, offsets) or (…, …, weights)")
+    return Bags(value[0], value[1] if len(value) > 1 else None, None, value[2] if len(value) > 2 else None)

@@ -1,0 +1,231 @@
+"""A model as the modules of this process read it: attached once for all of them, and followed to new versions between calls.
+
+    published(source) -> Published      the one of this process
+    Published.now() -> Attached         the version of a call; a call takes it once
+
+One thread of the process looks several times a second for a version that was made live, attaches, places and warms it up, and
+then puts it in the place of the other one. A call that runs meanwhile keeps what it took, and the last one frees it.
+
+After a fork a child reads the pages that its parent mapped. It starts a thread of its own with its first call.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from tableside.loader.errors import LoaderError
+from tableside.loader.versions import Model
+from tableside.quant import CpuBackend, QuantError, choose
+from tableside.serving.engine import Engine
+from tableside.serving.errors import ServingError
+from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.pending import Pending
+from tableside.serving.modules.source import Source
+from tableside.serving.placement import Placer
+from tableside.serving.version import BoundFeature, ServedVersion
+
+logger = logging.getLogger("tableside")
+
+POLL_S = 0.2
+_NEVER = 1 << 62
+
+
+class Attached:
+    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: calls on a GPU."""
+
+    def __init__(self, served: ServedVersion, threads: int, pending: Pending) -> None:
+        self.served, self.threads, self.pending = served, threads, pending
+        self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
+        self.lookups: dict[str, Any] = {}
+        self.keyed: dict[str, Any] = {}
+
+
+class Published:
+    """The tables of a source in this process. Any thread may call.
+
+    LoaderError, QuantError, ServingError, OSError: the version cannot be read here.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.follows = source.version is None
+        self.pending = Pending()
+        self._required: dict[str, tuple[int, str]] = {}
+        self._settings = source.settings()
+        self._attaching = threading.RLock()
+        self._engine = self._new_engine()
+        self._current: Attached | None = None
+        self._refusal: str | None = None
+        self._take(self._engine.model.good() if source.version is None else source.version)
+
+    def _new_engine(self) -> Engine:
+        s = self._settings
+        backend = choose(s.backend)
+        placer = Placer(s, backend)
+        placer.open()
+        if placer.gpu is not None:
+            placer.gpu.gather_from = _NEVER  # inputs are on the device, and the CPU does not see them
+        model = Model(s.root, self.source.model, s.owner)
+        return Engine(
+            model, backend, placer, threads=self.threads, verify=s.verify, max_response_bytes=s.max_response_bytes, scores=False
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads of one lookup on the CPU."""
+        return torch.get_num_threads() if self.source.threads is None else self.source.threads
+
+    def now(self) -> Attached:
+        """The version of a call that begins now. ModuleError: this process cannot read it."""
+        current = self._current
+        if current is None:
+            raise ModuleError(self._refusal or f"model {self.source.model!r} is not attached")
+        if self.follows and not watch.is_running:
+            watch.start()
+        return current
+
+    @property
+    def version(self) -> int:
+        """The version that calls are answered from."""
+        return self.now().version
+
+    def require(self, features: dict[str, BoundFeature]) -> None:
+        """Notes what modules rely on: a later version without these features, dims and poolings is not taken."""
+        for name, bound in features.items():
+            self._required[name] = (bound.table.dim, bound.pooling.label)
+
+    def look(self) -> bool:
+        """Takes the version that is live now, where it is another one; whether it was taken. Where it cannot be read the
+        present one stays, and the log says why."""
+        if not self.follows:
+            return False
+        with self._attaching:
+            version = self._engine.changed()
+            if version is None:
+                return False
+            try:
+                self._take(version, as_successor=True)
+            except (LoaderError, QuantError, ServingError, OSError) as error:
+                logger.error("version %d of %s is not taken by modules: %s", version, self.source.model, error)
+                self._engine.refuse(version)
+                return False
+        logger.info("modules read %s version %d from now on", self.source.model, version)
+        return True
+
+    def _take(self, version: int, as_successor: bool = False) -> None:
+        served = self._engine.attach(version, as_successor=as_successor)
+        self._check(served)
+        self._engine.swap(served)
+        self._current = Attached(served, self.threads, self.pending)
+
+    def _check(self, served: ServedVersion) -> None:
+        for name, (dim, pooling) in self._required.items():
+            bound = served.features.get(name)
+            found = None if bound is None else (bound.table.dim, bound.pooling.label)
+            if found != (dim, pooling):
+                raise ModuleError(
+                    f"feature {name!r} has dim {dim} and pooling {pooling} in the modules of this process; version "
+                    f"{served.version} has {'no such feature' if found is None else f'dim {found[0]} and pooling {found[1]}'}; "
+                    "make a module for it, or publish the model with this feature"
+                )
+
+    def __copy__(self) -> "Published":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Published":
+        return self
+
+    def __reduce__(self) -> "tuple[Any, tuple[Source]]":
+        return published, (self.source,)
+
+    def after_fork(self) -> None:
+        """In a child: locks and the engine are those of no other thread; tables of a GPU are out of reach."""
+        self._attaching = threading.RLock()
+        if self.source.on_gpu and self.source.device != "interpreter":
+            self._current, self.follows = None, False
+            self._refusal = (
+                f"model {self.source.model!r} is on {self.source.device}, which a forked process cannot use; "
+                "start workers with spawn, or give them a module with device='cpu'"
+            )
+        elif self._current is not None:
+            self._engine = self._new_engine()
+            self._engine.swap(self._current.served)
+
+
+class Watch:
+    """The thread of this process that looks for new versions, from the first call on."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the thread where it does not run yet."""
+        with self._starting:
+            if not self.is_running:
+                self.is_running = True
+                threading.Thread(target=self._run, name="tableside-versions", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            for one in _known():
+                try:
+                    one.pending.sweep()
+                    one.look()
+                except Exception:
+                    logger.exception("the versions of %s cannot be looked at", one.source.model)
+            one = None  # type: ignore[assignment]  # who is let go meanwhile goes now
+
+    def after_fork(self) -> None:
+        self.is_running, self._starting = False, threading.Lock()
+
+
+watch = Watch()
+_all: "weakref.WeakValueDictionary[Source, Published]" = weakref.WeakValueDictionary()
+_held: dict[str, Published] = {}  # by operators of programs that have no module
+_opening = threading.Lock()
+
+
+def published(source: Source) -> Published:
+    """The attachment of this process; it goes with the last module that uses it. Raises as `Published`."""
+    with _opening:
+        if (found := _all.get(source)) is None:
+            found = _all[source] = Published(source)
+        return found
+
+
+def published_by_string(text: str) -> Published:
+    """As `published`, for an operator: where no module uses the source, this process keeps it from now on (`release`)."""
+    source = Source.from_string(text)
+    if (found := _all.get(source)) is None:
+        found = _held[text] = published(source)
+    return found
+
+
+def release() -> int:
+    """Lets go of the tables that programs without a module attached; returns how many. The next call attaches them again."""
+    count = len(_held)
+    _held.clear()
+    return count
+
+
+def _known() -> list[Published]:
+    with _opening:
+        return list(_all.values())
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.Lock()
+    watch.after_fork()
+    for one in _known():
+        one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,214 @@
+"""`swap_embeddings`: a trained model's embedding modules, replaced by ones that read published tables and are called alike."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Unpack
+
+import torch
+
+from tableside.quant import Pooling
+from tableside.serving.modules import keyed
+from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings, SourceOptions
+from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.inputs import Bags
+from tableside.serving.modules.lookups import OUTPUTS
+from tableside.serving.modules.published import published
+from tableside.serving.modules.source import Source
+from tableside.serving.modules.wanted import Wanted, find_feature, of_bag, of_configs, of_embedding
+from tableside.serving.version import ServedVersion
+
+Mapped = str | Mapping[str, str] | None
+
+
+class SwappedBag(torch.nn.Module):
+    """In place of a torch.nn.EmbeddingBag, and called as it is."""
+
+    def __init__(self, bags: EmbeddingBags) -> None:
+        super().__init__()
+        self.bags = bags
+
+    def forward(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[bags, dim]. Raises as `EmbeddingBags.forward`."""
+        (feature,) = self.bags.features
+        found: torch.Tensor = self.bags({feature: Bags(input, offsets, None, per_sample_weights)})[feature]
+        return found
+
+
+class SwappedEmbedding(torch.nn.Module):
+    """In place of a torch.nn.Embedding, and called as it is."""
+
+    def __init__(self, embeddings: Embeddings) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[*shape of the ids, dim]. Raises as `Embeddings.forward`."""
+        (feature,) = self.embeddings.features
+        found: torch.Tensor = self.embeddings({feature: input})[feature]
+        return found
+
+
+class SwappedBagCollection(torch.nn.Module):
+    """In place of TorchRec's EmbeddingBagCollection, quantized or not, and called as it is."""
+
+    def __init__(self, bags: EmbeddingBags, wanted: Sequence[Wanted], configs: list[Any], is_weighted: bool) -> None:
+        super().__init__()
+        self.bags, self._configs, self._is_weighted = bags, configs, is_weighted
+        self._keys, self._names = [w.input for w in wanted], [w.names[0] for w in wanted]
+
+    def forward(self, features: Any) -> Any:
+        """A KeyedTensor. Raises as `EmbeddingBags.forward`."""
+        values = self.bags.side_by_side(features, self._keys, self._is_weighted)
+        return keyed.keyed_tensor(self._names, self.bags.dims, values)
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """As the collection that was replaced."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+
+class SwappedCollection(torch.nn.Module):
+    """In place of TorchRec's EmbeddingCollection, quantized or not, and called as it is."""
+
+    def __init__(self, embeddings: Embeddings, wanted: Sequence[Wanted], configs: list[Any], need_indices: bool) -> None:
+        super().__init__()
+        self.embeddings, self._configs, self._need_indices = embeddings, configs, need_indices
+        self._keys, self._names = [w.input for w in wanted], [w.names[0] for w in wanted]
+
+    def forward(self, features: Any) -> dict[str, Any]:
+        """A dict of JaggedTensor. Raises as `Embeddings.forward`."""
+        return self.embeddings.jagged(features, self._keys, self._names, self._need_indices)
+
+    def embedding_configs(self) -> list[Any]:
+        """As the collection that was replaced."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        return self._need_indices
+
+
+class _Found(NamedTuple):
+    """A module that is to be replaced. refused: why it cannot be; empty: it can."""
+
+    path: str
+    old: torch.nn.Module
+    wanted: list[Wanted]
+    refused: list[str]
+
+
+def swap_embeddings(
+    module: torch.nn.Module,
+    model: str,
+    mapping: Mapping[str, Mapped] | None = None,
+    *,
+    output: torch.dtype | None = None,
+    follow: Literal["live"] | None = "live",
+    **options: Unpack[SourceOptions],
+) -> dict[str, torch.nn.Module]:
+    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns what was replaced, by path.
+
+    mapping: path of a module -> the feature that it reads, or for a collection {its feature: the model's}; None: leave it as it
+    is. What is not mapped is found as `serving.modules.wanted` says. output: None: the dtype that each module gives. follow,
+    options: as for `EmbeddingBags`.
+
+    ModuleError lists all that does not fit: names, rows, dims, poolings, what cannot be honoured. Nothing is replaced then.
+    """
+    mapping = mapping or {}
+    source = Source(model, **options)
+    served = published(source).now().served
+    found = [f for f in _embeddings(module) if mapping.get(f.path, "") is not None]
+    problems = [f"{path}: no embedding module is there" for path in mapping if path not in {f.path for f in _embeddings(module)}]
+    if not found and not problems:
+        raise ModuleError(f"{type(module).__name__} holds no embedding modules; give the module that holds them")
+    chosen = [_choose(f, served, mapping.get(f.path), problems) for f in found]
+    if problems:
+        raise ModuleError(f"model {model!r} version {served.version} does not fit the module:\n  " + "\n  ".join(problems))
+    made: dict[int, torch.nn.Module] = {}
+    for one, features in zip(found, chosen, strict=True):
+        if id(one.old) not in made:
+            dtype = _output_of(one.old) if output is None else output
+            made[id(one.old)] = _replacement(one, model, features, output=dtype, follow=follow, **options)
+        parent, _, name = one.path.rpartition(".")
+        setattr(module.get_submodule(parent), name, made[id(one.old)])
+    return {f.path: f.old for f in found}
+
+
+def _embeddings(module: torch.nn.Module) -> Iterator[_Found]:
+    """The modules that can be replaced, not those inside of them. A module at two paths comes twice."""
+    inside: list[str] = []
+    for path, old in module.named_modules(remove_duplicate=False):
+        if any(path.startswith(f"{p}.") for p in inside) or (found := _found(path, old)) is None:
+            continue
+        if not path:
+            raise ModuleError(f"{type(old).__name__} itself cannot be replaced in place; give the module that holds it")
+        inside.append(path)
+        yield found
+
+
+def _found(path: str, old: Any) -> _Found | None:
+    if isinstance(old, torch.nn.EmbeddingBag):
+        refused = [f"mode {old.mode!r} is not served"] if old.mode not in ("sum", "mean") else []
+        if old.padding_idx is not None:
+            refused.append(
+                f"padding_idx {old.padding_idx} leaves ids out of bags, which is not served; leave them out of the input"
+            )
+        return _Found(path, old, of_bag(path, old), refused + _norm(old))
+    if isinstance(old, torch.nn.Embedding):
+        return _Found(path, old, of_embedding(path, old), _norm(old))
+    name = type(old).__name__
+    pooled, bare = callable(getattr(old, "embedding_bag_configs", None)), callable(getattr(old, "embedding_configs", None))
+    if not (pooled or bare) or isinstance(old, (SwappedBagCollection, SwappedCollection)):
+        return None
+    refused = (
+        [f"{name} maps or weighs ids itself, which is not served"] if "Managed" in name or "FeatureProcessed" in name else []
+    )
+    if pooled:
+        return _Found(path, old, of_configs(path, "embedding_bags", old.embedding_bag_configs(), True), refused)
+    return _Found(path, old, of_configs(path, "embeddings", old.embedding_configs(), False), refused)
+
+
+def _norm(old: torch.nn.EmbeddingBag | torch.nn.Embedding) -> list[str]:
+    if old.max_norm is None:
+        return []
+    return [f"max_norm {old.max_norm} changes rows as they are read, which is not served; train the norm into the weights"]
+
+
+def _choose(one: _Found, served: ServedVersion, mapped: Mapped, problems: list[str]) -> list[str]:
+    """The published features of a module; what is wrong is added to `problems`."""
+    problems += [f"{one.path}: {reason}" for reason in one.refused]
+    names = []
+    for wanted in one.wanted:
+        of_it = mapped if isinstance(mapped, str) else (mapped or {}).get(wanted.names[0])
+        name, problem = find_feature(wanted, served, of_it)
+        if problem is not None:
+            problems.append(f"{one.path}: {problem}")
+        names.append(name)
+    if isinstance(mapped, Mapping) and (unknown := set(mapped) - {w.names[0] for w in one.wanted}):
+        problems.append(f"{one.path}: has no feature {', '.join(sorted(unknown))}, which `mapping` names")
+    return names
+
+
+def _output_of(old: Any) -> torch.dtype:
+    """The dtype that a module gives, where it is one of ours."""
+    if isinstance(old, torch.nn.EmbeddingBag | torch.nn.Embedding):
+        return old.weight.dtype if old.weight.dtype in OUTPUTS else torch.float32
+    found = old.output_dtype() if callable(getattr(old, "output_dtype", None)) else torch.float32
+    return found if found in OUTPUTS else torch.float32
+
+
+def _replacement(one: _Found, model: str, features: list[str], **options: Any) -> torch.nn.Module:
+    old: Any = one.old
+    if one.wanted[0].pooling is Pooling.NONE:
+        embeddings = Embeddings(model, features, **options)
+        if isinstance(old, torch.nn.Embedding):
+            return SwappedEmbedding(embeddings)
+        needs_ids = bool(old.need_indices()) if hasattr(old, "need_indices") else False
+        return SwappedCollection(embeddings, one.wanted, old.embedding_configs(), needs_ids)
+    if isinstance(old, torch.nn.EmbeddingBag):
+        return SwappedBag(EmbeddingBags(model, features, include_last_offset=old.include_last_offset, **options))
+    return SwappedBagCollection(
+        EmbeddingBags(model, features, **options), one.wanted, old.embedding_bag_configs(), old.is_weighted()
+    )

@@ -1,0 +1,91 @@
+"""What a trained module's embeddings are as published features: what `swap_embeddings` asks of each, and the answer.
+
+A `Wanted` is found by what the mapping says. Else it is the feature that has its name and its pooling; else the one feature with
+its pooling over the table that was loaded from its weight.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tableside.quant import Pooling
+from tableside.serving.version import BoundFeature, ServedVersion
+
+MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": Pooling.MEAN}
+
+
+class Wanted(NamedTuple):
+    """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the best first;
+    input: where a KeyedJaggedTensor has it; rows, dim: of its weight; pooling None: one that is not served."""
+
+    key: str
+    names: tuple[str, ...]
+    input: str
+    rows: int
+    dim: int
+    pooling: Pooling | None
+
+
+def of_bag(path: str, bag: torch.nn.EmbeddingBag) -> list[Wanted]:
+    return [_alone(path, bag, MODES.get(bag.mode))]
+
+
+def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[Wanted]:
+    return [_alone(path, embedding, Pooling.NONE)]
+
+
+def _alone(path: str, module: Any, pooling: Pooling | None) -> Wanted:
+    names = (path, path.replace(".", "_"), path.rpartition(".")[2])
+    return Wanted(f"{path}.weight", names, names[0], module.num_embeddings, module.embedding_dim, pooling)
+
+
+def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[Wanted]:
+    """Of TorchRec's configurations, in its order: tables, and features of each. folder: of the tables in the state dict."""
+    features = [f for c in configs for f in c.feature_names]
+    found = []
+    for c in configs:
+        for f in c.feature_names:
+            name = f"{f}@{c.name}" if features.count(f) > 1 else f
+            pooling = MODES.get(c.pooling.name) if pooled else Pooling.NONE
+            key = ".".join(p for p in (path, folder, c.name, "weight") if p)
+            found.append(Wanted(key, (name,), f, c.num_embeddings, c.embedding_dim, pooling))
+    return found
+
+
+def find_feature(wanted: Wanted, served: ServedVersion, mapped: str | None) -> tuple[str, str | None]:
+    """The published feature, and what is wrong with it or with the search; None: nothing."""
+    if mapped is not None:
+        candidates = [mapped] if mapped in served.features else []
+    else:
+        named = [n for n in wanted.names if n in served.features]
+        fitting = [n for n in named if served.features[n].pooling == wanted.pooling]
+        candidates = fitting[:1] or _by_key(wanted, served) or named[:1]
+    if len(candidates) != 1:
+        tried = mapped if mapped is not None else ", ".join(dict.fromkeys(wanted.names))
+        what = "none of these" if not candidates else f"several ({', '.join(candidates)})"
+        return "", f"looked for feature {tried}, and for a table of {wanted.key}: found {what}; name it in `mapping`"
+    return candidates[0], _difference(wanted, served.features[candidates[0]], served)
+
+
+def _by_key(wanted: Wanted, served: ServedVersion) -> list[str]:
+    """Features with this pooling over the table of this weight: keys are the same, or one ends with the other."""
+    keys = {t.name: t.key for t in served.header.tables}
+
+    def is_it(key: str) -> bool:
+        return key == wanted.key or key.endswith(f".{wanted.key}") or wanted.key.endswith(f".{key}")
+
+    return [n for n, b in served.features.items() if b.pooling == wanted.pooling and is_it(keys[b.feature.table])]
+
+
+def _difference(wanted: Wanted, bound: BoundFeature, served: ServedVersion) -> str | None:
+    """What differs between a module's feature and a published one, as words."""
+    stored = next(t for t in served.header.tables if t.name == bound.feature.table)
+    is_raw = stored.ids is not None and stored.ids.index is not None  # its ids are any, and its rows those that were trained
+    pairs: Mapping[str, tuple[Any, Any]] = {
+        "rows": (wanted.rows, wanted.rows if is_raw else stored.id_count),
+        "dim": (wanted.dim, stored.dim),
+        "pooling": ("another one" if wanted.pooling is None else wanted.pooling.label, bound.pooling.label),
+    }
+    differs = [f"{what} {there} where the module has {here}" for what, (here, there) in pairs.items() if here != there]
+    return f"feature {bound.feature.name!r} has {', '.join(differs)}" if differs else None

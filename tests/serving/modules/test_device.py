@@ -1,0 +1,132 @@
+"""Modules on a GPU, or on Triton's interpreter (--device): the vectors of the CPU, and wrong ids that are said later."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tables as devices
+import torch
+from module_tables import ROWS
+
+from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
+
+pytest.importorskip("triton")
+Tables = dict[str, np.ndarray]
+TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
+OFFSETS = torch.tensor([0, 3, 3, 8, 9, 9])
+IDS = torch.randint(0, ROWS, (49,), generator=torch.Generator().manual_seed(0))
+
+
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if devices.DEVICE == "interpreter" else tensor.to(devices.DEVICE)
+
+
+@pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
+def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
+    """Every form, weights, and a second call of the same shapes with other ids."""
+    pooled = ["user_sum", "item_mean", "page_sum"]
+    host = EmbeddingBags("ads", pooled, root=model)
+    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=64 << 20)
+    for shift in (0, 1):
+        ids = (IDS + shift) % ROWS
+        weights = torch.linspace(0, 1, 49)
+        lengths = torch.tensor([40, 0, 9], dtype=torch.int32)
+        told = {"user_sum": (ids, OFFSETS, weights), "item_mean": Bags(ids, lengths=lengths), "page_sum": ids[:48].view(12, 4)}
+        moved = {
+            "user_sum": tuple(there(t) for t in told["user_sum"]),
+            "item_mean": Bags(there(ids), lengths=there(lengths)),
+            "page_sum": there(ids[:48].view(12, 4)),
+        }
+        found, expected = module(moved), host(told)
+        for name in pooled:
+            torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=TOLERANCE)
+    module.check()
+
+
+@pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
+def test_sequences_are_those_of_the_cpu(model: str, output: torch.dtype) -> None:
+    """In ids of any shape and in each dtype: bit for bit, but for bfloat16, which the interpreter rounds worse, by an ulp."""
+    told = {"user_ids": IDS[:48].view(2, 3, 8), "item_ids": IDS[:0]}
+    module = Embeddings("ads", ["user_ids", "item_ids"], root=model, device=devices.DEVICE, output=output)
+    found = module({n: there(t) for n, t in told.items()})
+    module.check()
+    expected = Embeddings("ads", ["user_ids", "item_ids"], root=model, output=output)(told)
+    for name in told:
+        within = 2.0**-7 if output is torch.bfloat16 else 0
+        torch.testing.assert_close(found[name].cpu(), expected[name], rtol=within, atol=0)
+
+
+def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
+    """With its feature, position and bound; the call after that is answered."""
+    module = EmbeddingBags("ads", ["user_sum", "page_sum"], root=model, device=devices.DEVICE)
+    right = {name: (there(IDS), there(OFFSETS)) for name in ("user_sum", "page_sum")}
+    wrong = IDS.clone()
+    wrong[11] = ROWS
+    module({**right, "page_sum": (there(wrong), there(OFFSETS))})
+    with pytest.raises(BadFeatureIds, match=r"feature 'page_sum': id 500 at position 11 is outside the table's rows \[0, 500\)"):
+        module.check()
+    module({**right, "user_sum": Bags(there(IDS), lengths=there(torch.tensor([40, 8])))})
+    with pytest.raises(BadFeatureIds, match="feature 'user_sum': the 2 lengths add up to 48, but there are 49 ids"):
+        module.check()
+    module(right)
+    module.check()
+
+
+def test_keyed_tensors_are_those_of_the_cpu(model: str) -> None:
+    """TorchRec's, in another order of keys."""
+    torchrec = pytest.importorskip("torchrec")
+    keys, lengths = ["page_sum", "user_sum"], torch.tensor([10, 0, 9, 30], dtype=torch.int32)
+    host, module = (EmbeddingBags("ads", keys[::-1], root=model, device=d) for d in ("cpu", devices.DEVICE))
+    expected = host(torchrec.KeyedJaggedTensor(keys, IDS, lengths=lengths))
+    found = module(torchrec.KeyedJaggedTensor(keys, there(IDS), lengths=there(lengths)))
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found.values().cpu(), expected.values(), rtol=0, atol=TOLERANCE)
+
+
+def test_a_tensor_of_another_device_is_refused(model: str) -> None:
+    """With both devices."""
+    module = Embeddings("ads", ["user_ids"], root=model, device=devices.DEVICE)
+    with pytest.raises(ModuleError, match="a tensor is on meta, the module's tables on"):
+        module({"user_ids": IDS.to("meta")})
+
+
+def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
+    """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does without."""
+    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=64 << 20)
+    host = EmbeddingBags("ads", ["user_sum"], root=model)
+    ids, other, offsets = there(IDS.clone()), there((IDS + 5) % ROWS), there(OFFSETS)
+
+    def call(of: torch.Tensor) -> None:
+        found = module({"user_sum": (of, offsets)})["user_sum"].cpu()
+        torch.testing.assert_close(found, host({"user_sum": (of.cpu(), OFFSETS)})["user_sum"], rtol=0, atol=TOLERANCE)
+
+    module.prefetch({"user_sum": (ids, offsets)})
+    lookup = module._published.now().lookups[module._call]
+    assert lookup._ahead.ticket is not None
+    call(ids)
+    assert lookup._ahead is None
+    module.prefetch({"user_sum": (ids, offsets)})
+    call(other)
+    module.prefetch({"user_sum": (ids, offsets)})
+    ids.add_(1).remainder_(ROWS)
+    call(ids)
+    module.check()
+
+
+def test_a_replaced_version_leaves_the_device(model: str, publish_again: Callable[..., Any], tables: Tables) -> None:
+    """Its tables go with the last call that reads them, without the garbage collector."""
+    module = Embeddings("ads", ["user_ids"], root=model, device=devices.DEVICE)
+    told = {"user_ids": there(IDS)}
+    before = module(told)["user_ids"].cpu()
+    module.check()
+    old = weakref.ref(module._published.now().served)
+    gc.disable()
+    try:
+        publish_again({name: 2 * values for name, values in tables.items()})
+        assert module.refresh() and old() is None
+    finally:
+        gc.enable()
+    assert torch.equal(module(told)["user_ids"].cpu(), 2 * before)

@@ -1,0 +1,252 @@
+"""`swap_embeddings` in torch's and TorchRec's real modules: called as before, with the vectors of before."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from module_tables import DIMS, ROWS
+
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.torch import EmbeddingBags, ModuleError, swap_embeddings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec.modules.embedding_configs import PoolingType
+    from torchrec.modules.embedding_modules import get_embedding_names_by_table
+    from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedBags
+    from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmbeddings
+
+Tables = dict[str, np.ndarray]
+TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's
+IDS = torch.tensor([3, 499, 0, 3, 7, 7, 2])
+OFFSETS = torch.tensor([0, 2, 2, 5])
+
+
+class Plain(torch.nn.Module):
+    """torch's own modules; `user_sum` is found by its name, `page` by its mapping."""
+
+    def __init__(self, tables: Tables, mode: str = "sum", **options: Any) -> None:
+        super().__init__()
+        self.user_sum = torch.nn.EmbeddingBag(ROWS, DIMS["user"], mode=mode, **options)
+        self.inner = torch.nn.Module()
+        self.inner.page = torch.nn.EmbeddingBag(ROWS, DIMS["page"], mode="sum", include_last_offset=True)
+        self.user_ids = torch.nn.Embedding(ROWS, DIMS["user"])
+        self.top = torch.nn.Linear(4, 2)
+        for module, table in ((self.user_sum, "user"), (self.inner.page, "page"), (self.user_ids, "user")):
+            module.weight.data.copy_(torch.from_numpy(tables[table]))
+
+    def forward(self) -> list[torch.Tensor]:
+        weights = torch.linspace(0, 1, 7)
+        return [
+            self.user_sum(IDS, OFFSETS),
+            self.user_sum(IDS, OFFSETS, per_sample_weights=weights),
+            self.user_sum(input=IDS[:6].view(2, 3), per_sample_weights=weights[:6].view(2, 3)),
+            self.inner.page(IDS, torch.cat([OFFSETS, torch.tensor([7])])),
+            self.user_ids(IDS[:6].view(2, 1, 3)),
+        ]
+
+
+MAPPING = {"inner.page": "page_sum"}
+
+
+def test_torchs_modules_are_called_as_before(model: str, tables: Tables) -> None:
+    """Every way of calling them gives what it gave; what was replaced comes back by its path, and nothing else changed."""
+    module = Plain(tables)
+    expected, top = module(), module.top
+    old = {name: module.get_submodule(name) for name in ("user_sum", "inner.page", "user_ids")}
+    assert swap_embeddings(module, "ads", MAPPING, root=model) == old
+    for found, before in zip(module(), expected, strict=True):
+        torch.testing.assert_close(found, before, rtol=0, atol=TOLERANCE)
+    assert module.top is top
+    assert not {n for n, _ in module.named_parameters() if not n.startswith("top")}
+
+
+def test_a_module_at_two_paths_is_one_afterwards(model: str, tables: Tables) -> None:
+    """Tied embeddings stay tied."""
+    module = torch.nn.Module()
+    module.user_ids = module.again = torch.nn.Embedding(ROWS, 16)
+    replaced = swap_embeddings(module, "ads", {"again": "user_ids"}, root=model)
+    assert set(replaced) == {"user_ids", "again"} and module.user_ids is module.again
+
+
+def test_modules_can_be_left_alone(model: str, tables: Tables) -> None:
+    """A mapping of None."""
+    module = Plain(tables)
+    kept = module.user_ids
+    assert set(swap_embeddings(module, "ads", {**MAPPING, "user_ids": None}, root=model)) == {"user_sum", "inner.page"}
+    assert module.user_ids is kept
+
+
+def test_all_that_does_not_fit_is_listed_and_nothing_is_replaced(model: str, tables: Tables) -> None:
+    """Names, rows, dims, poolings and what cannot be honoured, in one error."""
+    module = Plain(tables, padding_idx=0, max_norm=1.0)
+    module.inner.page = torch.nn.EmbeddingBag(ROWS + 1, 25, mode="mean")
+    module.other = torch.nn.Embedding(ROWS, 3)
+    before = dict(module.named_modules())
+    with pytest.raises(ModuleError) as error:
+        swap_embeddings(module, "ads", {**MAPPING, "gone": "user_sum"}, root=model)
+    for line in (
+        "model 'ads' version 1 does not fit the module",
+        "gone: no embedding module is there",
+        "user_sum: padding_idx 0 leaves ids out of bags, which is not served",
+        "user_sum: max_norm 1.0 changes rows as they are read",
+        "inner.page: feature 'page_sum' has rows 500 where the module has 501, dim 24 where the module has 25, pooling sum where "
+        "the module has mean",
+        "other: looked for feature other, and for a table of other.weight: found none of these; name it in `mapping`",
+    ):
+        assert line in str(error.value)
+    assert dict(module.named_modules()) == before
+
+
+def test_a_mode_that_is_not_served_is_refused(model: str, tables: Tables) -> None:
+    """max."""
+    with pytest.raises(ModuleError, match="user_sum: mode 'max' is not served"):
+        swap_embeddings(Plain(tables, mode="max"), "ads", MAPPING, root=model)
+
+
+def test_what_holds_no_embeddings_is_said(model: str) -> None:
+    """As well as an embedding that nothing holds."""
+    with pytest.raises(ModuleError, match="Linear holds no embedding modules"):
+        swap_embeddings(torch.nn.Linear(2, 2), "ads", root=model)
+    with pytest.raises(ModuleError, match="Embedding itself cannot be replaced in place"):
+        swap_embeddings(torch.nn.Embedding(2, 2), "ads", root=model)
+
+
+def test_features_are_found_by_the_tensor_that_their_table_was_loaded_from(root: Path, tmp_path: Path) -> None:
+    """As in a model.toml that `tableside init` wrote, whose features have the tables' names. The pooling tells two apart."""
+    np.savez(tmp_path / "c.npz", **{"towers.left.weight": np.eye(8, 4, dtype=np.float32)})
+    raw = {
+        "name": "keyed",
+        "checkpoint": "c.npz",
+        "tables": {"t": {"key": "towers.left.weight", "row_format": "fp32"}},
+        "features": {"a": {"table": "t", "pooling": "sum"}, "b": {"table": "t", "pooling": "none"}},
+    }
+    load(parse_model(raw, tmp_path), root)
+    module = torch.nn.Module()
+    module.towers = torch.nn.ModuleDict({"left": torch.nn.EmbeddingBag(8, 4, mode="sum")})
+    swap_embeddings(module, "keyed", root=str(root))
+    assert module.towers["left"].bags.features == ("a",)
+
+
+# ---- TorchRec ----
+
+
+def bag_configs() -> list[EmbeddingBagConfig]:
+    """Two tables, of which the first has two features; the feature `shared` is read from both."""
+    return [
+        EmbeddingBagConfig(
+            name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum", "shared"], pooling=PoolingType.SUM
+        ),
+        EmbeddingBagConfig(
+            name="things", embedding_dim=8, num_embeddings=ROWS, feature_names=["item_mean", "shared"], pooling=PoolingType.MEAN
+        ),
+    ]
+
+
+def keyed(keys: list[str], weighted: bool = False) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 8, (len(keys) * 5,), generator=generator, dtype=torch.int32)
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys, values, torch.rand(values.numel(), generator=generator) if weighted else None, lengths)
+
+
+COLLECTION = {"ebc": {"shared@users": "user_sum", "shared@things": "item_mean"}}
+
+
+def bag_collection(tables: Tables) -> torch.nn.Module:
+    holder = torch.nn.Module()
+    holder.ebc = EmbeddingBagCollection(tables=bag_configs())
+    for name, table in (("users", "user"), ("things", "item")):
+        holder.ebc.embedding_bags[name].weight.data.copy_(torch.from_numpy(tables[table]))
+    return holder
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_embedding_bag_collection_is_called_as_before(model: str, tables: Tables, weighted: bool) -> None:
+    """Keys, dims and values, of features that two tables share too; weights are ignored, as by a collection that has none."""
+    holder = bag_collection(tables)
+    old, told = holder.ebc, keyed(["shared", "item_mean", "user_sum"], weighted)
+    expected = old(told)
+    assert swap_embeddings(holder, "ads", COLLECTION, root=model) == {"ebc": old}
+    found = holder.ebc(told)
+    assert (found.keys(), found.length_per_key()) == (expected.keys(), expected.length_per_key())
+    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=TOLERANCE)
+    assert holder.ebc.embedding_bag_configs() == old.embedding_bag_configs() and not holder.ebc.is_weighted()
+
+
+def int8_config() -> Any:
+    """What TorchRec's `from_float` reads."""
+    observer = torch.ao.quantization.PlaceholderObserver
+    return torch.ao.quantization.QConfig(
+        activation=observer.with_args(dtype=torch.float32), weight=observer.with_args(dtype=torch.qint8)
+    )
+
+
+def test_a_quantized_bag_collection_is_replaced(model: str, tables: Tables) -> None:
+    """TorchRec's own quantized form of the collection: the vectors are then those of the published rows."""
+    holder = bag_collection(tables)
+    told = keyed(["shared", "item_mean", "user_sum"])
+    expected = holder.ebc(told)
+    holder.ebc.qconfig = int8_config()
+    holder.ebc = QuantizedBags.from_float(holder.ebc)
+    quantized = holder.ebc(told)
+    assert set(swap_embeddings(holder, "ads", COLLECTION, root=model)) == {"ebc"}
+    found = holder.ebc(told)
+    assert found.keys() == quantized.keys()
+    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=TOLERANCE)
+    assert not torch.equal(quantized.values(), expected.values())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("need_indices", [False, True])
+def test_an_embedding_collection_is_called_as_before(model: str, tables: Tables, quantized: bool, need_indices: bool) -> None:
+    """JaggedTensors with lengths and, where they were asked for, ids."""
+    configs = [EmbeddingConfig(name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_ids", "other"])]
+    holder = torch.nn.Module()
+    holder.ec = EmbeddingCollection(tables=configs, need_indices=need_indices)
+    holder.ec.embeddings["users"].weight.data.copy_(torch.from_numpy(tables["user"]))
+    told = keyed(["other", "user_ids"])
+    expected = holder.ec(told)
+    if quantized:
+        holder.ec.qconfig = int8_config()
+        holder.ec = QuantizedEmbeddings.from_float(holder.ec)
+    swap_embeddings(holder, "ads", {"ec": {"other": "user_ids"}}, root=model)
+    found = holder.ec(told)
+    assert list(found) == list(expected) == get_embedding_names_by_table(configs)[0]
+    for name, before in expected.items():
+        assert torch.equal(found[name].values(), before.values())
+        assert torch.equal(found[name].lengths(), before.lengths())
+        if need_indices:
+            assert torch.equal(found[name].weights(), before.weights())
+
+
+def test_a_swapped_model_compiles_whole(model: str, tables: Tables) -> None:
+    """fullgraph=True over a swapped EmbeddingBagCollection and a swapped nn.EmbeddingBag."""
+    holder = bag_collection(tables)
+    holder.bag = torch.nn.EmbeddingBag(ROWS, 16, mode="sum")
+    swap_embeddings(holder, "ads", {**COLLECTION, "bag": "user_sum"}, root=model)
+    told = keyed(["shared", "item_mean", "user_sum"])
+
+    def call(values: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_ebc = holder.ebc(KeyedJaggedTensor(["shared", "item_mean", "user_sum"], values, lengths=lengths)).values()
+        return of_ebc, holder.bag(values, torch.zeros(1, dtype=torch.int64))
+
+    torch.compiler.reset()
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(told.values(), told.lengths())
+    for one, other in zip(found, call(told.values(), told.lengths()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_collections_inside_others_are_left_to_them(model: str, tables: Tables) -> None:
+    """The nn.EmbeddingBags of a collection are no modules of their own; a second swap finds nothing to do."""
+    holder = bag_collection(tables)
+    assert set(swap_embeddings(holder, "ads", COLLECTION, root=model)) == {"ebc"}
+    assert isinstance(holder.ebc.bags, EmbeddingBags)
+    with pytest.raises(ModuleError, match="Module holds no embedding modules"):
+        swap_embeddings(holder, "ads", root=model)
