@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm test quick test-gpu test-gpu-sanitized test-sanitized check wheel bench plots figures \
+.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check wheel bench plots figures \
 	campaign claims clean
 
 help:            ## what there is
@@ -48,8 +48,11 @@ minilm: dev      ## the word embeddings of a real public checkpoint, in every ro
 dlrm: dev        ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
 	@$(BIN)/python examples/dlrm/run.py
 
+torchrec: dev    ## a TorchRec DLRM, trained, its tables published and swapped in; AUC and memory beside TorchRec's quantized ones
+	@$(BIN)/python examples/torchrec/run.py
+
 test: dev        ## all tests
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist loadfile
 
 QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
