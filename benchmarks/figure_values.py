@@ -2,6 +2,7 @@
 
 [cpu-int8]
 file = "cpu_lookup"                         # benchmarks/results/cpu_lookup.json
+rows = "finding"                            # optional: another table of that file
 where = { format = "int8", batch = 4096 }   # the one row with these fields; a list allows several values
 field = "native M rows/s"
 each = { ids = ["uniform", "zipf 1.05"] }   # optional: a value for each combination, the last name varying fastest
@@ -64,13 +65,13 @@ def _values(spec: dict[str, Any]) -> list[float]:
     result = read_result(spec["file"])
     if "where" not in spec and "each" not in spec and spec.get("field") in result:
         return [_number(result, spec["field"])]
-    each = spec.get("each", {})
+    each, table = spec.get("each", {}), result.get(spec.get("rows", "rows"), [])
     found: list[float] = []
     for chosen in product(*each.values()):
         where = {**spec.get("where", {}), **dict(zip(each, chosen, strict=True))}
         field = where.pop("field", spec.get("field"))
-        rows = [row for row in result["rows"] if _fits(row, where)]
-        found += _taken(spec.get("take"), [_value(row, field, spec.get("over"), where, result["rows"]) for row in rows], where)
+        rows = [row for row in table if _fits(row, where)]
+        found += _taken(spec.get("take"), [_value(row, field, spec.get("over"), where, table) for row in rows], where)
     return found
 
 

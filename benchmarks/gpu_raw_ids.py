@@ -43,12 +43,14 @@ class Way(NamedTuple):
 class Workload:
     """Tables of raw ids, and batches of ids for them with the rows that they have: int64 [tables * ids] on the device, each."""
 
-    def __init__(self, root: Path, disk: Path, tables: int, count: int, ids: int, bag_length: int, dim: int, zipf: float) -> None:
+    def __init__(
+        self, root: Path, files: Path, tables: int, count: int, ids: int, bag_length: int, dim: int, zipf: float
+    ) -> None:
         self.tables, self.count, self.ids, self.bag_length, self.dim = tables, count, ids, bag_length, dim
         self.generator = torch.Generator(device=DEVICE).manual_seed(0)
         console.print(f"making {tables} tables of {count:,} ids")
         known = [distinct_ids(count, seed=n + 1) for n in range(tables)]
-        self.segment = raw_table_in_shm(root, disk, f"{tables}x{count}", known, dim)
+        self.segment = raw_table_in_shm(root, files, f"{tables}x{count}", known, dim)
         self.registration = Registration(self.segment, DEVICE)
         self.held = list(self.segment.tables.values())
         self.row_bytes = self.held[0].row_bytes
@@ -136,18 +138,19 @@ def main() -> None:
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     rows = []
-    with shared_folder() as root, TemporaryDirectory() as disk:
+    with shared_folder() as root, TemporaryDirectory(dir="/dev/shm") as folder:
+        files = Path(folder)
         hbm = Way("hbm", None)
         if options.tables:
-            work = Workload(root, Path(disk), 26, 500_000, 4096 * 20, 20, 128, 1.05)
+            work = Workload(root, files, 26, 500_000, 4096 * 20, 20, 128, 1.05)
             rows += work.compare([hbm, Way("cached, 20 %", 0.2)], "26 tables")
             del work
         if options.keys:
-            work = Workload(root, Path(disk), 1, 60_000_000, 262_144, 1, 128, 1.05)
+            work = Workload(root, files, 1, 60_000_000, 262_144, 1, 128, 1.05)
             rows += work.compare([hbm, Way("cached, 10 %", 0.1)], "60 M ids")
             del work
         if options.wide:
-            work = Workload(root, Path(disk), 1, 400_000_000, 262_144, 1, 32, 0.0)
+            work = Workload(root, files, 1, 400_000_000, 262_144, 1, 32, 0.0)
             ways = [Way("cached, 5 %", 0.05), Way("cached, 5 %, ids in host memory", 0.05, ids_in_host=True)]
             rows += work.compare(ways, "400 M ids, every one as likely")
     report("gpu_raw_ids", "raw ids against row numbers, on one GPU", rows, gpu=torch.cuda.get_device_name(DEVICE))

@@ -2,7 +2,8 @@
 
 raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as a server makes it,
             and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one goes through its index. Checked first.
-find        ids to row numbers alone: our index, FBGEMM's pruned_hashmap_lookup, a Python dict (of 10 M ids at most)
+find        ids to row numbers alone: our index; up to 10 M ids also FBGEMM's pruned_hashmap_lookup and zero_collision_hash, and a
+            Python dict
 build       making the index, ids a second of one core: counted, put into buckets, distinct, pilots
 """
 
@@ -26,8 +27,8 @@ from tableside.quant.ids import IdIndex, RowMap
 DIM, BUCKETS, LENGTH = 64, 1024, 20
 SHAPES = ((26, 32), (1, 4096))
 TARGETS = {10_000_000: 0.6, 100_000_000: 0.8}
-DICT_IDS = 10_000_000
-FOUND_IDS = 1 << 20
+PEERS_IDS = 10_000_000
+FOUND_IDS, PROBES = 1 << 20, 512
 
 
 def shared(size: int) -> np.ndarray[Any, Any]:
@@ -138,7 +139,7 @@ def finders(table: Table, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any])
     work: dict[str, Callable[[], Any]] = {"index (rows alone, not checked)": lambda: find_rows(index, asked, out)}
     work["index (rows alone, not checked)"]()
     assert np.array_equal(out, expected)
-    if len(ids) <= DICT_IDS:
+    if len(ids) <= PEERS_IDS:
         work |= peers(ids, rows, asked, expected)
     timed = in_turn(list(work.values()), 7)
     return [
@@ -148,36 +149,48 @@ def finders(table: Table, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any])
 
 
 def peers(ids: Any, rows: Any, asked: Any, expected: Any) -> dict[str, Callable[[], Any]]:
-    """FBGEMM's hash table, and a dict; each holds all ids."""
+    """FBGEMM's two hash tables, half full, and a dict; each holds all ids. The first one's keys have 32 bits."""
     import fbgemm_gpu  # noqa: F401  (registers its operators)
 
-    capacity = 2 * len(ids)
-    table = torch.zeros((capacity, 2), dtype=torch.int32)
-    small = np.arange(len(ids), dtype=np.int32)  # its keys have 32 bits: positions stand for the ids
-    offsets = torch.tensor([0, len(ids)])
-    table.fill_(-1)
-    torch.ops.fbgemm.pruned_hashmap_insert(
-        torch.from_numpy(small), torch.from_numpy(rows.astype(np.int32)), torch.tensor([0, len(ids)], dtype=torch.int32), table,
-        torch.tensor([0, capacity]),
-    )  # fmt: skip
-    del offsets
-    positions = np.random.default_rng(7).integers(0, len(ids), FOUND_IDS).astype(np.int32)
-    keys, bounds, capacities = (
-        torch.from_numpy(positions),
-        torch.tensor([0, FOUND_IDS], dtype=torch.int32),
-        torch.tensor([0, capacity]),
-    )
-    found = torch.ops.fbgemm.pruned_hashmap_lookup(keys, bounds, table, capacities)
-    assert np.array_equal(found.numpy(), expected)
-    held = dict(zip(ids.tolist(), rows.tolist(), strict=True))
-    asked_list = asked.tolist()
+    ops, capacity, picked = torch.ops.fbgemm, 2 * len(ids), np.random.default_rng(7).integers(0, len(ids), FOUND_IDS)
+    pruned = torch.full((capacity, 2), -1, dtype=torch.int32)
+    bounds, capacities = torch.tensor([0, len(ids)], dtype=torch.int32), torch.tensor([0, capacity])
+    keys, values = torch.arange(len(ids), dtype=torch.int32), torch.from_numpy(rows.astype(np.int32))
+    ops.pruned_hashmap_insert(keys, values, bounds, pruned, capacities)
+    some, ends = torch.from_numpy(picked.astype(np.int32)), torch.tensor([0, FOUND_IDS], dtype=torch.int32)
+
+    identities, slots = zero_collision_table(torch.from_numpy(ids), capacity)
+    wanted = torch.from_numpy(asked)
+    held, asked_list = dict(zip(ids.tolist(), rows.tolist(), strict=True)), asked.tolist()
+
+    def by_pruned() -> Any:
+        return ops.pruned_hashmap_lookup(some, ends, pruned, capacities)
+
+    def by_zero_collision() -> Any:
+        return ops.zero_collision_hash(wanted, identities, PROBES, True, -1, True)[0]
+
+    assert np.array_equal(by_pruned().numpy(), expected) and np.array_equal(by_zero_collision().numpy(), slots[picked])
     assert [held[i] for i in asked_list] == expected.tolist()
     return {
-        "FBGEMM pruned_hashmap_lookup (half full, keys of 32 bits)": lambda: torch.ops.fbgemm.pruned_hashmap_lookup(
-            keys, bounds, table, capacities
-        ),
+        "FBGEMM pruned_hashmap_lookup (keys of 32 bits)": by_pruned,
+        "FBGEMM zero_collision_hash, read only": by_zero_collision,
         "dict": lambda: [held[i] for i in asked_list],
     }
+
+
+def zero_collision_table(ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """Identities for `zero_collision_hash`, and the slot of each id. The CPU's operator only reads, so ids are put in here: of
+    those that want one slot, one gets it, and the others try the next."""
+    made, _ = torch.ops.fbgemm.create_zch_buffer(capacity, long_type=True)
+    tried, _ = torch.ops.fbgemm.zero_collision_hash(ids, made, PROBES, True, -1, True)  # where it looks first
+    slots = tried.numpy()
+    table, keys, left = made.numpy()[:, 0], ids.numpy(), np.arange(len(ids))
+    while left.size:
+        free = left[table[slots[left]] == -1]
+        table[slots[free]] = keys[free]
+        left = left[table[slots[left]] != keys[left]]
+        slots[left] = (slots[left] + 1) % capacity
+    return made, slots
 
 
 def main() -> None:
@@ -187,9 +200,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for count in parser.parse_args().ids:
         console.print(f"{count:,} ids")
-        ids = (
-            np.random.default_rng(count).permutation(np.arange(count, dtype=np.int64)) * 0x2545F4914F6CDD1D
-        )  # distinct, over all int64
+        order = np.random.default_rng(count).permutation(np.arange(count, dtype=np.int64))
+        ids = order * 0x2545F4914F6CDD1D  # distinct, over all int64
         index, seconds = build(ids)
         kept = 0 if RowFormat.INT8.row_bytes(DIM) - RowFormat.INT8.used_bytes(DIM) >= 8 else 8
         index_bytes = index.directory.nbytes + index.pilots.nbytes

@@ -1,11 +1,12 @@
 """Tables of raw ids in shared memory for benchmarks, loaded as a user loads them, from an npz file of ids and vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
-from numpy.lib.format import open_memmap
+from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 from numpy.typing import NDArray
 
 from tableside.loader.load import LoadSettings, load
@@ -28,29 +29,29 @@ def distinct_ids(count: int, seed: int) -> NDArray[np.int64]:
 def raw_table_in_shm(root: Path, folder: Path, name: str, ids: Sequence[NDArray[np.int64]], dim: int) -> Segment:
     """Publishes int8 tables t00, t01, … of these ids as model `name` under `root`. An id without a row yields zeros.
 
-    folder: on a disk, for the arrays, fp16 [ids, dim] each, which go when they are loaded.
+    folder: for the npz file, fp16 [ids, dim] and the ids, which goes when it is loaded.
     """
     pool = np.random.default_rng(0).standard_normal((_ROWS_AT_ONCE + 4096, dim)).astype(np.float16)
-    checkpoint, tables = folder / name, {}
-    checkpoint.mkdir(parents=True)
-    arrays: dict[str, Any] = {}
-    for n, of_table in enumerate(ids):
-        table, path = f"t{n:02}", checkpoint / f"t{n:02}.npy"
-        weights = open_memmap(path, "w+", np.float16, (of_table.size, dim))
-        for at in range(0, of_table.size, _ROWS_AT_ONCE):
-            shift = (at * 37 + n) % 4096
-            weights[at : at + _ROWS_AT_ONCE] = pool[shift : shift + min(_ROWS_AT_ONCE, of_table.size - at)]
-        arrays |= {f"{table}.ids": of_table, f"{table}.weight": weights}
-        tables[table] = {
-            "key": f"{table}.weight",
-            "row_format": "int8",
-            "ids": "raw",
-            "id_key": f"{table}.ids",
-            "missing": "zero",
-        }
-    np.savez(checkpoint / "tables.npz", **arrays)
-    spec = {"name": name, "checkpoint": "tables.npz", "tables": tables, "features": {}}
-    load(parse_model(spec, checkpoint), root, LoadSettings())
-    for path in checkpoint.iterdir():
-        path.unlink()
+    path, tables = folder / f"{name}.npz", {}
+    with ZipFile(path, "w") as archive:
+        for n, of_table in enumerate(ids):
+            table = f"t{n:02}"
+            starts = range(0, of_table.size, _ROWS_AT_ONCE)
+            shifts = ((at * 37 + n) % 4096 for at in starts)
+            rows = (pool[at : at + min(_ROWS_AT_ONCE, of_table.size - start)] for start, at in zip(starts, shifts, strict=True))
+            _write(archive, f"{table}.ids", of_table.shape, of_table.dtype, [of_table])
+            _write(archive, f"{table}.weight", (of_table.size, dim), pool.dtype, rows)
+            how = {"row_format": "int8", "ids": "raw", "id_key": f"{table}.ids", "missing": "zero"}
+            tables[table] = {"key": f"{table}.weight", **how}
+    spec = {"name": name, "checkpoint": path.name, "tables": tables, "features": {}}
+    load(parse_model(spec, folder), root, LoadSettings())
+    path.unlink()
     return Model(root, name).attach(verify="header")
+
+
+def _write(archive: ZipFile, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[NDArray[Any]]) -> None:
+    """An array of an npz file, part by part: `numpy.savez` would want it whole."""
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        write_array_header_1_0(entry, {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+        for part in parts:
+            entry.write(part.data)

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "load.py",
     "raw_ids.py",
     "raw_load.py",
+    "torch_module.py",
     "workers.py",
     "http_lookup.py",
     "client.py",

@@ -1,0 +1,206 @@
+"""Published tables as a PyTorch module on one GPU, beside FBGEMM's module and torch.nn.EmbeddingBag. Wall time of calls in a row.
+
+    python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, all in HBM, bags of 20 ids
+    python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM, 262,144 ids a call
+
+Every side gets what its users give it: ours and torch's int64 ids, in a KeyedJaggedTensor or one tensor for each table, FBGEMM's
+int32 ids and offsets; all are on the device. Vectors are fp16 of ours and FBGEMM's, fp32 of torch's. Calls come one after
+another, and the clock stops when the device is done: host and device time, whichever is longer. Captured: one replay of a CUDA
+graph over the same tensors. What ours gives is compared with FBGEMM's of the same bytes before it is timed, within the rounding
+of the sums.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from cache_workload import DEVICE, DIM, ROW_BYTES, Workload
+from common import console, report, shared_folder
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from make_model import publish_random
+
+from tableside.quant.cache.settings import Policy
+from tableside.torch import Bags, EmbeddingBags
+
+TABLES, ROWS, LENGTH = 26, 500_000, 20
+BATCHES = {64: 0.8, 4096: 0.6}  # and what part of FBGEMM's time is wanted
+CACHED_ROWS, CACHED_IDS, CACHED_SHARE = 60_000_000, 262_144, 0.1
+CALLS, ROUNDS = 60, 9
+
+warnings.filterwarnings("ignore")
+
+
+def wall_us(call: Callable[[], Any]) -> float:
+    """Microseconds of a call where many come in a row: the median over rounds."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(times) * 1e6
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call's launches as a graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
+class HbmSides:
+    """26 features on all sides."""
+
+    def __init__(self, root: Path) -> None:
+        publish_random(root, "many", {f"f{n:02}": (ROWS, DIM, "int8") for n in range(TABLES)})
+        self.ours = EmbeddingBags(
+            "many", root=str(root), device="cuda:0", placement="hbm", hbm_budget=8 << 30, output=torch.float16, verify="header"
+        )
+        specs = [(f"f{n:02}", ROWS, DIM, SparseType.INT8, EmbeddingLocation.DEVICE) for n in range(TABLES)]
+        self.fbgemm = IntNBitTableBatchedEmbeddingBagsCodegen(
+            specs,
+            pooling_mode=PoolingMode.SUM,
+            device=DEVICE,
+            output_dtype=SparseType.FP16,
+            row_alignment=16,
+            bounds_check_mode=BoundsCheckMode.NONE,
+        )
+        self.fbgemm.initialize_weights()
+        served = self.ours._published.now().served
+        stored = {t.name: t for t in served.header.tables}
+        for name, (weights, _) in zip(
+            self.ours.features, self.fbgemm.split_embedding_weights(split_scale_shifts=False), strict=True
+        ):
+            table = served.segment.tables[stored[name].name]
+            weights.copy_(torch.from_numpy(table.packed.copy())[:, : weights.shape[1]])
+        self.plain = [torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", device=DEVICE) for _ in range(TABLES)]
+
+    def calls(self, batch: int) -> dict[str, Callable[[], Any]]:
+        count = max(4, min(32, 40_000_000 // (batch * LENGTH * TABLES)))
+        made = [torch.randint(0, ROWS, (TABLES * batch * LENGTH,), device=DEVICE) for _ in range(count)]
+        offsets = torch.arange(0, batch * LENGTH, LENGTH, device=DEVICE)
+        ends = torch.arange(0, TABLES * batch * LENGTH + 1, LENGTH, dtype=torch.int32, device=DEVICE)
+        fixed = [dict(zip(self.ours.features, ids.view(TABLES, batch, LENGTH), strict=True)) for ids in made]
+        ours, fbgemm, plain = cycle(fixed), cycle([i.int() for i in made]), cycle([i.chunk(TABLES) for i in made])
+        return {
+            "ours": lambda: self.ours(next(ours)),
+            "fbgemm": lambda: self.fbgemm(next(fbgemm), ends),
+            "torch": lambda: [m(i, offsets) for m, i in zip(self.plain, next(plain), strict=True)],
+        }
+
+
+def keyed(sides: HbmSides, batch: int) -> Callable[[], Any] | None:
+    """Calls with a KeyedJaggedTensor, where TorchRec is installed."""
+    try:
+        from torchrec import KeyedJaggedTensor
+    except ImportError:
+        return None
+    lengths = torch.full((TABLES * batch,), LENGTH, dtype=torch.int32, device=DEVICE)
+    made = [torch.randint(0, ROWS, (TABLES * batch * LENGTH,), device=DEVICE) for _ in range(4)]
+    given = cycle([KeyedJaggedTensor(list(sides.ours.features), ids, lengths=lengths) for ids in made])
+    return lambda: sides.ours(next(given))
+
+
+def in_hbm(root: Path) -> list[dict[str, Any]]:
+    sides, rows = HbmSides(root), []
+    for batch, target in BATCHES.items():
+        calls = sides.calls(batch)
+        found = torch.cat(list(calls["ours"]().values()), 1)
+        wanted = calls["fbgemm"]()
+        torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-3, atol=2e-2)  # sums in another order, then fp16
+        for way in ("eager", "compiled", "captured"):
+            of: dict[str, Callable[[], Any]] = dict(calls)
+            if way == "compiled":
+                torch.compiler.reset()
+                module: Any = torch.compile(sides.ours)
+                modules = [torch.compile(m) for m in sides.plain]
+                given = cycle(
+                    [{n: torch.randint(0, ROWS, (batch, LENGTH), device=DEVICE) for n in sides.ours.features} for _ in range(4)]
+                )
+                offsets = torch.arange(0, batch * LENGTH, LENGTH, device=DEVICE)
+                ids = torch.randint(0, ROWS, (batch * LENGTH,), device=DEVICE)
+                of["ours"] = lambda m=module, g=given: m(next(g))  # type: ignore[misc]
+                of["torch"] = lambda m=modules, i=ids, o=offsets: [one(i, o) for one in m]  # type: ignore[misc]
+            elif way == "captured":
+                of = {name: captured(call) for name, call in calls.items()}
+            elif (by_key := keyed(sides, batch)) is not None:
+                of["ours, keyed"] = by_key
+            for call in of.values():
+                call()
+            times = {name: wall_us(call) for name, call in of.items()}
+            row = {"batch": batch, "called": way} | {f"{n} us": times.get(n) for n in ("ours", "ours, keyed", "fbgemm", "torch")}
+            row |= {"of fbgemm": times["ours"] / times["fbgemm"], "of torch": times["ours"] / times["torch"], "target": target}
+            console.print(row)
+            rows.append(row)
+    return rows
+
+
+def cached(root: Path) -> list[dict[str, Any]]:
+    """A tenth of the bytes in HBM for both, as torch's allocator counts FBGEMM's."""
+    rows = []
+    for zipf in (1.05, 1.2):
+        work = Workload(root, 1, CACHED_ROWS, CACHED_IDS, zipf, 100)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        fbgemm = work.fbgemm(CACHED_SHARE * ROW_BYTES / (ROW_BYTES + 8), Policy.LRU)
+        for batch in work.batches[:60]:
+            wanted = fbgemm(batch)
+        taken = torch.cuda.memory_allocated() - before
+        name = work.segment.header.model
+        ours = EmbeddingBags(
+            name, root=str(root), device="cuda:0", placement="cached", hbm_budget=taken, output=torch.float16, verify="header"
+        )
+        feature = ours.features[0]
+        lengths = torch.ones(CACHED_IDS, dtype=torch.int32, device=DEVICE)
+
+        def call(batch: torch.Tensor, ours: Any = ours, feature: str = feature, lengths: torch.Tensor = lengths) -> torch.Tensor:
+            found: torch.Tensor = ours({feature: Bags(batch, lengths=lengths)})[feature]
+            return found
+
+        for batch in work.batches[:60]:
+            found = call(batch)
+        assert torch.equal(found, wanted), "FBGEMM's vectors differ"
+        timed = {
+            side: wall_us(lambda n=next_, c=one: c(next(n)))  # type: ignore[misc]
+            for side, one, next_ in (("ours", call, cycle(work.batches[60:])), ("fbgemm", fbgemm, cycle(work.batches[60:])))
+        }
+        row = {"zipf": zipf, "HBM GB": taken / 1e9, **{f"{n} us": t for n, t in timed.items()}}
+        row |= {"times as fast": timed["fbgemm"] / timed["ours"], "target": 2.5}
+        console.print(row)
+        rows.append(row)
+        del fbgemm, ours, work, call
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hbm", action="store_true")
+    parser.add_argument("--cached", action="store_true")
+    options = parser.parse_args()
+    gpu = torch.cuda.get_device_name(DEVICE)
+    with shared_folder() as root:
+        if options.hbm:
+            report("gpu_torch_module", "a PyTorch module on one GPU, int8 D 128, all in HBM", in_hbm(root), gpu=gpu)
+        if options.cached:
+            report("gpu_torch_module_cached", "a PyTorch module on one GPU, a tenth of 60 M rows in HBM", cached(root), gpu=gpu)
+
+
+if __name__ == "__main__":
+    main()
