@@ -3,8 +3,9 @@
     python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, all in HBM, bags of 20 ids
     python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM, 262,144 ids a call
 
-Every side gets what its users give it: ours and torch's int64 ids, in a KeyedJaggedTensor or one tensor for each table, FBGEMM's
-int32 ids and offsets; all are on the device. Vectors are fp16 of ours and FBGEMM's, fp32 of torch's. Calls come one after
+Every side gets what its users give it, on the device: ours the ids of all tables in one tensor with the offsets of their bags
+(`packed`), as FBGEMM's module takes them, and as a dict with a tensor [bags, 20] for each table; torch's a tensor for each table.
+Ours and torch's ids are int64, FBGEMM's int32. Vectors are fp16 of ours and FBGEMM's, fp32 of torch's. Calls come one after
 another, and the clock stops when the device is done: host and device time, whichever is longer. Captured: one replay of a CUDA
 graph over the same tensors. What ours gives is compared with FBGEMM's of the same bytes before it is timed, within the rounding
 of the sums.
@@ -28,7 +29,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from make_model import publish_random
 
 from tableside.quant.cache.settings import Policy
-from tableside.torch import Bags, EmbeddingBags
+from tableside.torch import EmbeddingBags
 
 TABLES, ROWS, LENGTH = 26, 500_000, 20
 BATCHES = {64: 0.8, 4096: 0.6}  # and what part of FBGEMM's time is wanted
@@ -97,57 +98,55 @@ class HbmSides:
         offsets = torch.arange(0, batch * LENGTH, LENGTH, device=DEVICE)
         ends = torch.arange(0, TABLES * batch * LENGTH + 1, LENGTH, dtype=torch.int32, device=DEVICE)
         fixed = [dict(zip(self.ours.features, ids.view(TABLES, batch, LENGTH), strict=True)) for ids in made]
-        ours, fbgemm, plain = cycle(fixed), cycle([i.int() for i in made]), cycle([i.chunk(TABLES) for i in made])
+        packed, dicts = cycle(made), cycle(fixed)
+        narrow, apart = cycle([i.int() for i in made]), cycle([i.chunk(TABLES) for i in made])
         return {
-            "ours": lambda: self.ours(next(ours)),
-            "fbgemm": lambda: self.fbgemm(next(fbgemm), ends),
-            "torch": lambda: [m(i, offsets) for m, i in zip(self.plain, next(plain), strict=True)],
+            "ours": lambda: self.ours.packed(next(packed), ends),
+            "ours, dict": lambda: self.ours(next(dicts)),
+            "fbgemm": lambda: self.fbgemm(next(narrow), ends),
+            "torch": lambda: [m(i, offsets) for m, i in zip(self.plain, next(apart), strict=True)],
         }
 
-
-def keyed(sides: HbmSides, batch: int) -> Callable[[], Any] | None:
-    """Calls with a KeyedJaggedTensor, where TorchRec is installed."""
-    try:
-        from torchrec import KeyedJaggedTensor
-    except ImportError:
-        return None
-    lengths = torch.full((TABLES * batch,), LENGTH, dtype=torch.int32, device=DEVICE)
-    made = [torch.randint(0, ROWS, (TABLES * batch * LENGTH,), device=DEVICE) for _ in range(4)]
-    given = cycle([KeyedJaggedTensor(list(sides.ours.features), ids, lengths=lengths) for ids in made])
-    return lambda: sides.ours(next(given))
+    def compiled(self, batch: int) -> dict[str, Callable[[], Any]]:
+        """The same calls through torch.compile; FBGEMM's module is called as it is."""
+        torch.compiler.reset()
+        calls = self.calls(batch)
+        packed: Any = torch.compile(self.ours.packed, fullgraph=True)
+        whole: Any = torch.compile(self.ours, fullgraph=True)
+        plain: Any = [torch.compile(m) for m in self.plain]
+        made = [torch.randint(0, ROWS, (TABLES * batch * LENGTH,), device=DEVICE) for _ in range(4)]
+        ends = torch.arange(0, TABLES * batch * LENGTH + 1, LENGTH, dtype=torch.int32, device=DEVICE)
+        offsets = torch.arange(0, batch * LENGTH, LENGTH, device=DEVICE)
+        fixed = [dict(zip(self.ours.features, ids.view(TABLES, batch, LENGTH), strict=True)) for ids in made]
+        of_made, of_fixed, of_parts = cycle(made), cycle(fixed), cycle([i.chunk(TABLES) for i in made])
+        return calls | {
+            "ours": lambda: packed(next(of_made), ends),
+            "ours, dict": lambda: whole(next(of_fixed)),
+            "torch": lambda: [m(i, offsets) for m, i in zip(plain, next(of_parts), strict=True)],
+        }
 
 
 def in_hbm(root: Path) -> list[dict[str, Any]]:
     sides, rows = HbmSides(root), []
     for batch, target in BATCHES.items():
         calls = sides.calls(batch)
-        found = torch.cat(list(calls["ours"]().values()), 1)
-        wanted = calls["fbgemm"]()
+        found, wanted = calls["ours"](), calls["fbgemm"]()
         torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-3, atol=2e-2)  # sums in another order, then fp16
+        torch.testing.assert_close(torch.cat(list(calls["ours, dict"]().values()), 1), found, rtol=0, atol=0)
+        sides.ours.check()
         for way in ("eager", "compiled", "captured"):
-            of: dict[str, Callable[[], Any]] = dict(calls)
-            if way == "compiled":
-                torch.compiler.reset()
-                module: Any = torch.compile(sides.ours)
-                modules = [torch.compile(m) for m in sides.plain]
-                given = cycle(
-                    [{n: torch.randint(0, ROWS, (batch, LENGTH), device=DEVICE) for n in sides.ours.features} for _ in range(4)]
-                )
-                offsets = torch.arange(0, batch * LENGTH, LENGTH, device=DEVICE)
-                ids = torch.randint(0, ROWS, (batch * LENGTH,), device=DEVICE)
-                of["ours"] = lambda m=module, g=given: m(next(g))  # type: ignore[misc]
-                of["torch"] = lambda m=modules, i=ids, o=offsets: [one(i, o) for one in m]  # type: ignore[misc]
-            elif way == "captured":
+            of = sides.compiled(batch) if way == "compiled" else calls
+            if way == "captured":
                 of = {name: captured(call) for name, call in calls.items()}
-            elif (by_key := keyed(sides, batch)) is not None:
-                of["ours, keyed"] = by_key
             for call in of.values():
                 call()
             times = {name: wall_us(call) for name, call in of.items()}
-            row = {"batch": batch, "called": way} | {f"{n} us": times.get(n) for n in ("ours", "ours, keyed", "fbgemm", "torch")}
-            row |= {"of fbgemm": times["ours"] / times["fbgemm"], "of torch": times["ours"] / times["torch"], "target": target}
+            row = {"batch": batch, "called": way} | {f"{name} us": took for name, took in times.items()}
+            row |= {"of fbgemm": times["ours"] / times["fbgemm"], "dict of fbgemm": times["ours, dict"] / times["fbgemm"]}
+            row |= {"of torch": times["ours"] / times["torch"], "target": target}
             console.print(row)
             rows.append(row)
+        sides.ours.check()
     return rows
 
 
@@ -166,11 +165,10 @@ def cached(root: Path) -> list[dict[str, Any]]:
         ours = EmbeddingBags(
             name, root=str(root), device="cuda:0", placement="cached", hbm_budget=taken, output=torch.float16, verify="header"
         )
-        feature = ours.features[0]
-        lengths = torch.ones(CACHED_IDS, dtype=torch.int32, device=DEVICE)
+        ends = torch.arange(CACHED_IDS + 1, dtype=torch.int32, device=DEVICE)
 
-        def call(batch: torch.Tensor, ours: Any = ours, feature: str = feature, lengths: torch.Tensor = lengths) -> torch.Tensor:
-            found: torch.Tensor = ours({feature: Bags(batch, lengths=lengths)})[feature]
+        def call(batch: torch.Tensor, ours: Any = ours, ends: torch.Tensor = ends) -> torch.Tensor:
+            found: torch.Tensor = ours.packed(batch, ends)
             return found
 
         for batch in work.batches[:60]:

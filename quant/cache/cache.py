@@ -158,17 +158,18 @@ class Cache:
                 self._index.write_root()
             self._batches.reserve(ids)
 
-    def prefetch(self, jobs: ProbeJobs, inputs: torch.Tensor, admit_all: bool = False) -> Ticket:
+    def prefetch(self, jobs: ProbeJobs, inputs: torch.Tensor | int, admit_all: bool = False) -> Ticket:
         """Brings the rows of a batch to the device; nothing is waited for. admit_all: admits every row (LRU
         always does).
 
-        jobs: `placed` on the device. inputs: uint8, on the device, 8-aligned. Both are written on the cache's
-        stream, or before. While a CUDA graph is captured, it captures the prefetch. QuantError: too many
-        tickets are out.
+        jobs: `placed` on the device. inputs: uint8, on the device, 8-aligned; or the address that the jobs'
+        offsets count from. All of it is written on the cache's stream, or before. While a CUDA graph is captured,
+        it captures the prefetch. QuantError: too many tickets are out.
         """
+        inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
             if is_capturing():
-                return self._capture(jobs, inputs, admit_all)
+                return self._capture(jobs, inputs_at, admit_all)
             self._check_size(jobs.ids)
             self._clear_up()
             self._index.settle()
@@ -181,7 +182,7 @@ class Cache:
             self._tickets += 1
             self._batches.count += 1
             try:
-                self._pipeline.launch(jobs, inputs.data_ptr(), batch, admit_all)
+                self._pipeline.launch(jobs, inputs_at, batch, admit_all)
             except BaseException:
                 self._streams.join_all()
                 self._index.empty()
@@ -201,7 +202,7 @@ class Cache:
                 "at once; split it"
             )
 
-    def _capture(self, jobs: ProbeJobs, inputs: torch.Tensor, admit_all: bool) -> Ticket:
+    def _capture(self, jobs: ProbeJobs, inputs_at: int, admit_all: bool) -> Ticket:
         """A prefetch that a graph will replay, with an in-flight batch of its own. Room for its ids must have
         been reserved.
         """
@@ -211,7 +212,7 @@ class Cache:
         if batch.locations.numel() < jobs.ids:
             self._batches.free.append(batch)
             raise QuantError(f"a batch has room for {batch.locations.numel():,} ids; `reserve` {jobs.ids:,} before a capture")
-        self._pipeline.launch(jobs, inputs.data_ptr(), batch, admit_all)
+        self._pipeline.launch(jobs, inputs_at, batch, admit_all)
         return Ticket(batch, self._release, self._abandoned.append)
 
     def give_back(self, ticket: Ticket) -> None:

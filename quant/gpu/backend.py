@@ -53,7 +53,7 @@ from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
-from tableside.quant.gpu.resolve import resolve_block
+from tableside.quant.gpu.resolve import ResolveJobs, resolve_block
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
@@ -422,12 +422,17 @@ class GpuBackend(Backend):
 
         outputs: where found masks go. counts: int64 [jobs * 2], on the device, to which it adds what was not found.
         """
-        if (jobs := launches.resolve) is None:
-            return
+        if launches.resolve is not None:
+            self.resolve_at(launches.resolve, source.data_ptr(), inputs.data_ptr(), outputs.data_ptr(), counts.data_ptr())
+
+    def resolve_at(self, jobs: ResolveJobs, source: int, inputs: int, outputs: int, counts: int) -> None:
+        """As `resolve`, of jobs that are placed, with the addresses that their offsets count from."""
         self.await_tables()  # ids may lie in their rows
-        stream = None if self.stream is None else torch.cuda.current_stream(self.device).cuda_stream
-        buffers = (source.data_ptr(), inputs.data_ptr(), outputs.data_ptr(), counts.data_ptr())
-        self._resolve(jobs.programs, stream, jobs.jobs_at, jobs.programs_at, *buffers)
+        self._resolve(jobs.programs, self.current_stream(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
+
+    def current_stream(self) -> int | None:
+        """The device's current stream, as launches take it; None in the interpreter."""
+        return None if self.stream is None else int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
         """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row numbers for ids."""
@@ -455,7 +460,7 @@ class GpuBackend(Backend):
         locations, staging = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.staging)
         if ticket is not None:
             ticket.wait()
-        stream = None if self.stream is None else torch.cuda.current_stream(self.device).cuda_stream
+        stream = self.current_stream()
         inputs_at, outputs_at, scratch_at = inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
         for one in launches.lookups:
             jobs, programs = launches.address + one.jobs_at, launches.address + one.programs_at

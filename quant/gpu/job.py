@@ -34,17 +34,43 @@ class JobField(IntEnum):
     OUT_STEP = 19  # values from one output vector to the next; DIM where they lie one after another
 
 
+class TensorField(IntEnum):
+    """What a job has besides, behind the fields of JobField, where ids and offsets are tensors of a caller on the device."""
+
+    OFFSETS_AT = 0  # offset in offsets, of where the first bag begins; -1: every bag has BAG_LENGTH ids
+    OFFSET_BYTES = 1  # of one: 4 or 8
+    OFFSETS = 2  # that may be read from OFFSETS_AT on: VECTORS, or one more. Where there is none, a bag ends with the ids
+    IS_FIRST = 3  # 1: the first bag must begin at id 0
+    IS_LAST = 4  # 1: the last bag must end with the ids
+    ASKED_AT = 5  # offset of the ids as they came, as IDS_AT is of the row numbers
+    NAME = 6  # a number for reports
+
+
 class ResolveField(IntEnum):
     """The fields of a job of `quant.gpu.resolve_kernel`."""
 
     ROW_MAP = 0  # address of the table's NativeRowMap on the device; 0: IDS words of 4 bytes are copied as they are
-    IDS_AT = 1  # offset in inputs, int64 [IDS]
-    IDS = 2
-    FOUND_AT = 3  # offset in outputs, uint8 [IDS]: 1 where the table has the id; -1: none is written
-    FIRST_PROGRAM = 4  # of the launch, that works on this job
+    IDS_AT = 1  # offset in the source, int64 [IDS]
+    TARGET_AT = 2  # offset in inputs, int64 [IDS], where row numbers go
+    IDS = 3
+    FOUND_AT = 4  # offset in outputs, uint8 [IDS]: 1 where the table has the id; -1: none is written
+    FIRST_PROGRAM = 5  # of the launch, that works on this job
+
+
+class ReportField(IntEnum):
+    """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first one that is found."""
+
+    IS_THERE = 0  # 1: the others are written
+    NAME = 1  # of the job
+    BAG = 2  # number of the bag whose offsets are wrong; -1: an id is
+    POSITION = 3  # of the id, among the job's
+    VALUE = 4  # the id, or where the bag begins
+    END = 5  # of the bag
+    IDS = 6  # of the job
 
 
 FIELDS = len(JobField)
+TENSOR_JOB_FIELDS = FIELDS + len(TensorField)
 
 
 def split_rows(rows: int, share: int) -> int:

@@ -23,7 +23,6 @@ from tableside.quant.gpu.kernel_constants import (
     AS_FP32,
     FORMAT_FP8,
     FORMAT_FP16,
-    FORMAT_FP32,
     FORMAT_INT2,
     FORMAT_INT4,
     FORMAT_INT8,
@@ -50,13 +49,12 @@ from tableside.quant.gpu.kernel_constants import (
     JOB_VECTORS,
     JOB_WEIGHTS_AT,
 )
+from tableside.quant.gpu.row_values import FP8_SCALE, half, interleaved, scale_of, values_of
+from tableside.quant.gpu.tensor_bags import bags_of_offsets, report
 
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
 _STAGING_UNIT = tl.constexpr(16)  # bytes, in which locations count places in the staging buffer
 _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
-_FP8_SCALE = tl.constexpr(2.0**-8)  # fp8 bits taken for fp16 bits are 2 ** 8 times too small, see `_values`
-_TWO_23 = tl.constexpr(8388608.0)  # 2 ** 23, above which fp32 counts integers one by one
-_TWO_23_BITS = tl.constexpr(0x4B000000)
 
 
 # Arguments that are not constants are int64 addresses. Triton must not compile variants for particular values of them.
@@ -93,69 +91,6 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 
 
 @triton.jit
-def _exact(part):
-    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a slow instruction."""
-    return (part | _TWO_23_BITS).to(tl.float32, bitcast=True) - _TWO_23
-
-
-@triton.jit
-def _half(bits):
-    """fp16 in the low 16 bits -> fp32."""
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _values(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
-
-    int4 and int2: each is as many times too large as it stands to the left in its half of the word (`_scale_of`). fp8: 2 ** 8
-    times too small.
-    """
-    values = ()
-    if FORMAT == FORMAT_FP32:
-        values = (word.to(tl.float32, bitcast=True),)
-    elif FORMAT == FORMAT_FP16:
-        values = (_half(word), _half(word >> 16))
-    elif FORMAT == FORMAT_FP8:
-        # The same bits in fp16, whose exponent bias is 15, not 7; two at a time.
-        even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
-        odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
-        values = (_half(even), _half(odd), _half(even >> 16), _half(odd >> 16))
-    elif FORMAT == FORMAT_INT8:
-        for i in tl.static_range(4):
-            values = values + (_exact((word >> (8 * i)) & 0xFF),)
-    else:
-        ones: tl.constexpr = (1 << (32 // PER_WORD)) - 1
-        for i in tl.static_range(PER_WORD):
-            part = word if 2 * i < PER_WORD else word >> 16
-            values = values + (_exact(part & (ones << (i % (PER_WORD // 2) * (32 // PER_WORD)))),)
-    return values
-
-
-@triton.jit
-def _scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """What value number INDEX of `_values` is multiplied by."""
-    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= FORMAT_INT4 else 0
-    return scale * (1.0 / (1 << left))
-
-
-@triton.jit
-def _interleaved(values, COUNT: tl.constexpr):
-    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then the second of each."""
-    if COUNT == 1:
-        result = values[0]
-    else:
-        half: tl.constexpr = COUNT // 2
-        even = ()
-        odd = ()
-        for i in tl.static_range(half):
-            even = even + (values[2 * i],)
-            odd = odd + (values[2 * i + 1],)
-        result = tl.interleave(_interleaved(even, half), _interleaved(odd, half))
-    return result
-
-
-@triton.jit
 def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
     """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
 
@@ -180,7 +115,7 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
 def _bags(job, starts, vector, is_real, POOLED: tl.constexpr):
     """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the longest bag.
 
-    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as for `_pool`.
+    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as for `pool`.
     """
     start = vector
     length = is_real.to(tl.int32)
@@ -198,15 +133,18 @@ def _bags(job, starts, vector, is_real, POOLED: tl.constexpr):
 
 
 @triton.jit
-def _pool(
+def pool(
     job,
     inputs,
     starts,
+    weights_base,
     outputs,
     flag,
     locations,
     staging,
     program,
+    ids_count,
+    asked,
     FORMAT: tl.constexpr,
     POOLED: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -215,14 +153,20 @@ def _pool(
     UNROLL: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
+    TENSORS: tl.constexpr,
 ):
     """One program's COLUMNS columns of a job whose rows are in FORMAT: the weighted sums of their bags, written to outputs.
 
-    job        int64 [FIELDS], written by `quant.gpu.layout`
-    inputs     address of the batch's inputs, bytes: int64 ids [ids] at IDS_AT, fp32 weights [ids] at WEIGHTS_AT
-    starts     int32 [bags + 1], indices of the bags' first ids, written by `bag_starts`; not read where bags have one length
-    outputs    address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
-    flag       int32 [1] of the job: this program writes 1 where an id is not in [0, ROWS)
+    job           int64 [FIELDS], written by `quant.gpu.layout`; with TENSORS by `quant.gpu.tensors`, [TENSOR_JOB_FIELDS]
+    inputs        address of the batch's inputs, bytes: int64 ids [ids] at IDS_AT
+    starts        int32 [bags + 1], indices of the bags' first ids, written by `bag_starts`; not read where bags have one length.
+                  TENSORS: the address that OFFSETS_AT counts from (`quant.gpu.tensor_bags`)
+    weights_base  address of fp32 weights [ids] at WEIGHTS_AT: the batch's inputs, where these were sent together
+    outputs       address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
+    flag          int32 [1] of the job: this program writes 1 where an id is not in [0, ROWS). TENSORS: address of a report
+                  (`quant.gpu.tensor_bags.report`)
+    ids_count     TENSORS: ids of jobs that do not say how many they have
+    asked         TENSORS: the address that ASKED_AT counts from, of the ids as they came
     locations  address of the batch's locations; int32 [ids] at byte LOCATIONS_AT; written by the cache's probe and resolve
     staging    address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
     program    its number among those of the job
@@ -263,11 +207,15 @@ def _pool(
     chunk = column % chunks
     is_real = vector < vectors
 
-    start, length, longest = _bags(job, starts, vector, is_real, POOLED)
+    is_bad = tl.zeros((COLUMNS * LANES,), tl.int1)
+    if TENSORS:
+        start, length, longest, is_bad = bags_of_offsets(job, starts, ids_count, vector, is_real, POOLED)
+    else:
+        start, length, longest = _bags(job, starts, vector, is_real, POOLED)
     if WEIGHTED:
         weights_at = tl.load(job + JOB_WEIGHTS_AT)
         weighted = length * (weights_at >= 0).to(tl.int32)
-        weights = (inputs + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
+        weights = (weights_base + tl.maximum(weights_at, 0)).to(tl.pointer_type(tl.float32))
     hbm_rows = 0
     share = 0
     if INDIRECT:
@@ -319,15 +267,19 @@ def _pool(
             if WEIGHTED:
                 scale = tl.load(weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0)
             if HAS_SCALE:
-                biases += scale * _half(scale_bias[r] >> 16)
-                scale = scale * _half(scale_bias[r])
-            values = _values(words[r], FORMAT, PER_WORD)
+                biases += scale * half(scale_bias[r] >> 16)
+                scale = scale * half(scale_bias[r])
+            values = values_of(words[r], FORMAT, PER_WORD)
             now = ()
             for i in tl.static_range(PER_WORD):
-                now = now + (sums[i] + values[i] * _scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
+                now = now + (sums[i] + values[i] * scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
             sums = now
 
-    tl.store(flag + tl.zeros((COLUMNS * LANES,), tl.int32), 1, is_wrong)
+    if TENSORS:
+        if tl.max((is_wrong | is_bad).to(tl.int32), 0) != 0:
+            report(job, flag, ids, asked, starts, ids_count, vector, is_bad, start, length, longest, lane, LANES)
+    else:
+        tl.store(flag + tl.zeros((COLUMNS * LANES,), tl.int32), 1, is_wrong)
     if LANES > 1:
         column = (first % chunks).to(tl.int32) + tl.arange(0, COLUMNS)
         vector = (first // chunks).to(tl.int32) + column // chunks
@@ -343,12 +295,12 @@ def _pool(
     if POOLED:
         if tl.load(job + JOB_MEAN) != 0:
             divisor = tl.maximum(length, 1).to(tl.float32)
-    divisor = divisor * (_FP8_SCALE if FORMAT == FORMAT_FP8 else 1.0)
+    divisor = divisor * (FP8_SCALE if FORMAT == FORMAT_FP8 else 1.0)
     results = ()
     for i in tl.static_range(PER_WORD):
         results = results + ((sums[i] + biases[:, None]) / divisor[:, None],)
     value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector
-    _store(job, outputs, vector, value, _interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
+    _store(job, outputs, vector, value, interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
 
 
 @triton.jit
@@ -356,7 +308,7 @@ def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.co
     """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
 
     vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the chunk
-    begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as for `_pool`.
+    begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as for `pool`.
     """
     number = value[:, None] + tl.arange(0, VALUES)[None, :]
     is_value = is_real[:, None] & (number >= 0)
@@ -406,7 +358,7 @@ def lookup(
     job_of_program  address of int32 [programs], written there too
     scratch         address of int32, written by `bag_starts`; a job whose verdict is 1 is left out
     flags           address of int32 [jobs], zeros; 1 is written where an id is out of range
-    inputs, outputs, locations, staging: as for `_pool`
+    inputs, outputs, locations, staging: as for `pool`
     """
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * JOB_SIZE
@@ -421,15 +373,18 @@ def lookup(
         for FORMAT in tl.static_range(FORMAT_SIZE):
             if (FORMATS >> FORMAT) & 1:
                 if row_format == FORMAT:
-                    _pool(
+                    pool(
                         job,
                         inputs,
                         starts + 1,
+                        inputs,
                         outputs,
                         flags.to(tl.pointer_type(tl.int32)) + number,
                         locations,
                         staging,
                         program,
+                        0,
+                        0,
                         FORMAT,
                         POOLED,
                         WEIGHTED,
@@ -438,6 +393,7 @@ def lookup(
                         UNROLL,
                         COLUMNS,
                         LANES,
+                        False,
                     )
 
 

@@ -69,7 +69,8 @@ def write_jobs(lookups: Sequence[ResolvedLookup], is_interpreted: bool) -> tuple
     jobs = np.zeros((len(lookups), len(ResolveField)), np.int64)
     for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
         job[ResolveField.ROW_MAP], job[ResolveField.IDS_AT], job[ResolveField.IDS] = lookup.row_map, lookup.ids_at, lookup.ids
-        job[ResolveField.FOUND_AT], job[ResolveField.FIRST_PROGRAM] = lookup.found_at, first
+        job[ResolveField.TARGET_AT], job[ResolveField.FOUND_AT] = lookup.ids_at, lookup.found_at
+        job[ResolveField.FIRST_PROGRAM] = first
     programs = int(firsts[-1])
     job_of_program = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
     written = jobs.tobytes() + job_of_program.tobytes() + bytes(-4 * programs % 8)

@@ -35,6 +35,7 @@ from tableside.quant.gpu.kernel_constants import (
     RESOLVE_IDS_AT,
     RESOLVE_ROW_MAP,
     RESOLVE_SIZE,
+    RESOLVE_TARGET_AT,
 )
 
 
@@ -152,7 +153,7 @@ def resolve(
     jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.resolve.write_jobs`
     job_of_program  address of int32 [programs], written there too
     source          address of the batch's inputs as they were sent, bytes: int64 ids [ids] at IDS_AT
-    inputs          address of the inputs that everything after this reads; row numbers are written at IDS_AT. It may be `source`
+    inputs          address of the inputs that everything after this reads; row numbers are written at TARGET_AT; or `source`
     outputs         address of the batch's outputs, bytes: found masks are written at FOUND_AT
     counts          address of int64 [jobs, 2], to which this kernel adds (see `_resolve`)
     """
@@ -160,18 +161,18 @@ def resolve(
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + program).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * RESOLVE_SIZE
     row_map = tl.load(job + RESOLVE_ROW_MAP)
-    ids_at, ids = tl.load(job + RESOLVE_IDS_AT), tl.load(job + RESOLVE_IDS)
+    ids_at, target_at, ids = tl.load(job + RESOLVE_IDS_AT), tl.load(job + RESOLVE_TARGET_AT), tl.load(job + RESOLVE_IDS)
     first = (program - tl.load(job + RESOLVE_FIRST_PROGRAM)) * BLOCK
     if row_map == 0:
         at = first + tl.arange(0, BLOCK)
         words = tl.load((source + ids_at).to(tl.pointer_type(tl.int32)) + at, at < ids, 0)
-        tl.store((inputs + ids_at).to(tl.pointer_type(tl.int32)) + at, words, at < ids)
+        tl.store((inputs + target_at).to(tl.pointer_type(tl.int32)) + at, words, at < ids)
     else:
         found_at = tl.load(job + RESOLVE_FOUND_AT)
         _resolve(
             row_map.to(tl.pointer_type(tl.int64)),
             (source + ids_at).to(tl.pointer_type(tl.int64)),
-            (inputs + ids_at).to(tl.pointer_type(tl.int64)),
+            (inputs + target_at).to(tl.pointer_type(tl.int64)),
             (outputs + tl.maximum(found_at, 0)).to(tl.pointer_type(tl.uint8)),
             counts.to(tl.pointer_type(tl.int64)) + 2 * number,
             first,

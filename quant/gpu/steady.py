@@ -25,7 +25,7 @@ def are_steady(kinds: Sequence[LookupKind]) -> bool:
     return _native is not None and all(on_device(kind.table).residence.is_steady for kind in kinds)
 
 
-class _Kind(NamedTuple):
+class SteadyKind(NamedTuple):
     """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the names of JobField."""
 
     table: int
@@ -67,10 +67,11 @@ class _Asked:
         raise AssertionError("a steady residence leaves nothing to the host")
 
 
-def _kind(kind: LookupKind, table: DeviceTable) -> _Kind:
+def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
+    """What the device needs to know of lookups of this kind, with rows that the CPU does not gather."""
     job, asked = Job(), _Asked()
     table.residence.write(job, lookup_at(kind, Place(0, 0, -1, 0, 0, -1, 0)), asked)
-    return _Kind(
+    return SteadyKind(
         job[JobField.TABLE],
         kind.table.rows,
         kind.table.row_bytes,
@@ -97,14 +98,14 @@ class SteadyLayouts:
     def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs) -> None:
         # A native kernel of other sources would read other fields.
         fields = (_native.GPU_KIND_FIELDS, _native.JOB_FIELDS, _native.MOVE_FIELDS)
-        if (_Kind._fields, tuple(f.name.lower() for f in JobField), Move._fields) != fields:
+        if (SteadyKind._fields, tuple(f.name.lower() for f in JobField), Move._fields) != fields:
             raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
         tables = [on_device(kind.table) for kind in kinds]
         self._kinds, self._configs = tuple(kinds), configs
         self._key = KernelKey()
         for table in tables:
             self._key |= table.key
-        rows = [_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        rows = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
         self._rows = np.array(rows, np.int64).tobytes()
 
     def lookups(self, places: Any) -> list[Lookup]:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tableside.serving.modules.inputs import Given
-from tableside.serving.modules.keyed import given_of, host_jagged, host_keyed
-from tableside.serving.modules.lookups import host_lookup
+from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.keyed import host_jagged, host_keyed
+from tableside.serving.modules.lookups import host_lengths, host_lookup
 from tableside.serving.modules.published import Attached
 
 if TYPE_CHECKING:
@@ -37,14 +37,37 @@ def look_up_keyed(
     order: list[int],
     features: int,
     values: torch.Tensor,
-    lengths: torch.Tensor,
+    form: Form,
+    bags: torch.Tensor,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[bags, sum of dims]. order: where each feature is among the `features` of values and lengths; empty: the same."""
+    """[bags, sum of dims]. order: where each feature is among the `features` of values and bags; empty: the same. bags: by `form`
+    lengths [features * bags], or offsets with the end of the last bag."""
     if attached.on_gpu:
-        return torch.cat(_device_lookup(attached, key, names, output)(given_of(order, features, values, lengths, weights)), 1)
-    jagged = host_jagged(", ".join(names), values, lengths, weights, features)
+        from tableside.serving.modules.device import offsets_of
+
+        offsets = offsets_of(bags) if form is Form.LENGTHS else bags
+        return _device_lookup(attached, key, names, output).packed(order, features, values, offsets, weights)
+    name = ", ".join(names)
+    lengths = bags if form is Form.LENGTHS else torch.from_numpy(host_lengths(name, form, bags, values.numel()))
+    jagged = host_jagged(name, values, lengths, weights, features)
     return host_keyed(attached, key, names, output)(jagged, order or None)
+
+
+def prefetch_keyed(
+    attached: Attached,
+    key: str,
+    names: tuple[str, ...],
+    output: torch.dtype,
+    order: list[int],
+    features: int,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> None:
+    """As `prefetch`, for a call of `look_up_keyed` by offsets."""
+    if attached.on_gpu:
+        _device_lookup(attached, key, names, output).prefetch_packed(order, features, values, offsets, weights)
 
 
 def _device_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":

@@ -12,12 +12,12 @@ import torch
 
 from tableside.quant import Pooling
 from tableside.serving.modules import keyed
-from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch
+from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch, prefetch_keyed
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import FeatureInput, Given, given_bags, given_ids
+from tableside.serving.modules.inputs import FeatureInput, Form, Given, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced
-from tableside.serving.modules.published import published
+from tableside.serving.modules.published import Attached, published
 from tableside.serving.modules.source import Source
 
 
@@ -158,10 +158,15 @@ class PublishedModule(torch.nn.Module):
             f"dict of {', '.join(self.features)}"
         )
 
-    def prefetch(self, inputs: Mapping[str, FeatureInput]) -> None:
-        """Brings the rows that a call with this dict reads to the GPU's cache (placement "cached"), beside what the current
+    def prefetch(self, inputs: Any) -> None:
+        """Brings the rows that a call with these inputs reads to the GPU's cache (placement "cached"), beside what the current
         stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU."""
-        prefetch(self._published.now(), self._call, self.features, self.output, self._given_of(inputs))
+        attached = self._published.now()
+        if attached.on_gpu:
+            self._prefetch(attached, inputs)
+
+    def _prefetch(self, attached: Attached, inputs: Any) -> None:
+        prefetch(attached, self._call, self.features, self.output, self._given_of(inputs))
 
     def _given(self, name: str, value: FeatureInput) -> Given:
         raise NotImplementedError
@@ -209,15 +214,44 @@ class EmbeddingBags(PublishedModule):
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
         """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features. is_weighted: by its
         weights, where it has some. Raises as `forward`."""
-        order = keyed.places_of(keys, inputs.keys())
-        values, lengths, weights, features = keyed.parts(inputs)
-        weights = weights if is_weighted else None
+        order = keyed.places_of(keys, inputs.keys()) or []
+        is_compiling = torch.compiler.is_compiling()
+        on_gpu = self._published.source.on_gpu
+        values, form, bags, weights, features = keyed.parts(inputs, by_offsets=on_gpu and not is_compiling)
+        return self._side_by_side(order, features, values, form, bags, weights if is_weighted else None)
+
+    def packed(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """[bags, sum of dims], the features' vectors side by side, for the ids of all features one after another, as FBGEMM's
+        modules take them.
+
+        values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features * bags + 1], where each
+        bag begins, and the end of the last one. weights: floats [ids]. Raises as `forward`.
+        """
+        return self._side_by_side([], len(self.features), values, Form.ENDS, offsets, weights)
+
+    def _side_by_side(
+        self,
+        order: list[int],
+        features: int,
+        values: torch.Tensor,
+        form: Form,
+        bags: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
         if torch.compiler.is_compiling():
             given = [] if weights is None else [weights]
-            found: torch.Tensor = torch.ops.tableside.look_up_keyed(self._call, order or [], features, values, lengths, given)
+            found: torch.Tensor = torch.ops.tableside.look_up_keyed(self._call, order, features, values, int(form), bags, given)
             return found
         attached = self._published.now()
-        return look_up_keyed(attached, self._call, self.features, self.output, order or [], features, values, lengths, weights)
+        return look_up_keyed(attached, self._call, self.features, self.output, order, features, values, form, bags, weights)
+
+    def _prefetch(self, attached: Attached, inputs: Any) -> None:
+        if not keyed.is_keyed(inputs):
+            return super()._prefetch(attached, inputs)
+        order = keyed.places_of(self.features, inputs.keys()) or []
+        values, _, offsets, weights, features = keyed.parts(inputs, by_offsets=True)
+        prefetch_keyed(attached, self._call, self.features, self.output, order, features, values, offsets, weights)
+        return None
 
 
 class Embeddings(PublishedModule):
@@ -236,8 +270,11 @@ class Embeddings(PublishedModule):
         """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features. with_ids: with the ids
         as weights. Raises as `forward`."""
         order = keyed.places_of(keys, inputs.keys())
-        values, lengths, _, features = keyed.parts(inputs)
-        given = keyed.ids_of(keyed.host_jagged(", ".join(inputs.keys()), values, lengths, None, features), features, order)
+        values, _, lengths, _, features = keyed.parts(inputs, by_offsets=False)
+        if self._published.source.on_gpu:
+            given = keyed.ids_between(values, inputs.offset_per_key(), order)  # which waits for the device, as TorchRec does
+        else:
+            given = keyed.ids_of(keyed.host_jagged(", ".join(inputs.keys()), values, lengths, None, features), features, order)
         vectors = look_up(self._published.now(), self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)

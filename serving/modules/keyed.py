@@ -49,13 +49,17 @@ def places_of(names: Sequence[str], keys: Sequence[str]) -> list[int] | None:
     return [list(keys).index(name) for name in names]
 
 
-def parts(keyed: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-    """Values, lengths, weights and the number of features. ModuleError: features have several numbers of bags."""
+def parts(keyed: Any, by_offsets: bool) -> tuple[torch.Tensor, Form, torch.Tensor, torch.Tensor | None, int]:
+    """Values, lengths or offsets and which of them, weights and the number of features.
+
+    ModuleError: features have several numbers of bags.
+    """
     if keyed.variable_stride_per_key() or keyed.inverse_indices_or_none() is not None:
         raise ModuleError(
             "the KeyedJaggedTensor has several numbers of bags (variable stride) or inverse indices; give a dict of features"
         )
-    return keyed.values(), keyed.lengths(), keyed.weights_or_none(), len(keyed.keys())
+    form, bags = (Form.ENDS, keyed.offsets()) if by_offsets else (Form.LENGTHS, keyed.lengths())
+    return keyed.values(), form, bags, keyed.weights_or_none(), len(keyed.keys())
 
 
 def host_jagged(name: str, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, features: int) -> Jagged:
@@ -134,21 +138,10 @@ def ids_of(jagged: Jagged, features: int, order: list[int] | None) -> list[Given
     return found
 
 
-def given_of(
-    order: list[int], features: int, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
-) -> list[Given]:
-    """The bags of each feature as tensors of their own, on any device. Waits for the lengths, which say where the ids are."""
-    if not features or lengths.numel() % features:
-        raise ModuleError(f"there are {lengths.numel()} lengths for {features} features; expected as many for each feature")
-    of_bags = lengths.view(features, -1)
-    ends = torch.cumsum(of_bags.sum(1), 0).tolist()
-    if ends[-1] != values.numel() or min(starts := [0, *ends[:-1]]) < 0 or starts != sorted(starts):
-        raise ModuleError(f"the lengths add up to {ends[-1]}, but there are {values.numel()} ids")
-    found = []
-    for at in order or range(features):
-        part = slice(starts[at], ends[at])
-        found.append(Given(Form.LENGTHS, values[part], of_bags[at], None if weights is None else weights[part]))
-    return found
+def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[Given]:
+    """As `ids_of`, on any device. bounds: where the ids of each feature begin, and where the last one's end."""
+    places = range(len(bounds) - 1) if order is None else order
+    return [Given(Form.IDS, values[bounds[at] : bounds[at + 1]], None, None) for at in places]
 
 
 def keyed_tensor(names: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> Any:

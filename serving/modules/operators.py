@@ -1,7 +1,8 @@
 """The custom operators that modules become in compiled and exported programs.
 
     tableside::look_up(str call, int[] forms, Tensor[] values, Tensor[] bags, int[] weighted, Tensor[] weights) -> Tensor[]
-    tableside::look_up_keyed(str call, int[] order, int features, Tensor values, Tensor lengths, Tensor[] weights) -> Tensor
+    tableside::look_up_keyed(str call, int[] order, int features, Tensor values, int form, Tensor bags, Tensor[] weights)
+        -> Tensor
 
 call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: one `Form` for each feature.
 bags: of those features whose form has some. weighted: 1 for each feature that has weights. order: where each feature is among
@@ -120,12 +121,14 @@ def _look_up_keyed(
     order: Sequence[int] | None,
     features: int,
     values: torch.Tensor,
-    lengths: torch.Tensor,
+    form: int,
+    bags: torch.Tensor,
     weights: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
     c = call_of(call)
     weights_of = weights[0] if weights else None
-    return look_up_keyed(attachment(call), call, c.names, c.dtype, list(order or ()), features, values, lengths, weights_of)
+    of_bags = _FORMS[form], bags
+    return look_up_keyed(attachment(call), call, c.names, c.dtype, list(order or ()), features, values, *of_bags, weights_of)
 
 
 def _look_up_keyed_fake(
@@ -133,11 +136,12 @@ def _look_up_keyed_fake(
     order: Sequence[int] | None,
     features: int,
     values: torch.Tensor,
-    lengths: torch.Tensor,
+    form: int,
+    bags: torch.Tensor,
     weights: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
     c = call_of(call)
-    return values.new_empty((lengths.shape[0] // features, sum(c.dims)), dtype=c.dtype)
+    return values.new_empty(((bags.shape[0] - (_FORMS[form] is Form.ENDS)) // features, sum(c.dims)), dtype=c.dtype)
 
 
 def attachment(call: str) -> Attached:
@@ -170,6 +174,8 @@ torch.library.define(
 torch.library.impl(_NAME, ("cpu", "cuda"))(_look_up)
 torch.library.register_fake(_NAME)(_look_up_fake)
 _KEYED = "tableside::look_up_keyed"
-torch.library.define(_KEYED, "(str call, int[] order, int features, Tensor values, Tensor lengths, Tensor[] weights) -> Tensor")
+torch.library.define(
+    _KEYED, "(str call, int[] order, int features, Tensor values, int form, Tensor bags, Tensor[] weights) -> Tensor"
+)
 torch.library.impl(_KEYED, ("cpu", "cuda"))(_look_up_keyed)
 torch.library.register_fake(_KEYED)(_look_up_keyed_fake)

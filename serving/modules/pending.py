@@ -1,96 +1,70 @@
-"""Calls on a GPU whose ids were not yet found right: nobody waits for the device, so a wrong id is said later.
+"""Calls on a GPU: what was wrong in one is said by a later one, and a version stays until the last call that reads it is done.
 
-Each call leaves its flags here, with an event behind its kernels. The next call of the same source looks at those that are done,
-and raises for the first one that was wrong; `check` waits for all. A call's tables stay until it is done.
+Nobody waits for the device. The kernels tell in memory of the host what is wrong (`quant.gpu.reports`). A version that was
+replaced is kept with events of the streams that read it, until those are done.
 """
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tableside.quant import BadIds
-from tableside.quant.contract import RowSource, rows_of
-from tableside.serving.modules.errors import BadFeatureIds
+from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 
-_MOST = 256  # calls that are looked at later; beyond, the oldest is waited for
-
-
-class Staged(NamedTuple):
-    """One feature's inputs on the device. lengths None: bags of `bag_length` ids, or an id each."""
-
-    name: str
-    table: RowSource
-    ids: torch.Tensor
-    lengths: torch.Tensor | None
-    bag_length: int
-    bags: int
-    weights: torch.Tensor | None
-
-
-class _Call(NamedTuple):
-    flags: torch.Tensor  # on the host, once the event is done
-    event: Any  # None: it is done
-    staged: Sequence[Staged]
-    held: object  # what its kernels read
+if TYPE_CHECKING:
+    from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.reports import Reports, Wrong
 
 
 class Pending:
-    """The calls of one source, oldest first. Any thread may call."""
+    """What calls of one source left behind. Any thread may call."""
 
     def __init__(self) -> None:
-        self._calls: deque[_Call] = deque()
+        self.reports: Reports | None = None
+        self._retired: deque[tuple[list[Any], object]] = deque()
         self._lock = threading.Lock()
-        self._error: BadFeatureIds | None = None
 
-    def add(self, flags: torch.Tensor, staged: Sequence[Staged], held: object) -> None:
-        """Takes a call that was just launched on the current stream. flags: int32 [jobs], on its device."""
-        event = None
-        if flags.is_cuda:
-            on_host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-            flags = on_host.copy_(flags, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+    def reports_of(self, backend: "GpuBackend") -> "Reports":
+        """Where the source's lookups tell what is wrong."""
+        from tableside.quant.gpu.reports import Reports
+
         with self._lock:
-            self._calls.append(_Call(flags, event, staged, held))
-        if len(self._calls) > _MOST:
-            self.sweep(least=len(self._calls) - _MOST)
+            if self.reports is None:
+                self.reports = Reports(backend)
+            return self.reports
 
-    def sweep(self, least: int = 0) -> None:
-        """Looks at the calls that are done, and waits for the `least` oldest ones. What is wrong is kept for `raise_first`."""
-        while self._calls:
-            with self._lock:
-                if not self._calls or not (least > 0 or self._calls[0].event is None or self._calls[0].event.query()):
-                    return
-                call = self._calls.popleft()
-            least -= 1
-            if call.event is not None:
-                call.event.synchronize()
-            if self._error is None and bool(call.flags.any()):
-                self._error = _problem(call.staged)
+    def retire(self, streams: "list[torch.cuda.Stream]", held: object) -> None:
+        """Keeps what kernels on these streams read until they are done."""
+        events = []
+        for stream in streams:
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(stream)
+        if events:
+            self._retired.append((events, held))
+
+    def sweep(self) -> None:
+        """Lets go of what no call reads any more."""
+        with self._lock:
+            while self._retired and all(event.query() for event in self._retired[0][0]):
+                self._retired.popleft()
 
     def raise_first(self) -> None:
-        """BadFeatureIds: a call that is done had a wrong id or length."""
-        if self._calls:
-            self.sweep()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        """BadFeatureIds: a call that is done had a wrong id or length. ModuleError: or a wrong offset."""
+        if self.reports is not None and self.reports.is_there and (wrong := self.reports.take()) is not None:
+            raise _error(wrong)
 
     def check(self) -> None:
         """As `raise_first`, after waiting for all calls."""
-        self.sweep(least=len(self._calls))
+        if self.reports is not None:
+            self.reports.wait()
         self.raise_first()
+        self.sweep()
 
 
-def _problem(staged: Sequence[Staged]) -> BadFeatureIds:
-    """The first id or length that is wrong, named."""
-    for one in staged:
-        lengths = None if one.lengths is None else one.lengths.cpu().numpy()
-        try:
-            rows_of(one.table, one.ids.cpu().numpy(), lengths)
-        except BadIds as error:
-            return BadFeatureIds(one.name, error)
-    raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
+def _error(wrong: "Wrong") -> BadFeatureIds | ModuleError:
+    if wrong.cause is not None:
+        return BadFeatureIds(wrong.name, wrong.cause)
+    number, value = wrong.offset
+    expected = "expected 0, where the first bag begins" if number == 0 else "expected 0 or more"
+    return ModuleError(f"feature {wrong.name!r}: the offset at position {number} is {value}; {expected}")

@@ -36,13 +36,18 @@ _NEVER = 1 << 62
 
 
 class Attached:
-    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: calls on a GPU."""
+    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what calls on a GPU leave
+    behind; streams: those that they were on, by handle."""
 
     def __init__(self, served: ServedVersion, threads: int, pending: Pending) -> None:
         self.served, self.threads, self.pending = served, threads, pending
         self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
         self.lookups: dict[str, Any] = {}
         self.keyed: dict[str, Any] = {}
+        self.streams: dict[int, Any] = {}
+
+    def __del__(self) -> None:
+        self.pending.retire([*self.streams.values()], self.served)
 
 
 class Published:
@@ -114,6 +119,7 @@ class Published:
                 logger.error("version %d of %s is not taken by modules: %s", version, self.source.model, error)
                 self._engine.refuse(version)
                 return False
+        self.pending.sweep()
         logger.info("modules read %s version %d from now on", self.source.model, version)
         return True
 

@@ -29,7 +29,7 @@ def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
     """Every form, weights, and a second call of the same shapes with other ids."""
     pooled = ["user_sum", "item_mean", "page_sum"]
     host = EmbeddingBags("ads", pooled, root=model)
-    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=64 << 20)
+    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
     for shift in (0, 1):
         ids = (IDS + shift) % ROWS
         weights = torch.linspace(0, 1, 49)
@@ -75,15 +75,116 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
     module.check()
 
 
+KEYS, LENGTHS = ["page_sum", "user_sum"], torch.tensor([10, 0, 9, 30], dtype=torch.int32)
+
+
 def test_keyed_tensors_are_those_of_the_cpu(model: str) -> None:
-    """TorchRec's, in another order of keys."""
+    """TorchRec's, in another order of keys, pooled and not; by its lengths or by its offsets."""
     torchrec = pytest.importorskip("torchrec")
-    keys, lengths = ["page_sum", "user_sum"], torch.tensor([10, 0, 9, 30], dtype=torch.int32)
-    host, module = (EmbeddingBags("ads", keys[::-1], root=model, device=d) for d in ("cpu", devices.DEVICE))
-    expected = host(torchrec.KeyedJaggedTensor(keys, IDS, lengths=lengths))
-    found = module(torchrec.KeyedJaggedTensor(keys, there(IDS), lengths=there(lengths)))
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found.values().cpu(), expected.values(), rtol=0, atol=TOLERANCE)
+    host, module = (EmbeddingBags("ads", KEYS[::-1], root=model, device=d) for d in ("cpu", devices.DEVICE))
+    expected = host(torchrec.KeyedJaggedTensor(KEYS, IDS, lengths=LENGTHS))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int32), LENGTHS.cumsum(0, dtype=torch.int32)])
+    for told in ({"lengths": there(LENGTHS)}, {"offsets": there(offsets)}):
+        found = module(torchrec.KeyedJaggedTensor(KEYS, there(IDS), **told))
+        assert found.keys() == expected.keys()
+        torch.testing.assert_close(found.values().cpu(), expected.values(), rtol=0, atol=TOLERANCE)
+    keys = ["user_ids", "item_ids"]
+    host_ids, ids = (Embeddings("ads", keys, root=model, device=d) for d in ("cpu", devices.DEVICE))
+    jagged = ids(torchrec.KeyedJaggedTensor(keys, there(IDS), lengths=there(LENGTHS)))
+    for name, one in host_ids(torchrec.KeyedJaggedTensor(keys, IDS, lengths=LENGTHS)).items():
+        assert torch.equal(jagged[name].values().cpu(), one.values())
+        assert torch.equal(jagged[name].lengths().cpu(), one.lengths())
+
+
+def packed_offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return there(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+
+
+@pytest.mark.parametrize("placement", ["hbm", "cached"])
+def test_ids_of_all_features_in_one_tensor(model: str, placement: str) -> None:
+    """Side by side what a dict gives apart; by prefetched rows too."""
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
+    host = EmbeddingBags("ads", KEYS, root=model)
+    weights = torch.linspace(0, 1, 49)
+    found = module.packed(there(IDS), packed_offsets(LENGTHS), there(weights))
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), LENGTHS.cumsum(0)])
+    torch.testing.assert_close(found.cpu(), host.packed(IDS, ends, weights), rtol=0, atol=TOLERANCE)
+    torchrec = pytest.importorskip("torchrec")
+    keyed = torchrec.KeyedJaggedTensor(KEYS, there(IDS), lengths=there(LENGTHS))
+    module.prefetch(keyed)
+    lookup = module._published.now().lookups[module._call]
+    assert (lookup._ahead.staged.ticket is not None) == (placement == "cached")
+    expected = host(torchrec.KeyedJaggedTensor(KEYS, IDS, lengths=LENGTHS)).values()
+    torch.testing.assert_close(module(keyed).values().cpu(), expected, rtol=0, atol=TOLERANCE)
+    assert lookup._ahead is None
+    module.check()
+
+
+def test_packed_ids_that_are_wrong(model: str) -> None:
+    """Shapes at once; ids and offsets by `check`, with the feature and the position in it."""
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE)
+    with pytest.raises(ModuleError, match=r"there are torch.int64 offsets \[4\] for 2 features"):
+        module.packed(there(IDS), there(torch.tensor([0, 1, 2, 49])))
+    with pytest.raises(ModuleError, match="there are no bags of page_sum, user_sum, but 49 ids"):
+        module.packed(there(IDS), there(torch.tensor([0])))
+    with pytest.raises(ModuleError, match=r"weights are torch\.int64"):
+        module.packed(there(IDS), packed_offsets(LENGTHS), there(IDS))
+    with pytest.raises(ModuleError, match="weights require a gradient"):
+        module.packed(there(IDS), packed_offsets(LENGTHS), there(torch.ones(49)).requires_grad_())
+    wrong = IDS.clone()
+    wrong[12] = -7
+    module.packed(there(wrong), packed_offsets(LENGTHS))
+    with pytest.raises(BadFeatureIds, match=r"feature 'user_sum': id -7 at position 2 is outside the table's rows \[0, 500\)"):
+        module.check()
+    module.packed(there(IDS), there(torch.tensor([0, 9, 8, 19, 49])))
+    with pytest.raises(BadFeatureIds, match="feature 'page_sum': length -1 at position 1 is negative"):
+        module.check()
+    module.packed(there(IDS), there(torch.tensor([1, 9, 9, 19, 49])))
+    with pytest.raises(ModuleError, match="feature 'page_sum': the offset at position 0 is 1; expected 0"):
+        module.check()
+
+
+@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="graphs are CUDA's")
+@pytest.mark.parametrize("placement", ["hbm", "cached"])
+def test_captured_calls(model: str, placement: str) -> None:
+    """A graph over a dict and one over packed ids answer what the tensors hold at each replay; wrong ids of a replay are told."""
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
+    host = EmbeddingBags("ads", KEYS, root=model)
+    ids, offsets, ends = there(IDS.clone()), there(OFFSETS), packed_offsets(LENGTHS)
+
+    def dicts() -> torch.Tensor:
+        found: dict[str, torch.Tensor] = module(dict.fromkeys(KEYS, (ids, offsets)))
+        return torch.cat(list(found.values()), 1)
+
+    def packed() -> torch.Tensor:
+        return module.packed(ids, ends)
+
+    with pytest.raises(ModuleError, match="a call of a new kind cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        packed()
+    for call in (dicts, packed):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = call()
+        for shift in (0, 3):
+            ids.copy_((IDS + shift) % ROWS)
+            graph.replay()
+            torch.cuda.synchronize()
+            told = (IDS + shift) % ROWS
+            if call is packed:
+                expected = host.packed(told, ends.cpu())
+            else:
+                expected = torch.cat(list(host(dict.fromkeys(KEYS, (told, OFFSETS))).values()), 1)
+            torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=TOLERANCE)
+        module.check()
+        ids[5] = ROWS
+        graph.replay()
+        with pytest.raises(BadFeatureIds, match="id 500 at position 5"):
+            module.check()
+        ids.copy_(IDS)
 
 
 def test_a_tensor_of_another_device_is_refused(model: str) -> None:
@@ -95,7 +196,7 @@ def test_a_tensor_of_another_device_is_refused(model: str) -> None:
 
 def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
     """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does without."""
-    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=64 << 20)
+    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=2 << 20)
     host = EmbeddingBags("ads", ["user_sum"], root=model)
     ids, other, offsets = there(IDS.clone()), there((IDS + 5) % ROWS), there(OFFSETS)
 
@@ -105,7 +206,7 @@ def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
 
     module.prefetch({"user_sum": (ids, offsets)})
     lookup = module._published.now().lookups[module._call]
-    assert lookup._ahead.ticket is not None
+    assert lookup._ahead.staged.ticket is not None
     call(ids)
     assert lookup._ahead is None
     module.prefetch({"user_sum": (ids, offsets)})

@@ -201,5 +201,5 @@ def test_operators_are_sound(model: str) -> None:
     users, offsets, items, lengths, _ = batch(6, 40, 30)
     told = (bags._call, [int(Form.OFFSETS), int(Form.LENGTHS)], [users, items], [offsets, lengths], [1, 0], [torch.rand(40)])
     torch.library.opcheck(torch.ops.tableside.look_up.default, told)
-    keyed = (bags._call, [], 2, users, torch.tensor([10, 10, 10, 10]), [])
+    keyed = (bags._call, [], 2, users, int(Form.LENGTHS), torch.tensor([10, 10, 10, 10]), [])
     torch.library.opcheck(torch.ops.tableside.look_up_keyed.default, keyed)

@@ -1,0 +1,108 @@
+"""What the kernels of tensor lookups tell the host of ids and offsets that are wrong, without anybody waiting for the device.
+
+The record lies in page-locked memory that the kernels write to (`quant.gpu.tensor_bags.report`); where nothing is wrong it costs
+the host one read of its own memory. A captured call tells in its replays too.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tableside.quant.contract import RowSource
+from tableside.quant.errors import BadIds, Problem
+from tableside.quant.gpu.job import ReportField
+
+
+class Device(Protocol):
+    """The backend of a device, as far as reports need it."""
+
+    device: torch.device
+    is_interpreted: bool
+
+    def exclusive(self) -> AbstractContextManager[None]: ...
+
+
+class Wrong(NamedTuple):
+    """What was wrong. name: of the feature. cause: ids or lengths; None: an offset, whose number and value `offset` has: one that
+    is negative, or the first, which is not 0."""
+
+    name: str
+    cause: BadIds | None
+    offset: tuple[int, int] = (0, 0)
+
+
+class _Named(NamedTuple):
+    """A feature, and why an id of it is refused; bound: as that of `BadIds`."""
+
+    feature: str
+    problem: Problem
+    bound: int
+
+
+def _named(feature: str, table: RowSource) -> _Named:
+    if table.row_map is None:
+        return _Named(feature, Problem.ID, table.rows)
+    return _Named(feature, Problem.MISSING, table.row_map.count)
+
+
+class Reports:
+    """The first thing that was wrong in lookups of a device since `take` was called. Any thread may call.
+
+    address: of the record, as the kernels take it.
+    """
+
+    def __init__(self, backend: Device) -> None:
+        self._backend = backend
+        on_host = torch.zeros(len(ReportField) + 1, dtype=torch.int64, pin_memory=not backend.is_interpreted)
+        self._claim = torch.zeros(1, dtype=torch.int32, device=backend.device)
+        on_host[-1] = self._claim.data_ptr()
+        self._held, self._record = on_host, on_host.numpy()
+        self.address = on_host.data_ptr()
+        self._names: list[_Named] = []
+        self._lock = threading.Lock()
+        self.wait()  # the claim is written
+
+    def add(self, names: Sequence[str], tables: Sequence[RowSource]) -> int:
+        """Takes the features of a lookup; returns the number of the first one in its jobs (TensorField.NAME)."""
+        with self._lock:
+            named = [_named(name, table) for name, table in zip(names, tables, strict=True)]
+            first = next((at for at in range(len(self._names)) if self._names[at : at + len(named)] == named), len(self._names))
+            if first == len(self._names):
+                self._names += named
+            return first
+
+    @property
+    def is_there(self) -> bool:
+        """Whether something was wrong in a lookup that is done."""
+        return bool(self._record[ReportField.IS_THERE])
+
+    def wait(self) -> None:
+        """Waits for the device."""
+        if not self._backend.is_interpreted:
+            with self._backend.exclusive():  # nothing is captured meanwhile
+                torch.cuda.synchronize(self._backend.device)
+
+    def take(self) -> Wrong | None:
+        """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device where something was."""
+        if not self.is_there:
+            return None
+        with self._lock:
+            self.wait()
+            record = [int(value) for value in self._record[: len(ReportField)]]
+            self._record[: len(ReportField)] = 0
+            self._claim.zero_()
+            self.wait()
+        return self._wrong(*record) if record[ReportField.IS_THERE] else None
+
+    def _wrong(self, is_there: int, name: int, bag: int, position: int, value: int, end: int, ids: int) -> Wrong:
+        feature, problem, bound = self._names[name]
+        if bag < 0:
+            return Wrong(feature, BadIds(problem, 0, position, value, bound))
+        if end < value:
+            return Wrong(feature, BadIds(Problem.LENGTH, 0, bag, end - value, 0))
+        if value < 0 or (bag == 0 and value != 0):
+            return Wrong(feature, None, (bag, value))
+        return Wrong(feature, BadIds(Problem.SUM, 0, bag + 1, end, ids))

@@ -1,0 +1,466 @@
+"""Lookups of a caller's tensors where they lie on a GPU: nothing is brought together, and nobody waits for the device.
+
+A call takes ids, offsets and weights of each feature as tensors of their own (`each`), or all ids one after another with the
+offsets of all features (`packed`), as FBGEMM and TorchRec keep them. In a packed call the host does not know where the ids of a
+feature begin. The lookup kernel reads its bags from the offsets, so a call with as many bags as one before needs nothing sent.
+Kernels before it, which work on ids, get their jobs from `quant.gpu.tensor_kernel.spread`.
+
+What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls on several streams share none.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.cache.jobs import ProbeJobs, probe_block
+from tableside.quant.cache.kernels.state import ProbeField
+from tableside.quant.cache.tickets import Ticket
+from tableside.quant.contract import LookupKind, Pooling, Precision
+from tableside.quant.device.launch import Kernel
+from tableside.quant.errors import QuantError
+from tableside.quant.gpu import tensor_kernel
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
+from tableside.quant.gpu.layout import LaunchConfig
+from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.residence import OnHost
+from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block
+from tableside.quant.gpu.steady import SteadyKind, steady_kind
+from tableside.quant.gpu.tables import KernelKey, on_device
+from tableside.quant.ids import NO_ROW_MAP
+
+_SHAPES = 64  # numbers of bags whose jobs are kept
+_DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+_EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # each id is its own row number
+_OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (FIELDS + field for field in TensorField)
+_OF_INPUT = (JobField.IDS_AT, JobField.IDS, _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH, JobField.WEIGHTS_AT)
+_captured: list[object] = []  # what graphs read: a graph does not say when it goes
+
+Rows = NDArray[np.int64]
+
+
+class TensorInput(NamedTuple):
+    """The tensors of one feature, all on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, where each of the
+    `bags` bags begins, with or without the end of the last one; None: bags of `bag_length` ids, or not pooled. weights: fp32
+    [ids]."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    bag_length: int
+    bags: int
+    weights: torch.Tensor | None
+
+
+class _JobList(NamedTuple):
+    """Jobs of one kernel. rows: int64 [jobs, fields]; programs: int64 [jobs], of each; first: the field for its first program."""
+
+    rows: Rows
+    programs: Rows
+    first: int
+
+
+class _Sent(NamedTuple):
+    """Jobs on the device, or on their way, at two addresses: the jobs, and int32 [programs], the job of each program."""
+
+    jobs_at: int
+    programs_at: int
+    programs: int
+
+
+class _Base(NamedTuple):
+    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids: of jobs without IDS"""
+
+    inputs: int = 0
+    asked: int = 0
+    offsets: int = 0
+    weights: int = 0
+    ids: int = 0
+
+
+class StagedLookup(NamedTuple):
+    """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the cache looks for first.
+
+    held: what the kernels read. ticket: of its rows in the cache, where they were prefetched.
+    """
+
+    jobs: _Sent
+    config: LaunchConfig
+    base: _Base
+    is_weighted: bool
+    probe: ProbeJobs | None
+    shape: tuple[int, ...]
+    held: object
+    ticket: Ticket | None = None
+
+
+class TensorLookup:
+    """Lookups of some features, all pooled or none, of tables on one device. names, reports: what wrong ids are told by.
+
+    unfound: int64 [features, 2] on the device: ids without a row in all calls so far, and those whose row came from an older
+    version. QuantError: a table is looked up by the CPU.
+    """
+
+    def __init__(self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports) -> None:
+        tables = [on_device(kind.table) for kind in kinds]
+        if any(isinstance(table.residence, OnHost) for table in tables):
+            raise QuantError("the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it (map_host)")
+        self.backend, self._reports, self._tables = backend, reports, tables
+        self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        self._key = KernelKey()
+        for table in tables:
+            self._key |= table.key
+        self._is_pooled, self._dtype = kinds[0].pooling is not Pooling.NONE, _DTYPES[kinds[0].precision]
+        self._dims = np.array([k.dim for k in self._of_kind], np.int64)
+        self._columns = np.array([k.columns for k in self._of_kind], np.int64)
+        self._template = _template(self._of_kind, reports.add(names, tables))
+        self._is_mapped = np.array([k.row_map != 0 for k in self._of_kind])
+        self._cached = np.flatnonzero([k.cache_table >= 0 for k in self._of_kind])
+        self._is_indirect = bool(self._cached.size) or any(k.hbm_share for k in self._of_kind)
+        self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device)
+        self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device)
+        self._packed: OrderedDict[Any, tuple[object, _Sent]] = OrderedDict()
+        self._spreads: dict[Any, _Spread] = {}
+        self._kernels: dict[Any, Kernel] = {}
+        self._reserved = 0
+
+    # ---- calls ----
+
+    def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
+        """A call with tensors of its own for each feature. It gives the vectors of all, one feature after another, [values]."""
+        fields: list[int] = []
+        for ids, offsets, bag_length, _, weights in inputs:
+            fields += (ids.data_ptr(), ids.numel())
+            fields += (-1, 0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size(), offsets.numel())
+            fields += (bag_length, -1 if weights is None else weights.data_ptr())
+        jobs = self._template.copy()
+        jobs[:, _OF_INPUT] = np.array(fields, np.int64).reshape(len(inputs), -1)
+        jobs[:, _ASKED_AT], counts = jobs[:, JobField.IDS_AT], jobs[:, JobField.IDS]
+        vectors = np.array([one.bags for one in inputs], np.int64) if self._is_pooled else counts.copy()
+        values = vectors * self._dims
+        ends = np.add.accumulate(values)
+        jobs[:, JobField.VECTORS] = vectors
+        jobs[:, JobField.OUT_AT] = (ends - values) * self._dtype.itemsize
+        config = self._config(int(counts.sum()), vectors)
+        lists = [_JobList(jobs, -(-vectors * self._columns // config.block_columns), JobField.FIRST_PROGRAM)]
+        rows = self._add_resolve(jobs, lists)
+        if self._cached.size:
+            lists.append(self._probe(jobs))
+        with self.on_device():
+            memory, (sent, *before) = self._send(lists)
+            if rows is not None:
+                self._resolve(before.pop(0), 0, 0)
+        probe = (
+            ProbeJobs(before[0].jobs_at, before[0].programs_at, int(counts[self._cached].sum()), before[0].programs)
+            if before
+            else None
+        )
+        is_weighted = any(one.weights is not None for one in inputs)
+        return StagedLookup(sent, config, _Base(), is_weighted, probe, (int(ends[-1]),), (inputs, memory, rows))
+
+    def stage_packed(
+        self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
+    ) -> StagedLookup:
+        """A call of pooled features with all ids in one tensor. It gives their vectors side by side, [bags, sum of dims].
+
+        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1] into them, those of the first feature first; weights: fp32
+        [ids], all contiguous on the device. order: where each feature of the lookup is among those of the offsets.
+        """
+        bags, count = (offsets.numel() - 1) // features, ids.numel()
+        config = self._config(count * len(order) // features, np.full(len(order), bags))
+        key = (bags, features, order, offsets.element_size(), weights is None, config)
+        with self.on_device():
+            if (found := self._packed.get(key)) is None:
+                found = self._packed[key] = self._send_packed(
+                    bags, features, order, offsets.element_size(), weights is None, config
+                )
+                if len(self._packed) > _SHAPES:
+                    self._packed.popitem(last=False)
+            memory, sent = found
+            base = _Base(ids.data_ptr(), ids.data_ptr(), offsets.data_ptr(), 0 if weights is None else weights.data_ptr(), count)
+            held: list[object] = [ids, offsets, weights, memory]
+            probe = None
+            if self._is_mapped.any():
+                rows = torch.empty_like(ids)
+                places, resolve = self._spread(True, order)(self, offsets, bags, count)
+                self._resolve(resolve, base.asked, rows.data_ptr())
+                base = base._replace(inputs=rows.data_ptr())
+                held += (places, rows)
+            if self._cached.size:
+                places, blocks = self._spread(False, order)(self, offsets, bags, count)
+                probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
+                held.append(places)
+        return StagedLookup(sent, config, base, weights is not None, probe, (bags, int(self._dims.sum())), held)
+
+    def prefetch(self, staged: StagedLookup) -> StagedLookup:
+        """Begins to bring the rows of a call to the cache, where some are read through it; they stay until the call."""
+        if staged.probe is None:
+            return staged
+        with self.on_device():
+            return staged._replace(ticket=self._prefetched(staged))
+
+    def __call__(self, staged: StagedLookup) -> torch.Tensor:
+        """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
+
+        QuantError: a graph is captured, and no such call ran before.
+        """
+        backend = self.backend
+        with self.on_device():
+            kernel = self._kernel(staged)
+            backend.await_tables()
+            ticket = staged.ticket
+            if ticket is None and staged.probe is not None:
+                ticket = self._prefetched(staged)
+            locations, staging = 0, 0
+            if ticket is not None:
+                ticket.wait()
+                locations, staging = ticket.locations.data_ptr(), ticket.staging
+            out = torch.empty(staged.shape, dtype=self._dtype, device=backend.device)
+            jobs, base = staged.jobs, staged.base
+            kernel(
+                jobs.programs,
+                backend.current_stream(),
+                jobs.jobs_at,
+                jobs.programs_at,
+                base.inputs,
+                base.asked,
+                base.offsets,
+                base.weights,
+                out.data_ptr(),
+                locations,
+                staging,
+                base.ids,
+                self._reports.address,
+            )
+            if ticket is not None:
+                ticket.release()
+            if self.is_capturing():
+                _captured.append((self, staged))
+        return out
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured on the current stream."""
+        return not self.backend.is_interpreted and torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Launches go to the device, and nobody else launches there."""
+        backend = self.backend
+        with backend.lock:
+            if backend.is_interpreted:
+                with np.errstate(all="ignore"):  # a GPU does not warn either
+                    yield
+            elif torch.cuda.current_device() == backend.device.index:
+                yield
+            else:
+                with torch.cuda.device(backend.device):
+                    yield
+
+    # ---- jobs ----
+
+    def _config(self, ids: int, vectors: Rows) -> LaunchConfig:
+        if not self._is_pooled:
+            return self.backend.configs.unpooled
+        return self.backend.configs.of_pooled(ids, int(vectors.sum()), int((vectors * self._columns).sum()))
+
+    def _add_resolve(self, jobs: Rows, lists: list[_JobList]) -> torch.Tensor | None:
+        """Has ids become row numbers in a tensor of their own, which the jobs read then."""
+        if not self._is_mapped.any():
+            return None
+        counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
+        ends = np.add.accumulate(counts)
+        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.backend.device)
+        found = _resolve_rows(self._of_kind, 0)
+        found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
+        found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
+        jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
+        block = resolve_block(self.backend.is_interpreted)
+        lists.append(_JobList(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
+        return rows
+
+    def _probe(self, jobs: Rows) -> _JobList:
+        """Has the cache look for ids, and says the jobs where their locations are."""
+        counts = jobs[self._cached, JobField.IDS]
+        found = _probe_rows([self._of_kind[n] for n in self._cached])
+        found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
+        found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
+        jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
+        return _JobList(found, -(-counts // probe_block(self.backend.is_interpreted)), ProbeField.FIRST_BLOCK)
+
+    def _send_packed(
+        self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
+    ) -> tuple[object, _Sent]:
+        jobs, places = self._template.copy(), np.array(order, np.int64)
+        jobs[:, JobField.IDS], jobs[:, JobField.WEIGHTS_AT] = -1, -1 if is_plain else 0
+        jobs[:, JobField.VECTORS] = bags
+        jobs[:, JobField.OUT_AT] = (np.add.accumulate(self._dims) - self._dims) * self._dtype.itemsize
+        jobs[:, JobField.OUT_STEP] = self._dims.sum()
+        jobs[self._cached, JobField.LOCATIONS_AT] = 0
+        jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = places * bags * offset_bytes, offset_bytes, bags + 1
+        jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
+        programs = -(-bags * self._columns // config.block_columns)
+        memory, (sent,) = self._send([_JobList(jobs, programs, JobField.FIRST_PROGRAM)])
+        return memory, sent
+
+    def _send(self, lists: Sequence[_JobList]) -> tuple[object, list[_Sent]]:
+        """Jobs, on their way to the device; what holds their memory, and where they are."""
+        sizes = [(part.rows.nbytes, int(part.programs.sum())) for part in lists]
+        total = sum(rows + -(-4 * programs // 8) * 8 for rows, programs in sizes)
+        is_cuda = not self.backend.is_interpreted
+        host = torch.empty(total, dtype=torch.uint8, pin_memory=is_cuda)
+        memory = torch.empty(total, dtype=torch.uint8, device=self.backend.device) if is_cuda else host
+        written, at, sent = host.numpy(), 0, []
+        for part, (size, programs) in zip(lists, sizes, strict=True):
+            part.rows[:, part.first] = np.add.accumulate(part.programs) - part.programs
+            written[at : at + size] = part.rows.reshape(-1).view(np.uint8)
+            of_program = np.repeat(np.arange(len(part.rows), dtype=np.int32), part.programs)
+            written[at + size : at + size + 4 * programs] = of_program.view(np.uint8)
+            sent.append(_Sent(memory.data_ptr() + at, memory.data_ptr() + at + size, programs))
+            at += size + -(-4 * programs // 8) * 8
+        if is_cuda:
+            memory.copy_(host, non_blocking=True)
+        return (memory, host), sent  # a graph reads the host's side at each replay
+
+    def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "_Spread":
+        """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
+        if (found := self._spreads.get((is_resolve, order))) is None:
+            is_interpreted, places = self.backend.is_interpreted, np.array(order, np.int64)
+            if is_resolve:
+                rows, of_row = _resolve_rows(self._of_kind, self._every_id.data_ptr()), _OF_RESOLVE
+                block = resolve_block(is_interpreted)
+            else:
+                rows, of_row = _probe_rows([self._of_kind[n] for n in self._cached]), _OF_PROBE
+                places, block = places[self._cached], probe_block(is_interpreted)
+            found = self._spreads[is_resolve, order] = _Spread(rows, of_row, places, block, self.backend.device)
+        return found
+
+    # ---- launches ----
+
+    def _kernel(self, staged: StagedLookup) -> Kernel:
+        key = (staged.config, staged.is_weighted)
+        if (kernel := self._kernels.get(key)) is None:
+            if self.is_capturing():
+                raise QuantError("a call of a new kind cannot be captured; call once like this before")
+            config = staged.config
+            kernel = self._kernels[key] = Kernel(
+                tensor_kernel.look_up,
+                config.warps,
+                FORMATS=self._key.formats,
+                POOLED=self._is_pooled,
+                WEIGHTED=staged.is_weighted,
+                INDIRECT=self._is_indirect,
+                WHOLE_WORDS=self._key.whole_words,
+                UNROLL=config.unroll,
+                COLUMNS=config.block_columns,
+                LANES=config.lanes,
+            )
+        return kernel
+
+    def _resolve(self, jobs: _Sent, source: int, target: int) -> None:
+        placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs)
+        self.backend.resolve_at(placed, source, target, 0, self.unfound.data_ptr())
+
+    def _prefetched(self, staged: StagedLookup) -> Ticket:
+        cache, probe = self.backend.cache, staged.probe
+        assert cache is not None and probe is not None, "a table is read through the cache"
+        if probe.ids > self._reserved and not self.is_capturing():
+            self._reserved = probe.ids
+            cache.reserve(probe.ids)
+        cache.follow_current_stream()
+        return cache.prefetch(probe, staged.base.inputs)
+
+
+class _OfRow(NamedTuple):
+    """The fields of a kernel's jobs that `tensor_kernel.spread` writes."""
+
+    size: int
+    ids_at: int
+    other_at: int
+    other_bytes: int
+    ids: int
+    first: int
+
+
+_OF_RESOLVE = _OfRow(
+    len(ResolveField), ResolveField.IDS_AT, ResolveField.TARGET_AT, 8, ResolveField.IDS, ResolveField.FIRST_PROGRAM
+)
+_OF_PROBE = _OfRow(len(ProbeField), ProbeField.IDS_AT, ProbeField.LOCATIONS_AT, 4, ProbeField.IDS, ProbeField.FIRST_BLOCK)
+
+
+class _Spread:
+    """Makes the jobs of a kernel on the device, where only the device knows where the ids of a feature begin.
+
+    rows: int64 [jobs, fields], as they are for all calls. places: int64 [jobs], of each one's feature among those of the offsets.
+    block: ids of a program.
+    """
+
+    def __init__(self, rows: Rows, of_row: _OfRow, places: Rows, block: int, device: torch.device) -> None:
+        idle = rows[:1].copy()  # for programs without work: no ids
+        self._template = torch.from_numpy(np.concatenate([rows, idle])).to(device)
+        self._places = torch.from_numpy(places).to(device)
+        self._count, self._block = len(rows), block
+        self._kernel = Kernel(
+            tensor_kernel.spread,
+            4,
+            COUNT=self._count,
+            LANES=1 << (self._count - 1).bit_length(),
+            SIZE=of_row.size,
+            IDS_AT=of_row.ids_at,
+            OTHER_AT=of_row.other_at,
+            OTHER_BYTES=of_row.other_bytes,
+            IDS=of_row.ids,
+            FIRST=of_row.first,
+            BLOCK=block,
+        )
+
+    def __call__(self, lookup: TensorLookup, offsets: torch.Tensor, bags: int, ids: int) -> tuple[torch.Tensor, _Sent]:
+        """The jobs of a call, and what holds their memory."""
+        programs = ids // self._block + self._count
+        size = self._template.numel() * 8
+        memory = torch.empty(size + 4 * programs, dtype=torch.uint8, device=self._template.device)
+        sent = _Sent(memory.data_ptr(), memory.data_ptr() + size, programs)
+        self._kernel(
+            self._count + 1,
+            lookup.backend.current_stream(),
+            self._template.data_ptr(),
+            self._places.data_ptr(),
+            offsets.data_ptr(),
+            offsets.element_size(),
+            bags,
+            ids,
+            sent.jobs_at,
+            sent.programs_at,
+            programs,
+        )
+        return memory, sent
+
+
+def _template(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
+    """What is the same of the jobs of all calls."""
+    jobs = np.zeros((len(kinds), TENSOR_JOB_FIELDS), np.int64)
+    jobs[:, (JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT, _OFFSETS_AT)] = -1
+    jobs[:, (_IS_FIRST, _IS_LAST)] = 1
+    for n, (job, kind) in enumerate(zip(jobs, kinds, strict=True)):
+        job[JobField.TABLE], job[JobField.ROWS], job[JobField.ROW_BYTES] = kind.table, kind.rows, kind.row_bytes
+        job[JobField.DIM], job[JobField.OUT_STEP], job[JobField.FORMAT] = kind.dim, kind.dim, kind.row_format
+        job[JobField.MEAN], job[JobField.PRECISION] = kind.mean, kind.precision
+        job[JobField.HBM_ROWS], job[JobField.HBM_SHARE], job[_NAME] = kind.hbm_rows, kind.hbm_share, first_name + n
+    return jobs
+
+
+def _resolve_rows(kinds: Sequence[SteadyKind], every_id: int) -> Rows:
+    """Jobs of the resolve kernel. every_id: the address of a row map for tables that have none."""
+    rows = np.zeros((len(kinds), len(ResolveField)), np.int64)
+    rows[:, ResolveField.ROW_MAP], rows[:, ResolveField.FOUND_AT] = [kind.row_map or every_id for kind in kinds], -1
+    return rows
+
+
+def _probe_rows(kinds: Sequence[SteadyKind]) -> Rows:
+    """Jobs of the cache's kernels."""
+    rows = np.zeros((len(kinds), len(ProbeField)), np.int64)
+    rows[:, ProbeField.TABLE] = [kind.cache_table for kind in kinds]
+    return rows
