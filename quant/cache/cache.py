@@ -178,7 +178,7 @@ class Cache:
                 self._index.rebalance(self._snapshots.class_states())
             if jobs.ids > self._memory.ids:
                 self.reserve(jobs.ids)
-            batch = self._batches.taken(jobs.ids, self.slots_address)
+            batch = self._batches.taken(jobs.ids, self.slots_address, self._streams.main)
             self._tickets += 1
             self._batches.count += 1
             try:
@@ -222,13 +222,15 @@ class Cache:
                 self._batches.free.append(ticket.captured)
                 ticket.captured = None
 
-    def _release(self, batch: InFlightBatch, is_over: bool) -> None:
-        """is_over: others may use the batch's memory; not so where a graph will release it each time."""
-        self._pipeline.release(batch)
+    def _release(self, batch: InFlightBatch, is_over: bool, stream: Any = None) -> None:
+        """is_over: others may use the batch's memory; not so where a graph will release it each time. stream: the current one."""
+        if stream is None and self._streams.main is not None:
+            stream = torch.cuda.current_stream(self.device)
+        self._pipeline.release(batch, stream)
         if not is_over:
             return
         if batch.released is not None:
-            batch.released.record()
+            batch.released.record(stream)
         with self._lock:
             self._batches.count -= 1
             self._batches.free.append(batch)
@@ -258,9 +260,9 @@ class Cache:
         """
         wait(self._streams.filled)
 
-    def follow_current_stream(self) -> None:
-        """What the cache does next comes after what is on the current stream."""
-        self._streams.follow_current()
+    def follow_current_stream(self, current: Any = None) -> None:
+        """What the cache does next comes after what is on the current stream, which may be given."""
+        self._streams.follow_current(current)
 
     def join(self) -> None:
         """What comes next on the cache's stream comes after its side stream: a graph that is captured ends

@@ -36,6 +36,7 @@ knows how many bytes the CPU will gather. So the host copies as many as in a rec
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -260,8 +261,7 @@ class Pipeline:
         programs, main = min(self._most, jobs.blocks), handle(self._streams.main)
         return lambda: self.kernels.probe(programs, main, self._memory.root, batch.record.data_ptr())
 
-    def release(self, batch: InFlightBatch) -> None:
-        """Lets the batch's slots be evicted once what is on the current stream so far is done."""
-        wait(batch.ready)  # which wrote what is undone here
-        stream = None if self._is_interpreted else torch.cuda.current_stream(self._streams.device).cuda_stream
-        self.kernels.release(1, stream, self._memory.root, batch.record.data_ptr())
+    def release(self, batch: InFlightBatch, stream: Any) -> None:
+        """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far is done."""
+        wait(batch.ready, stream)  # which wrote what is undone here
+        self.kernels.release(1, handle(stream), self._memory.root, batch.record.data_ptr())

@@ -4,6 +4,7 @@ everything is done at once.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class Streams:
                 yield
         else:
             with torch.cuda.device(self.device), torch.cuda.stream(self.main):
-                wait(self.filled)
+                wait(self.filled, self.main)
                 yield
 
     def on_copies(self) -> Any:
@@ -50,10 +51,10 @@ class Streams:
         elif event is not self.filled:
             order(self.main, stream)
 
-    def follow_current(self) -> None:
+    def follow_current(self, current: Any = None) -> None:
         """What the main stream does next comes after what is on the current stream."""
         if self.main is not None:
-            self.main.wait_stream(torch.cuda.current_stream(self.device))
+            self.main.wait_stream(torch.cuda.current_stream(self.device) if current is None else current)
 
     def join(self) -> None:
         """What comes next on the main stream comes after what is on the side stream."""
@@ -76,15 +77,20 @@ def handle(stream: Any) -> int | None:
     return None if stream is None else int(stream.cuda_stream)
 
 
-def wait(event: Any) -> None:
-    """What comes next on the current stream comes after `event`.
+def wait(event: Any, stream: Any = None) -> None:
+    """What comes next on a stream comes after `event`; None: on the current one, which takes torch longer to find.
 
     Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders it.
     """
     if event is not None and not is_capturing():
-        event.wait()
+        event.wait(stream)
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _has_cuda() and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()

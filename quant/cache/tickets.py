@@ -4,6 +4,7 @@ release them.
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -50,14 +51,14 @@ class Ticket:
     `slots_address`; -1: the table itself; else 16 * (-2 - location) bytes from `staging`, the address of the
     batch's staging buffer.
 
-    release, abandon: told the batch when the ticket is released (and whether others may use it), and when it
-    was dropped without that.
+    release, abandon: told the batch when the ticket is released (whether others may use it, and the stream), and when
+    it was dropped without that.
     """
 
     def __init__(
         self,
         batch: InFlightBatch,
-        release: Callable[[InFlightBatch, bool], None],
+        release: Callable[[InFlightBatch, bool, Any], None],
         abandon: Callable[[InFlightBatch], None],
     ) -> None:
         self._batch: InFlightBatch | None = batch
@@ -67,17 +68,17 @@ class Ticket:
         self.locations = batch.locations
         self.staging = batch.staging
 
-    def wait(self) -> None:
-        """What comes next on the current stream finds the rows there. The caller waits for nothing."""
-        wait(self._ready)
+    def wait(self, stream: Any = None) -> None:
+        """What comes next on the current stream, which may be given, finds the rows there. The caller waits for nothing."""
+        wait(self._ready, stream)
 
-    def release(self) -> None:
-        """Lets its rows be evicted once what is on the current stream so far is done. A second call does
-        nothing.
+    def release(self, stream: Any = None) -> None:
+        """Lets its rows be evicted once what is on the current stream so far is done; the stream may be given. A second call
+        does nothing.
         """
         batch, self._batch = self._batch, None
         if batch is not None:
-            self._release(batch, self.captured is None)
+            self._release(batch, self.captured is None, stream)
 
     def __del__(self) -> None:
         if getattr(self, "_batch", None) is not None and self.captured is None:
@@ -104,7 +105,7 @@ class BatchesInFlight:
             wait(batch.released)
             batch.fit(ids)
 
-    def taken(self, ids: int, arena: int) -> InFlightBatch:
+    def taken(self, ids: int, arena: int, stream: Any) -> InFlightBatch:
         """A free one, or a new one without a staging buffer, with room for so many ids. QuantError: too many
         are in flight.
         """
@@ -114,7 +115,7 @@ class BatchesInFlight:
             self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
             self.free.append(self.all[-1])
         batch = self.take()
-        wait(batch.released)  # the lookup that read its locations and its staging buffer
+        wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
         batch.fit(ids)
         return batch
 

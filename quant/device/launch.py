@@ -38,7 +38,12 @@ class Kernel:
             with _on(stream):
                 self._compiled = self._kernel[(programs,)](*arguments, **self._constants, num_warps=self._warps)
         else:
-            self._compiled[(programs, 1, 1)](*arguments, *self._values, stream=stream)
+            # As Triton launches it, but without its hooks for profilers, which take longer than the launch.
+            compiled = self._compiled
+            no_hooks = (None, None, None)
+            compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments, *self._values
+            )
 
 
 def _on(stream: int | None) -> Any:

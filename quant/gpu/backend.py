@@ -41,6 +41,8 @@ from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
 
 try:
+    import triton
+
     from tableside.quant.gpu import lookup_kernel, resolve_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[gpu]") from error
@@ -150,6 +152,8 @@ class GpuBackend(Backend):
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
+        # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
+        self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
         self._buffers = Buffers(self.device)
         self._resolve = Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(self.is_interpreted))
         self._bag_starts = Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
@@ -432,7 +436,7 @@ class GpuBackend(Backend):
 
     def current_stream(self) -> int | None:
         """The device's current stream, as launches take it; None in the interpreter."""
-        return None if self.stream is None else int(torch.cuda.current_stream(self.device).cuda_stream)
+        return None if self.stream is None else int(self._stream_of(self.device.index))
 
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
         """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row numbers for ids."""

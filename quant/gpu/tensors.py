@@ -9,8 +9,7 @@ What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from tableside.quant.errors import QuantError
 from tableside.quant.gpu import tensor_kernel
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
-from tableside.quant.gpu.layout import LaunchConfig
+from tableside.quant.gpu.layout import LaunchConfig, aligned
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import OnHost
 from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block
@@ -34,11 +33,12 @@ from tableside.quant.gpu.steady import SteadyKind, steady_kind
 from tableside.quant.gpu.tables import KernelKey, on_device
 from tableside.quant.ids import NO_ROW_MAP
 
-_SHAPES = 64  # numbers of bags whose jobs are kept
+_SHAPES = 64  # of calls, whose jobs are kept
 _DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 _EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # each id is its own row number
 _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (FIELDS + field for field in TensorField)
-_OF_INPUT = (JobField.IDS_AT, JobField.IDS, _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH, JobField.WEIGHTS_AT)
+_ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT)
+_OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
 _captured: list[object] = []  # what graphs read: a graph does not say when it goes
 
 Rows = NDArray[np.int64]
@@ -57,11 +57,26 @@ class TensorInput(NamedTuple):
 
 
 class _JobList(NamedTuple):
-    """Jobs of one kernel. rows: int64 [jobs, fields]; programs: int64 [jobs], of each; first: the field for its first program."""
+    """Jobs of one kernel. rows: int64 [jobs, fields]; of_program: int32 [programs], the job of each."""
 
     rows: Rows
-    programs: Rows
-    first: int
+    of_program: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: Rows, programs: Rows, first: int) -> "_JobList":
+        """programs: int64 [jobs], of each job; first: the field for the number of its first one, which is written."""
+        rows[:, first] = np.add.accumulate(programs) - programs
+        return cls(rows, np.repeat(np.arange(len(rows), dtype=np.int32), programs))
+
+
+class _Shape(NamedTuple):
+    """What calls of tensors of these shapes have in common: all but addresses."""
+
+    jobs: _JobList
+    config: LaunchConfig
+    is_weighted: bool
+    values: int
+    cached_ids: int
 
 
 class _Sent(NamedTuple):
@@ -120,47 +135,49 @@ class TensorLookup:
         self._template = _template(self._of_kind, reports.add(names, tables))
         self._is_mapped = np.array([k.row_map != 0 for k in self._of_kind])
         self._cached = np.flatnonzero([k.cache_table >= 0 for k in self._of_kind])
-        self._is_indirect = bool(self._cached.size) or any(k.hbm_share for k in self._of_kind)
+        self._has_maps, self._has_cached = bool(self._is_mapped.any()), bool(self._cached.size)
+        self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
         self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device)
         self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device)
         self._packed: OrderedDict[Any, tuple[object, _Sent]] = OrderedDict()
+        self._shapes: OrderedDict[tuple[int, ...], _Shape] = OrderedDict()
         self._spreads: dict[Any, _Spread] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
+        self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
+        self._new = torch.empty(0, dtype=self._dtype, device=backend.device).new_empty  # sooner than torch.empty
+        self.on_device = OnDevice(backend)
 
     # ---- calls ----
 
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
         """A call with tensors of its own for each feature. It gives the vectors of all, one feature after another, [values]."""
-        fields: list[int] = []
-        for ids, offsets, bag_length, _, weights in inputs:
-            fields += (ids.data_ptr(), ids.numel())
-            fields += (-1, 0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size(), offsets.numel())
-            fields += (bag_length, -1 if weights is None else weights.data_ptr())
-        jobs = self._template.copy()
-        jobs[:, _OF_INPUT] = np.array(fields, np.int64).reshape(len(inputs), -1)
-        jobs[:, _ASKED_AT], counts = jobs[:, JobField.IDS_AT], jobs[:, JobField.IDS]
-        vectors = np.array([one.bags for one in inputs], np.int64) if self._is_pooled else counts.copy()
-        values = vectors * self._dims
-        ends = np.add.accumulate(values)
-        jobs[:, JobField.VECTORS] = vectors
-        jobs[:, JobField.OUT_AT] = (ends - values) * self._dtype.itemsize
-        config = self._config(int(counts.sum()), vectors)
-        lists = [_JobList(jobs, -(-vectors * self._columns // config.block_columns), JobField.FIRST_PROGRAM)]
+        addresses: list[int] = []
+        shape: list[int] = []
+        for ids, offsets, bag_length, bags, weights in inputs:
+            addresses += (
+                ids.data_ptr(),
+                -1 if offsets is None else offsets.data_ptr(),
+                -1 if weights is None else weights.data_ptr(),
+            )
+            of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
+            shape += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
+        kept = self._shape(tuple(shape))
+        jobs = kept.jobs.rows.copy()
+        jobs[:, _ADDRESSES] = np.array(addresses, np.int64).reshape(-1, len(_ADDRESSES))
+        jobs[:, _ASKED_AT] = jobs[:, JobField.IDS_AT]
+        lists = [_JobList(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
-        if self._cached.size:
+        if self._has_cached:
             lists.append(self._probe(jobs))
-        with self.on_device():
+        with self.on_device:
             memory, (sent, *before) = self._send(lists)
             if rows is not None:
                 self._resolve(before.pop(0), 0, 0)
-        probe = (
-            ProbeJobs(before[0].jobs_at, before[0].programs_at, int(counts[self._cached].sum()), before[0].programs)
-            if before
-            else None
-        )
-        is_weighted = any(one.weights is not None for one in inputs)
-        return StagedLookup(sent, config, _Base(), is_weighted, probe, (int(ends[-1]),), (inputs, memory, rows))
+        probe = None
+        if before:
+            probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
+        return StagedLookup(sent, kept.config, _Base(), kept.is_weighted, probe, (kept.values,), (inputs, memory, rows))
 
     def stage_packed(
         self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
@@ -171,9 +188,9 @@ class TensorLookup:
         [ids], all contiguous on the device. order: where each feature of the lookup is among those of the offsets.
         """
         bags, count = (offsets.numel() - 1) // features, ids.numel()
-        config = self._config(count * len(order) // features, np.full(len(order), bags))
+        config = self._config(count * len(order) // features, bags * len(order), bags * self._columns_of_bag)
         key = (bags, features, order, offsets.element_size(), weights is None, config)
-        with self.on_device():
+        with self.on_device:
             if (found := self._packed.get(key)) is None:
                 found = self._packed[key] = self._send_packed(
                     bags, features, order, offsets.element_size(), weights is None, config
@@ -184,24 +201,24 @@ class TensorLookup:
             base = _Base(ids.data_ptr(), ids.data_ptr(), offsets.data_ptr(), 0 if weights is None else weights.data_ptr(), count)
             held: list[object] = [ids, offsets, weights, memory]
             probe = None
-            if self._is_mapped.any():
+            if self._has_maps:
                 rows = torch.empty_like(ids)
                 places, resolve = self._spread(True, order)(self, offsets, bags, count)
                 self._resolve(resolve, base.asked, rows.data_ptr())
                 base = base._replace(inputs=rows.data_ptr())
                 held += (places, rows)
-            if self._cached.size:
+            if self._has_cached:
                 places, blocks = self._spread(False, order)(self, offsets, bags, count)
                 probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
                 held.append(places)
-        return StagedLookup(sent, config, base, weights is not None, probe, (bags, int(self._dims.sum())), held)
+        return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held)
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
         """Begins to bring the rows of a call to the cache, where some are read through it; they stay until the call."""
         if staged.probe is None:
             return staged
-        with self.on_device():
-            return staged._replace(ticket=self._prefetched(staged))
+        with self.on_device:
+            return staged._replace(ticket=self._prefetched(staged, self._torch_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
         """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
@@ -209,17 +226,18 @@ class TensorLookup:
         QuantError: a graph is captured, and no such call ran before.
         """
         backend = self.backend
-        with self.on_device():
+        with self.on_device:
             kernel = self._kernel(staged)
             backend.await_tables()
-            ticket = staged.ticket
-            if ticket is None and staged.probe is not None:
-                ticket = self._prefetched(staged)
+            ticket, stream = staged.ticket, None
+            if staged.probe is not None:
+                stream = self._torch_stream()
+                ticket = ticket or self._prefetched(staged, stream)
             locations, staging = 0, 0
             if ticket is not None:
-                ticket.wait()
+                ticket.wait(stream)
                 locations, staging = ticket.locations.data_ptr(), ticket.staging
-            out = torch.empty(staged.shape, dtype=self._dtype, device=backend.device)
+            out = self._new(staged.shape)
             jobs, base = staged.jobs, staged.base
             kernel(
                 jobs.programs,
@@ -237,7 +255,7 @@ class TensorLookup:
                 self._reports.address,
             )
             if ticket is not None:
-                ticket.release()
+                ticket.release(stream)
             if self.is_capturing():
                 _captured.append((self, staged))
         return out
@@ -246,30 +264,33 @@ class TensorLookup:
         """Whether a CUDA graph is captured on the current stream."""
         return not self.backend.is_interpreted and torch.cuda.is_current_stream_capturing()
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Launches go to the device, and nobody else launches there."""
-        backend = self.backend
-        with backend.lock:
-            if backend.is_interpreted:
-                with np.errstate(all="ignore"):  # a GPU does not warn either
-                    yield
-            elif torch.cuda.current_device() == backend.device.index:
-                yield
-            else:
-                with torch.cuda.device(backend.device):
-                    yield
-
     # ---- jobs ----
 
-    def _config(self, ids: int, vectors: Rows) -> LaunchConfig:
-        if not self._is_pooled:
-            return self.backend.configs.unpooled
-        return self.backend.configs.of_pooled(ids, int(vectors.sum()), int((vectors * self._columns).sum()))
+    def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
+        configs = self.backend.configs
+        return configs.of_pooled(ids, vectors, columns) if self._is_pooled else configs.unpooled
+
+    def _shape(self, shape: tuple[int, ...]) -> _Shape:
+        """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether it has weights."""
+        if (found := self._shapes.get(shape)) is None:
+            of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
+            jobs, counts = self._template.copy(), of_feature[:, 0]
+            jobs[:, _OF_SHAPE] = of_feature[:, : len(_OF_SHAPE)]
+            vectors = jobs[:, JobField.VECTORS] = of_feature[:, 4] if self._is_pooled else counts
+            values = vectors * self._dims
+            jobs[:, JobField.OUT_AT] = (np.add.accumulate(values) - values) * self._dtype.itemsize
+            columns = vectors * self._columns
+            config = self._config(int(counts.sum()), int(vectors.sum()), int(columns.sum()))
+            listed = _JobList.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
+            is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
+            found = self._shapes[shape] = _Shape(listed, config, is_weighted, int(values.sum()), cached_ids)
+            if len(self._shapes) > _SHAPES:
+                self._shapes.popitem(last=False)
+        return found
 
     def _add_resolve(self, jobs: Rows, lists: list[_JobList]) -> torch.Tensor | None:
         """Has ids become row numbers in a tensor of their own, which the jobs read then."""
-        if not self._is_mapped.any():
+        if not self._has_maps:
             return None
         counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
         ends = np.add.accumulate(counts)
@@ -279,7 +300,7 @@ class TensorLookup:
         found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
         jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
         block = resolve_block(self.backend.is_interpreted)
-        lists.append(_JobList(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
+        lists.append(_JobList.of(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
         return rows
 
     def _probe(self, jobs: Rows) -> _JobList:
@@ -289,7 +310,7 @@ class TensorLookup:
         found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
         found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
         jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
-        return _JobList(found, -(-counts // probe_block(self.backend.is_interpreted)), ProbeField.FIRST_BLOCK)
+        return _JobList.of(found, -(-counts // probe_block(self.backend.is_interpreted)), ProbeField.FIRST_BLOCK)
 
     def _send_packed(
         self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
@@ -303,24 +324,22 @@ class TensorLookup:
         jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = places * bags * offset_bytes, offset_bytes, bags + 1
         jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
         programs = -(-bags * self._columns // config.block_columns)
-        memory, (sent,) = self._send([_JobList(jobs, programs, JobField.FIRST_PROGRAM)])
+        memory, (sent,) = self._send([_JobList.of(jobs, programs, JobField.FIRST_PROGRAM)])
         return memory, sent
 
     def _send(self, lists: Sequence[_JobList]) -> tuple[object, list[_Sent]]:
         """Jobs, on their way to the device; what holds their memory, and where they are."""
-        sizes = [(part.rows.nbytes, int(part.programs.sum())) for part in lists]
-        total = sum(rows + -(-4 * programs // 8) * 8 for rows, programs in sizes)
+        sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
+        total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
         is_cuda = not self.backend.is_interpreted
         host = torch.empty(total, dtype=torch.uint8, pin_memory=is_cuda)
         memory = torch.empty(total, dtype=torch.uint8, device=self.backend.device) if is_cuda else host
-        written, at, sent = host.numpy(), 0, []
-        for part, (size, programs) in zip(lists, sizes, strict=True):
-            part.rows[:, part.first] = np.add.accumulate(part.programs) - part.programs
-            written[at : at + size] = part.rows.reshape(-1).view(np.uint8)
-            of_program = np.repeat(np.arange(len(part.rows), dtype=np.int32), part.programs)
+        written, address, at, sent = host.numpy(), memory.data_ptr(), 0, []
+        for (rows, of_program), (size, programs) in zip(lists, sizes, strict=True):
+            written[at : at + size] = rows.reshape(-1).view(np.uint8)
             written[at + size : at + size + 4 * programs] = of_program.view(np.uint8)
-            sent.append(_Sent(memory.data_ptr() + at, memory.data_ptr() + at + size, programs))
-            at += size + -(-4 * programs // 8) * 8
+            sent.append(_Sent(address + at, address + at + size, programs))
+            at += size + aligned(4 * programs, 8)
         if is_cuda:
             memory.copy_(host, non_blocking=True)
         return (memory, host), sent  # a graph reads the host's side at each replay
@@ -364,14 +383,42 @@ class TensorLookup:
         placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs)
         self.backend.resolve_at(placed, source, target, 0, self.unfound.data_ptr())
 
-    def _prefetched(self, staged: StagedLookup) -> Ticket:
+    def _torch_stream(self) -> Any:
+        """The current stream; it takes torch as long as a launch to find."""
+        return None if self.backend.is_interpreted else torch.cuda.current_stream(self.backend.device)
+
+    def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
         cache, probe = self.backend.cache, staged.probe
         assert cache is not None and probe is not None, "a table is read through the cache"
         if probe.ids > self._reserved and not self.is_capturing():
             self._reserved = probe.ids
             cache.reserve(probe.ids)
-        cache.follow_current_stream()
+        cache.follow_current_stream(stream)
         return cache.prefetch(probe, staged.base.inputs)
+
+
+class OnDevice:
+    """A context in which launches go to a device, and nobody else launches there."""
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self._lock, self._index = backend.lock, None if backend.is_interpreted else backend.device.index
+        self._others: list[Any] = []  # contexts to leave, one for each time that this was entered
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        other: Any = None
+        if self._index is None:
+            other = np.errstate(all="ignore")  # a GPU does not warn either
+        elif torch.cuda.current_device() != self._index:
+            other = torch.cuda.device(self._index)
+        if other is not None:
+            other.__enter__()
+        self._others.append(other)
+
+    def __exit__(self, *error: object) -> None:
+        if (other := self._others.pop()) is not None:
+            other.__exit__(*error)
+        self._lock.release()
 
 
 class _OfRow(NamedTuple):

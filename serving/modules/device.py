@@ -14,7 +14,7 @@ from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.inputs import Form, Given, offsets_of
 from tableside.serving.modules.published import Attached
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
@@ -35,15 +35,19 @@ class DeviceLookup:
     def __init__(self, attached: Attached, names: Sequence[str], output: torch.dtype) -> None:
         backend = attached.served.backend
         assert isinstance(backend, GpuBackend), "the source is on a GPU"
+        if not backend.is_interpreted and torch.cuda.is_current_stream_capturing():
+            raise ModuleError("a first call of a module cannot be captured; call it once like this before")
         self._backend, self._pending, self._streams = backend, attached.pending, attached.streams
         self._names, self._bound = names, [attached.served.features[name] for name in names]
         self._dims = [b.table.dim for b in self._bound]
+        self._is_even = len(set(self._dims)) == 1
         kinds = [LookupKind(b.table, b.pooling, _PRECISIONS[output]) for b in self._bound]
         try:
             self.lookup = TensorLookup(backend, names, kinds, attached.pending.reports_of(backend))
         except QuantError as error:
             raise ModuleError(f"model {attached.served.header.model!r}: {error}") from error
         self._ahead: _Ahead | None = None
+        self._device, self._all, self._every = backend.device, tuple(range(len(names))), ", ".join(names)
 
     # ---- tensors of each feature ----
 
@@ -80,21 +84,20 @@ class DeviceLookup:
     def _packed(
         self, order: Sequence[int], features: int, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
     ) -> StagedLookup:
-        name = ", ".join(self._names) if values.device != self._backend.device else ""
-        ids = self._ids(name, values)
-        self._check_device(name, offsets)
-        if offsets.dtype not in _OFFSETS or not features or offsets.dim() != 1 or (offsets.numel() - 1) % features:
+        ids = self._ids(self._every, values)
+        self._check_device(self._every, offsets)
+        count = offsets.numel()
+        if offsets.dtype not in _OFFSETS or not features or offsets.dim() != 1 or (count - 1) % features:
             raise ModuleError(
                 f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features ({', '.join(self._names)}); "
                 "expected int64 or int32 [features * bags + 1]"
             )
-        if offsets.numel() == 1 and ids.numel():
+        if count == 1 and ids.numel():
             raise ModuleError(
                 f"there are no bags of {', '.join(self._names)}, but {ids.numel()} ids; send no ids, or their offsets"
             )
-        weights = None if weights is None else self._weights(name, weights, ids.numel())
-        places = tuple(order) or tuple(range(features))
-        return self.lookup.stage_packed(ids, offsets.contiguous(), features, places, weights)
+        weights = None if weights is None else self._weights(self._every, weights, ids.numel())
+        return self.lookup.stage_packed(ids, offsets.contiguous(), features, tuple(order) or self._all, weights)
 
     # ---- calls ----
 
@@ -106,7 +109,7 @@ class DeviceLookup:
         if ahead is None or ahead.identity == _identity(given):
             return None if ahead is None else ahead.staged
         if ahead.staged.ticket is not None:
-            with self.lookup.on_device():
+            with self.lookup.on_device:
                 ahead.staged.ticket.release()
         return None
 
@@ -119,16 +122,21 @@ class DeviceLookup:
             vectors = self.lookup(staged)
         except QuantError as error:
             raise ModuleError(str(error)) from error
-        if not self._backend.is_interpreted:
-            stream = torch.cuda.current_stream(self._backend.device)
-            self._streams[stream.cuda_stream] = stream
+        stream = self._backend.current_stream()
+        if stream is not None and stream not in self._streams:
+            self._streams[stream] = torch.cuda.current_stream(self._backend.device)
         return vectors
 
     def _cut(self, vectors: torch.Tensor, given: Sequence[Given]) -> list[torch.Tensor]:
         """The vectors of each feature, from those of all."""
+        if (
+            self._is_even
+            and vectors.numel()
+            and len({(one.form, one.values.shape[0]) for one in given}) == 1
+            and given[0].form is Form.FIXED
+        ):
+            return list(vectors.view(len(given), -1, self._dims[0]).unbind(0))
         shapes = [_shape(one, dim) for one, dim in zip(given, self._dims, strict=True)]
-        if len(shapes) > 1 and all(shape == shapes[0] for shape in shapes):
-            return list(vectors.view(len(shapes), *shapes[0]).unbind(0))
         parts = torch.split(vectors, [math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -177,18 +185,11 @@ class DeviceLookup:
         return weights.detach().to(torch.float32).contiguous()
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self._backend.device:
+        if tensor.device != self._device:
             raise ModuleError(
-                f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._backend.device}; send it "
+                f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; send it "
                 f"there, or make a module with device={str(tensor.device)!r}"
             )
-
-
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Where bags of these lengths begin, and where the last one ends: int64 [bags + 1], on the device of the lengths."""
-    offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
-    return offsets
 
 
 def _shape(one: Given, dim: int) -> tuple[int, ...]:

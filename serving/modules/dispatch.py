@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.inputs import Form, Given, offsets_of
 from tableside.serving.modules.keyed import host_jagged, host_keyed
 from tableside.serving.modules.lookups import host_lengths, host_lookup
 from tableside.serving.modules.published import Attached
@@ -44,8 +44,6 @@ def look_up_keyed(
     """[bags, sum of dims]. order: where each feature is among the `features` of values and bags; empty: the same. bags: by `form`
     lengths [features * bags], or offsets with the end of the last bag."""
     if attached.on_gpu:
-        from tableside.serving.modules.device import offsets_of
-
         offsets = offsets_of(bags) if form is Form.LENGTHS else bags
         return _device_lookup(attached, key, names, output).packed(order, features, values, offsets, weights)
     name = ", ".join(names)
@@ -72,9 +70,9 @@ def prefetch_keyed(
 
 def _device_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":
     """The lookup of these features on the version's GPU, made once for each version, under its key."""
-    from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used
-
     if (found := attached.lookups.get(key)) is None:
+        from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used
+
         found = attached.lookups[key] = DeviceLookup(attached, names, output)
-    assert isinstance(found, DeviceLookup)
-    return found
+    lookup: DeviceLookup = found
+    return lookup

@@ -82,6 +82,13 @@ def given_ids(name: str, value: FeatureInput) -> Given:
     return Given(Form.IDS, value, None, None)
 
 
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Where bags of these lengths begin, and where the last one ends: int64 [bags + 1], on the device of the lengths."""
+    offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
 def _as_bags(name: str, value: Sequence[torch.Tensor | None]) -> Bags:
     if isinstance(value, Mapping) or not 1 <= len(value) <= 3 or value[0] is None:
         raise ModuleError(f"feature {name!r} came as {type(value).__name__}; expected (values, offsets) or (…, …, weights)")
