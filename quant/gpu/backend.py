@@ -148,6 +148,10 @@ class GpuBackend(Backend):
                 f"device {device!r} was asked for, and TRITON_INTERPRET was {'not ' if self.is_interpreted else ''}set when "
                 f"the kernels were imported; {'set it to 1' if self.is_interpreted else 'unset it'}"
             )
+        if self.is_interpreted:
+            from tableside.quant.device.interpreter import replace_once_a_launch
+
+            replace_once_a_launch()
         self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()
