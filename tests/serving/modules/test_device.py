@@ -29,7 +29,7 @@ def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
     """Every form, weights, and a second call of the same shapes with other ids."""
     pooled = ["user_sum", "item_mean", "page_sum"]
     host = EmbeddingBags("ads", pooled, root=model)
-    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
+    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
     for shift in (0, 1):
         ids = (IDS + shift) % ROWS
         weights = torch.linspace(0, 1, 49)
@@ -103,7 +103,7 @@ def packed_offsets(lengths: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_ids_of_all_features_in_one_tensor(model: str, placement: str) -> None:
     """Side by side what a dict gives apart; by prefetched rows too."""
-    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
     host = EmbeddingBags("ads", KEYS, root=model)
     weights = torch.linspace(0, 1, 49)
     found = module.packed(there(IDS), packed_offsets(LENGTHS), there(weights))
@@ -148,7 +148,7 @@ def test_packed_ids_that_are_wrong(model: str) -> None:
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_captured_calls(model: str, placement: str) -> None:
     """A graph over a dict and one over packed ids answer what the tensors hold at each replay; wrong ids of a replay are told."""
-    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=2 << 20)
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
     host = EmbeddingBags("ads", KEYS, root=model)
     ids, offsets, ends = there(IDS.clone()), there(OFFSETS), packed_offsets(LENGTHS)
 
@@ -199,7 +199,7 @@ def test_a_tensor_of_another_device_is_refused(model: str) -> None:
 
 def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
     """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does without."""
-    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=2 << 20)
+    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20)
     host = EmbeddingBags("ads", ["user_sum"], root=model)
     ids, other, offsets = there(IDS.clone()), there((IDS + 5) % ROWS), there(OFFSETS)
 
