@@ -129,7 +129,7 @@ class GpuBackend(Backend):
     """
 
     name = "fused"
-    warm_up_bags = (2, 32, 64)  # one for each of `LaunchConfigs.of_pooled`
+    warm_up_bags: tuple[int, ...] = (2, 32, 64)  # one for each of `LaunchConfigs.of_pooled`
 
     def __init__(
         self,
@@ -152,6 +152,7 @@ class GpuBackend(Backend):
             from tableside.quant.device.interpreter import replace_once_a_launch
 
             replace_once_a_launch()
+            self.warm_up_bags = self.warm_up_bags[:1]  # nothing is compiled
         self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()

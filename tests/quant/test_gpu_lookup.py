@@ -24,6 +24,7 @@ from tableside.quant.gpu import lookup_kernel as k
 from tableside.quant.gpu import reference
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import Job, JobField
+from tableside.quant.gpu.layout import LaunchConfigs
 
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
 LENGTHS = np.array([2, 0, 5], np.int32)
@@ -364,6 +365,14 @@ def test_vectors_are_those_of_the_reference() -> None:
             vectors.append(reference.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12))
         wanted = expect(table, IDS, LENGTHS, pooling=pooling, weights=given)
         replace(wanted, vectors=np.array(vectors)).check(found)
+
+
+def test_a_warm_up_reaches_every_configuration_of_pooled_lookups() -> None:
+    """A GPU compiles a kernel for each. The interpreter compiles none, and one bag is enough."""
+    configs = LaunchConfigs()
+    found = {configs.of_pooled(ids, bags=1, bag_columns=1) for ids in GpuBackend.warm_up_bags}
+    assert found == {configs.long, configs.short, configs.few}
+    assert gpu_backend().warm_up_bags == GpuBackend.warm_up_bags[: 1 if tables.DEVICE == "interpreter" else None]
 
 
 COMPILE = """
