@@ -26,6 +26,14 @@ def until(condition: Callable[[], object], deadline_s: float = 20.0, what: str =
         time.sleep(0.01)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended. One that has stays listed until its parent asks how, which may take seconds."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     environment = {**os.environ, **({"TABLESIDE_ROOT": str(root)} if root else {})}

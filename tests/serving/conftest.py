@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from servers import Server, publish_demo, start_server
-from support import end, until
+from support import end, is_running, until
 
 from tableside.loader.memory import processes_below
 
@@ -40,4 +40,4 @@ def start(root: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     for one in running:
         below = processes_below(one.process.pid)
         end(one.process)
-        until(lambda below=below: not any(Path(f"/proc/{p}").exists() for p in below), what="the server's processes to end")
+        until(lambda below=below: not any(map(is_running, below)), what="the server's processes to end")

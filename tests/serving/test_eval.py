@@ -21,7 +21,7 @@ import tables
 import torch
 from raw_demo import DemoTable, publish_raw, random_ids
 from scorers import Ctr, exported
-from support import rows_of, run_tableside, until
+from support import is_running, rows_of, run_tableside, until
 
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
@@ -291,7 +291,7 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     process.send_signal(how)
     process.communicate(timeout=60)
     assert process.returncode in (130, -9)
-    until(lambda: not any(Path(f"/proc/{p}").exists() for p in below), 20, what="its processes to end")
+    until(lambda: not any(map(is_running, below)), 20, what="its processes to end")
     kept = {p: p.stat().st_mtime_ns for p in (out / "parts").glob("*.parquet")}
     assert 3 < len(kept) < 50
     result = evaluate(root, *arguments[:4], *arguments[4:6], "--batch", 4096, "--workers", 2)

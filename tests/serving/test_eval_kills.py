@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import until
+from support import is_running, until
 from towers import publish_towers
 
 from tableside.loader.memory import processes_below
@@ -107,7 +107,7 @@ def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path
         (worker,), (forkserver,) = forked(process)
         until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), 60, what="its model")
         os.kill({"main": process.pid, "forkserver": forkserver}[victim], signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{worker}").exists() or is_zombie(worker), 60, what="the worker to end")
+        until(lambda: not is_running(worker), 60, what="the worker to end")
         assert not list((tmp_path / "out" / "parts").glob("*.parquet"))
         if victim == "forkserver":
             until(lambda: set(forked(process)[0]) - {worker}, 60, what="a replacement")
@@ -116,11 +116,3 @@ def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path
         assert ("it is replaced" in error) == (victim == "forkserver")
     finally:
         process.kill()
-
-
-def is_zombie(pid: int) -> bool:
-    """Whether it ended, and nobody asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

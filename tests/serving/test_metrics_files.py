@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from servers import Server, publish_demo
 from small_memory import fill, on_small_tmpfs, seen_by
-from support import end, until
+from support import end, is_running, until
 
 from tableside.loader.memory import processes_below
 from tableside.serving import metrics_files
@@ -188,7 +188,7 @@ def small_server(root: Path, folder: Path, options: str, before: str = "true") -
     finally:
         below = processes_below(process.pid)
         end(process)
-        until(lambda: not any(Path(f"/proc/{p}").exists() for p in below), what="the server's processes to end")
+        until(lambda: not any(map(is_running, below)), what="the server's processes to end")
 
 
 def test_a_worker_that_dies_on_a_full_memory_is_replaced_by_one_that_serves(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 from servers import publish_demo
-from support import end, run_tableside, until
+from support import end, is_running, run_tableside, until
 
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
@@ -96,7 +96,7 @@ def test_workers_end_when_their_supervisor_is_killed(start: Start) -> None:
     workers = server.workers()
     server.process.kill()
     server.process.wait()
-    until(lambda: not any(Path(f"/proc/{w}").exists() for w in workers), what="the workers to end")
+    until(lambda: not any(map(is_running, workers)), what="the workers to end")
     until(lambda: _is_free(server.port), what="the port to be free")
 
 

@@ -5,11 +5,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
-from support import until
+from support import is_running, until
 
 from tableside.loader.memory import processes_below
 from tableside.serving.client import Client
@@ -29,7 +28,7 @@ def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
         until(lambda: stopped not in server.workers(), what="the one that hangs to be replaced")
         until(lambda: len(server.workers()) == 2, what="two workers")
     finally:
-        if Path(f"/proc/{stopped}").exists():
+        if is_running(stopped):
             os.kill(stopped, signal.SIGKILL)
 
 
@@ -95,7 +94,7 @@ def test_quit_ends_at_once(start: Start) -> None:
     until(lambda: server.get("/v2/health/ready").status_code == 503, what="draining")
     server.process.send_signal(signal.SIGQUIT)
     assert server.process.wait(20) == 128 + signal.SIGQUIT
-    until(lambda: not any(Path(f"/proc/{p}").exists() for p in below), what="the workers to be gone")
+    until(lambda: not any(map(is_running, below)), what="the workers to be gone")
 
 
 def test_more_and_fewer_workers(start: Start) -> None:
