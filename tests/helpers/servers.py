@@ -1,15 +1,19 @@
 """Real servers: `tableside serve` in processes of its own, on a free loopback port."""
 
 import re
+import shutil
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from support import rows_of
+from support import end, rows_of
 
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
@@ -80,6 +84,19 @@ def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo"
         process.wait(10)
         pytest.fail(f"the server did not start: {text}")
     return Server(found[0], process, root)
+
+
+@contextmanager
+def running(folder: Path, *options: object) -> Iterator[Server]:
+    """A server over the demo model, made of files in `folder`; it has to end with exit code 0, and its models go with it."""
+    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    publish_demo(root, folder)
+    server = start_server(root, *options)
+    yield server
+    try:
+        assert end(server.process) == 0
+    finally:
+        shutil.rmtree(root)
 
 
 def publish_demo(root: Path, folder: Path, tables: dict[str, np.ndarray] = TABLES, name: str = "demo") -> None:

@@ -3,28 +3,29 @@
 import json
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.client import HTTPResponse
 from itertools import product
-from typing import Any
 
 import pytest
+from servers import Server, running
 from support import until
 
-Start = Callable[..., Any]
 
-
-@pytest.fixture
-def tight(start: Start) -> Any:
-    """A server whose limits are small enough to be met quickly."""
-    return start(
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose limits are small enough to be met quickly, for all tests of this file."""
+    options = (
         *("--header-timeout-s", 0.4, "--body-timeout-s", 0.4, "--idle-timeout-s", 1, "--write-timeout-s", 0.5),
         *("--max-body-bytes", 100_000, "--max-header-bytes", 2000, "--max-connections", 8, "--max-response-bytes", 1 << 28),
     )
+    with running(tmp_path_factory.mktemp("demo"), *options) as server:
+        yield server
 
 
 @pytest.fixture
-def connect(tight: Any) -> Iterator[Callable[[], socket.socket]]:
-    """Opens a connection to the tight server."""
+def connect(tight: Server) -> Iterator[Callable[[], socket.socket]]:
+    """Opens a connection to the tight server, which has given it up when the next test begins."""
     opened: list[socket.socket] = []
 
     def run() -> socket.socket:
@@ -33,7 +34,10 @@ def connect(tight: Any) -> Iterator[Callable[[], socket.socket]]:
 
     yield run
     for one in opened:
-        one.close()
+        with one, suppress(OSError):  # it is closed, or was reset
+            one.settimeout(10)
+            one.shutdown(socket.SHUT_WR)
+            everything(one)
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -159,7 +163,7 @@ def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) 
     assert answer(connection)[0] == 400
 
 
-def test_too_many_connections(connect: Callable[[], socket.socket], tight: Any) -> None:
+def test_too_many_connections(connect: Callable[[], socket.socket], tight: Server) -> None:
     """Where all have a request under way the ninth gets 503; when others leave, requests are answered again."""
     held = [connect() for _ in range(8)]
     for one in held:
@@ -174,7 +178,7 @@ def test_too_many_connections(connect: Callable[[], socket.socket], tight: Any) 
     until(lambda: tight.get("/health").status_code == 200, what="the server to answer again")
 
 
-def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight: Any) -> None:
+def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight: Server) -> None:
     """Its connection is reset, its memory freed, and others are answered meanwhile."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
