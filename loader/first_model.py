@@ -3,6 +3,8 @@
 A tensor becomes a table where its name says that it is an embedding. Where no name does, every matrix with at least four times as
 many rows as columns becomes one, and where there is none of those, every matrix. Where the checkpoint tells of tables of raw ids
 (`Checkpoint.keyed_tables`), those are the tables, and beside them only what is called an embedding.
+
+Where the module that was trained is described, `module_model` knows better.
 """
 
 import re
@@ -31,7 +33,7 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     with open_checkpoint(checkpoint) as found:
         raw = dict(found.keyed_tables)
         keys = _tables(found, raw)
-        skipped = [f"{k}: {_reason(found, k)}" for k in found.skipped if k not in raw.values()]
+        skipped = [f"{k}: {reason(found, k)}" for k in found.skipped if k not in raw.values()]
         skipped += [f"{k}: a matrix" for k in found.matrices if k not in keys]
     if not keys:
         raise ModelError(
@@ -42,13 +44,20 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
     for key in keys:
         table = _table_name(key, tables)
         tables[table] = TableSpec(table, key, row_format, raw=RawIds(raw[key]) if key in raw else None)
+    return specification(checkpoint, name, folder, tables, [Feature(t, t) for t in tables]), skipped
+
+
+def specification(
+    checkpoint: Path, name: str | None, folder: Path, tables: dict[str, TableSpec], features: list[Feature]
+) -> ModelSpec:
+    """A specification as `first_model` gives it, of these tables and features."""
     absolute = checkpoint.resolve()
     model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
     path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
-    return ModelSpec(model, path, tuple(tables.values()), tuple(Feature(t, t) for t in tables)), skipped
+    return ModelSpec(model, path, tuple(tables.values()), tuple(features))
 
 
-def _reason(found: Checkpoint, key: str) -> str:
+def reason(found: Checkpoint, key: str) -> str:
     """Why a tensor is no table."""
     return IDS_ALONE if key in found.ids and ID_NAME.search(key) else found.skipped[key]
 
@@ -64,4 +73,9 @@ def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
     """A name for the table of tensor `key`: what the key calls the embedding, with a number where another table has that name."""
     match = _EMBEDDING.search(key)
     name = _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_")) or "table"
+    return not_taken(name, taken)
+
+
+def not_taken(name: str, taken: dict[str, TableSpec]) -> str:
+    """The name, with a number where another table has it."""
     return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)

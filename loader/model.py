@@ -51,6 +51,7 @@ from tableside.quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name
+_NOT_IN_FEATURES = re.compile(r"[^A-Za-z0-9_:-]")
 MISSING = ("error", "zero", "mean")  # policies that are one word
 DUPLICATES = ("error", "first", "last")
 DEFAULT_BUCKETS, LARGEST_BUCKETS = 1024, 1 << 20
@@ -150,6 +151,12 @@ def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAM
             f"{what} name {name!r}: expected letters, digits, '-' and '_' (tables and features: ':' too), not '-' first"
         )
     return name
+
+
+def as_feature_name(name: str) -> str:
+    """A name as a table or a feature may have it: `_` for what it cannot hold. It may be too long, which `check_name` says."""
+    found = _NOT_IN_FEATURES.sub("_", name)
+    return f"_{found[1:]}" if found[:1] in ("-", ":") else found
 
 
 def read_model(path: Path) -> ModelSpec:

@@ -202,7 +202,12 @@ def test_a_slow_fallback_is_a_warning_that_says_what_to_do(tmp_path: Path, root:
 
 # ---- what is declared ----
 
-MODULES = {"prometheus-client": "prometheus_client", "pydantic-settings": "pydantic_settings", "fbgemm-gpu-cpu": "fbgemm_gpu"}
+MODULES = {
+    "prometheus-client": "prometheus_client",
+    "pydantic-settings": "pydantic_settings",
+    "fbgemm-gpu-cpu": "fbgemm_gpu",
+    "pyyaml": "yaml",
+}
 
 BY_NAME = {"uvloop"}  # uvicorn imports it, as the workers' configuration names it
 

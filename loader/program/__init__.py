@@ -8,6 +8,7 @@
     layers      runs those, by a kernel of our own (`_layers.c`); without torch
     checks      sizes that kernels trust, checked before a call
     run         the calls of any other program, one after another
+    embeddings  the embedding calls of a trained model's program, for `tableside init --from-module`
     measure     shapes propagated against the weights: where they do not fit, the bytes and the work of a call
 
 checks, run and measure import torch; import them where they are used.

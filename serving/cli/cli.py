@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_publishing(command: _AddCommand) -> None:
     p = command("init", publishing.init, "write a first model.toml from what a checkpoint holds")
     p.add_argument("checkpoint", type=Path)
+    p.add_argument(
+        "--from-module",
+        type=Path,
+        metavar="FILE",
+        help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
+    )
     p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write (default: %(default)s)")
     p.add_argument("--name", help="the model's name (default: the checkpoint's)")
     p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")

@@ -16,6 +16,7 @@ from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
 from tableside.loader.memory import available_bytes
 from tableside.loader.model import read_model, write_model
+from tableside.loader.module_model import module_model
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
@@ -41,18 +42,21 @@ def _chosen(options: argparse.Namespace) -> list[Model]:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes a first model.toml for a checkpoint, or for a model of HPS's ps.json."""
+    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of HPS's ps.json."""
     out: Path = options.out
     if out.exists() and not options.force:
         raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
     asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
     if is_hps(options.checkpoint):
+        if options.from_module is not None:
+            raise ServingError("--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them out")
         spec, notes = hps_model(*asked)
         text = hps_text(spec, options.checkpoint, notes)
         for note in notes:
             console.print(note, markup=False)
     else:
-        spec, skipped = first_model(*asked)
+        module: Path | None = options.from_module
+        spec, skipped = first_model(*asked) if module is None else module_model(module, *asked)
         text = write_model(spec, skipped)
         for line in skipped:
             if line.endswith(IDS_ALONE):

@@ -55,7 +55,7 @@ class SwappedBagCollection(torch.nn.Module):
     def __init__(self, bags: EmbeddingBags, wanted: Sequence[Wanted], configs: list[Any], is_weighted: bool) -> None:
         super().__init__()
         self.bags, self._configs, self._is_weighted = bags, configs, is_weighted
-        self._keys, self._names = [w.input for w in wanted], [w.names[0] for w in wanted]
+        self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
 
     def forward(self, features: Any) -> Any:
         """A KeyedTensor. Raises as `EmbeddingBags.forward`."""
@@ -76,7 +76,7 @@ class SwappedCollection(torch.nn.Module):
     def __init__(self, embeddings: Embeddings, wanted: Sequence[Wanted], configs: list[Any], need_indices: bool) -> None:
         super().__init__()
         self.embeddings, self._configs, self._need_indices = embeddings, configs, need_indices
-        self._keys, self._names = [w.input for w in wanted], [w.names[0] for w in wanted]
+        self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
 
     def forward(self, features: Any) -> dict[str, Any]:
         """A dict of JaggedTensor. Raises as `Embeddings.forward`."""
@@ -181,12 +181,12 @@ def _choose(one: _Found, served: ServedVersion, mapped: Mapped, problems: list[s
     problems += [f"{one.path}: {reason}" for reason in one.refused]
     names = []
     for wanted in one.wanted:
-        of_it = mapped if isinstance(mapped, str) else (mapped or {}).get(wanted.names[0])
+        of_it = mapped if isinstance(mapped, str) else (mapped or {}).get(wanted.output)
         name, problem = find_feature(wanted, served, of_it)
         if problem is not None:
             problems.append(f"{one.path}: {problem}")
         names.append(name)
-    if isinstance(mapped, Mapping) and (unknown := set(mapped) - {w.names[0] for w in one.wanted}):
+    if isinstance(mapped, Mapping) and (unknown := set(mapped) - {w.output for w in one.wanted}):
         problems.append(f"{one.path}: has no feature {', '.join(sorted(unknown))}, which `mapping` names")
     return names
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tableside.loader.model import as_feature_name
+from tableside.loader.module_tables import collection_names
 from tableside.quant import Pooling
 from tableside.serving.version import BoundFeature, ServedVersion
 
@@ -17,11 +19,13 @@ MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": P
 
 class Wanted(NamedTuple):
     """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the best first;
-    input: where a KeyedJaggedTensor has it; rows, dim: of its weight; pooling None: one that is not served."""
+    input: where a KeyedJaggedTensor has it; output: what the module calls its vectors; rows, dim: of its weight; pooling None:
+    one that is not served."""
 
     key: str
     names: tuple[str, ...]
     input: str
+    output: str
     rows: int
     dim: int
     pooling: Pooling | None
@@ -36,8 +40,8 @@ def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[Wanted]:
 
 
 def _alone(path: str, module: Any, pooling: Pooling | None) -> Wanted:
-    names = (path, path.replace(".", "_"), path.rpartition(".")[2])
-    return Wanted(f"{path}.weight", names, names[0], module.num_embeddings, module.embedding_dim, pooling)
+    names = (path, as_feature_name(path), path.rpartition(".")[2])
+    return Wanted(f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling)
 
 
 def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[Wanted]:
@@ -46,10 +50,11 @@ def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list
     found = []
     for c in configs:
         for f in c.feature_names:
-            name = f"{f}@{c.name}" if features.count(f) > 1 else f
+            output = f"{f}@{c.name}" if features.count(f) > 1 else f
+            names = collection_names(path, f, c.name, several=features.count(f) > 1)[::-1]  # what tells most, first
             pooling = MODES.get(c.pooling.name) if pooled else Pooling.NONE
             key = ".".join(p for p in (path, folder, c.name, "weight") if p)
-            found.append(Wanted(key, (name,), f, c.num_embeddings, c.embedding_dim, pooling))
+            found.append(Wanted(key, (*names, output), f, output, c.num_embeddings, c.embedding_dim, pooling))
     return found
 
 

@@ -134,6 +134,22 @@ def test_features_are_found_by_the_tensor_that_their_table_was_loaded_from(root:
     assert module.towers["left"].bags.features == ("a",)
 
 
+def test_names_that_tell_more_come_first(model: str, publish_again: Any, tables: Tables) -> None:
+    """A collection's feature is sought with its path and table, with its table, then alone; `_` is what a name cannot hold."""
+    same = {name: tables["user"] * n for n, name in enumerate(("one", "two", "three"), 1)}
+    sums = {"clicked": "one", "clicked:users": "two", "b_clicked:users": "three", "deep_my_bag": "two"}
+    publish_again(same, {name: {"table": table, "pooling": "sum"} for name, table in sums.items()})
+    module = torch.nn.Module()
+    for name, table in (("a", "users"), ("b", "users"), ("c", "others")):
+        config = EmbeddingBagConfig(name=table, embedding_dim=16, num_embeddings=ROWS, feature_names=["clicked"])
+        setattr(module, name, EmbeddingBagCollection(tables=[config]))
+    module.deep = torch.nn.ModuleDict({"my bag": torch.nn.EmbeddingBag(ROWS, 16, mode="sum")})
+    swap_embeddings(module, "ads", root=model)
+    assert [getattr(module, n).bags.features for n in "abc"] == [("clicked:users",), ("b_clicked:users",), ("clicked",)]
+    assert module.deep["my bag"].bags.features == ("deep_my_bag",)
+    assert module.a(keyed(["clicked"])).keys() == ["clicked"]
+
+
 # ---- TorchRec ----
 
 
