@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +10,14 @@ from numpy.typing import NDArray
 from tableside.quant.contract import (
     Backend,
     Bytes,
+    Floats,
+    Ids,
+    Lengths,
     Lookup,
     LookupKind,
+    Place,
     Plan,
+    Planner,
     Pooling,
     Precision,
     RowSource,
@@ -20,6 +25,7 @@ from tableside.quant.contract import (
     Unfound,
     by_row_number,
     check_ids,
+    place_of,
     rows_of,
 )
 from tableside.quant.errors import QuantError
@@ -37,7 +43,10 @@ class CpuBackend(Backend):
         """
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        return _OneByOne(self, lookups, threads)
+        return CpuPlan(CpuPlanner(self, lookups, threads), [place_of(lookup) for lookup in lookups])
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        return CpuPlanner(self, kinds, threads)
 
     def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
         """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
@@ -74,42 +83,74 @@ class _Gather(Plan):
             out.reshape(-1, table.row_bytes)[:] = table.packed[ids]
 
 
-class _OneByOne(Plan):
-    """A plan for backends that look up one table at a time. All inputs are checked first, as the contract asks."""
+class Checked(NamedTuple):
+    """One lookup of a plan, its inputs checked. table: whose ids are row numbers; lengths None: not pooled; out: where its
+    vectors go, [outputs, dim], of any stride from one to the next."""
 
-    def __init__(self, backend: Backend, lookups: Sequence[Lookup], threads: int) -> None:
-        self._backend, self._threads = backend, threads
-        self._lookups = list(zip(lookups, host_tables(lookups), strict=True))
+    table: Table
+    pooling: Pooling
+    ids: Ids
+    lengths: Lengths | None
+    weights: NDArray[np.float32] | None
+    out: Floats
+
+
+class CpuPlan(Plan):
+    """Lookups of a backend that has no plans of its own: all inputs are checked first, as the contract asks, and then looked up
+    one after another, or as `look_up` does it."""
+
+    def __init__(self, planner: "CpuPlanner", places: Sequence[Place]) -> None:
+        self._planner, self._places = planner, places
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        parsed = []
-        unfound: list[Unfound] = []
-        marks: list[tuple[Lookup, NDArray[np.bool_] | None]] = []
-        for job, (lookup, table) in enumerate(self._lookups):
-            ids = np.frombuffer(inputs, np.int64, lookup.ids, lookup.ids_at)
-            if lookup.pooling is Pooling.NONE:
-                lengths = None
-            elif lookup.lengths_at is None:
-                lengths = np.full(lookup.bags, lookup.bag_length, np.int32)
-            else:
-                lengths = np.frombuffer(inputs, np.int32, lookup.bags, lookup.lengths_at)
-            weights = None if lookup.weights_at is None else np.frombuffer(inputs, np.float32, lookup.ids, lookup.weights_at)
-            rows, found, lacks = rows_of(table, ids, lengths, job)
-            unfound.append(lacks)
-            parsed.append((lookup, host_table(by_row_number(table)), rows, lengths, weights))
-            marks.append((lookup, found))
-        for lookup, found in marks:
-            if lookup.found_at is not None:
-                np.frombuffer(outputs, np.bool_, lookup.ids, lookup.found_at)[:] = True if found is None else found
-        for lookup, table, ids, lengths, weights in parsed:
-            half = lookup.precision is Precision.FP16
-            dtype = np.float16 if half else np.float32
-            how: dict[str, Any] = {"pooling": lookup.pooling, "weights": weights, "half": half, "threads": self._threads}
-            if lookup.out_row_bytes is None:
-                out = np.frombuffer(outputs, dtype, lookup.outputs * table.dim, lookup.out_at).reshape(-1, table.dim)
-                self._backend.lookup(table, ids, lengths, out=out, **how)
-            else:
-                shape, strides = (lookup.outputs, table.dim), (lookup.out_row_bytes, np.dtype(dtype).itemsize)
-                apart = np.ndarray(shape, dtype, outputs, lookup.out_at, strides)
-                apart[:] = self._backend.lookup(table, ids, lengths, **how)
+        kinds = zip(self._planner.kinds, self._planner.tables, self._places, strict=True)
+        checked = [_check(job, *of_it, inputs, outputs) for job, of_it in enumerate(kinds)]
+        for place, (_, found, _) in zip(self._places, checked, strict=True):
+            if place.found_at >= 0:
+                np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = True if found is None else found
+        self._planner.look_up([one for one, _, _ in checked])
+        unfound = [lacks for _, _, lacks in checked]
         return unfound if any(map(any, unfound)) else None
+
+
+class CpuPlanner(Planner):
+    """What lookups of some kinds read, and who looks them up."""
+
+    def __init__(self, backend: Backend, kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
+        self.backend, self.kinds, self.tables, self.threads = backend, tuple(kinds), host_tables(kinds), threads
+
+    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
+        rows = np.frombuffer(places, np.int64).reshape(len(self.kinds), len(Place._fields)).tolist()
+        return CpuPlan(self, [Place(*row) for row in rows])
+
+    def look_up(self, lookups: Sequence[Checked]) -> None:
+        """Writes the vectors of all lookups, one of each kind."""
+        for table, pooling, ids, lengths, weights, out in lookups:
+            how: dict[str, Any] = {"pooling": pooling, "weights": weights, "half": out.dtype == np.float16}
+            if out.flags.c_contiguous:
+                self.backend.lookup(table, ids, lengths, out=out, threads=self.threads, **how)
+            else:
+                out[:] = self.backend.lookup(table, ids, lengths, threads=self.threads, **how)
+
+
+def _check(
+    job: int, kind: Lookup | LookupKind, table: Table, place: Place, inputs: Any, outputs: Any
+) -> tuple[Checked, NDArray[np.bool_] | None, Unfound]:
+    """A lookup, which of its ids have a row (None: all), and how many do not. BadIds: an id or a length is wrong."""
+    ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
+    if kind.pooling is Pooling.NONE:
+        lengths = None
+    elif place.lengths_at < 0:
+        lengths = np.full(place.bags, place.bag_length, np.int32)
+    else:
+        lengths = np.frombuffer(inputs, np.int32, place.bags, place.lengths_at)
+    weights = None if place.weights_at < 0 else np.frombuffer(inputs, np.float32, place.ids, place.weights_at)
+    rows, found, lacks = rows_of(table, ids, lengths, job)
+    dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
+    vectors = place.ids if lengths is None else place.bags
+    out: Floats
+    if kind.out_row_bytes is None:
+        out = np.frombuffer(outputs, dtype, vectors * table.dim, place.out_at).reshape(-1, table.dim)
+    else:
+        out = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (kind.out_row_bytes, dtype.itemsize))
+    return Checked(host_table(by_row_number(table)), kind.pooling, rows, lengths, weights, out), found, lacks

@@ -4,6 +4,8 @@ Importing it checks that the installed fbgemm and torch belong together (`quant.
 """
 
 import ctypes
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,9 +15,23 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Lookup, Plan, Pooling, RowSource, Table, Unfound
+from tableside.quant.contract import (
+    Backend,
+    Bytes,
+    Floats,
+    Ids,
+    Lengths,
+    Lookup,
+    LookupKind,
+    Plan,
+    Planner,
+    Pooling,
+    RowSource,
+    Table,
+    place_of,
+)
 from tableside.quant.cpu import reference
-from tableside.quant.cpu.backend import CpuBackend, host_table
+from tableside.quant.cpu.backend import Checked, CpuBackend, CpuPlan, CpuPlanner, host_table
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
 from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, FP8_MAX, ROW_ALIGNMENT_BYTES, RowFormat, Source
@@ -30,6 +46,7 @@ except ImportError as error:
 
 SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}
+_BOUND = 64  # operators that a planner keeps: kinds of one request that have as many bags, in all their groupings
 _NO_WEIGHTS = torch.empty(0, dtype=torch.uint8)
 
 
@@ -88,63 +105,59 @@ class Fbgemm(CpuBackend):
         return out
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        return _Together(self, lookups, threads)
+        return CpuPlan(_Planner(self, lookups, threads), [place_of(lookup) for lookup in lookups])
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        return _Planner(self, kinds, threads)
 
 
-class _Together(Plan):
-    """A plan whose pooled lookups of as many bags are one call of the operator, as in FBGEMM's module over many tables.
+class _Planner(CpuPlanner):
+    """Pooled lookups of as many bags are one call of the operator, as in FBGEMM's module over many tables.
 
-    The plan of one lookup after another checks all inputs, and calls `lookup` here, which notes what can wait.
+    An operator is bound to the tables of a call once, and kept for the next call of the same ones.
     """
 
-    def __init__(self, backend: Fbgemm, lookups: Sequence[Lookup], threads: int) -> None:
-        self._backend, self._lookups, self._threads = backend, lookups, threads
+    def __init__(self, backend: Backend, kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
+        super().__init__(backend, kinds, threads)
+        self._bound: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+        self._binding = threading.Lock()
 
-    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        noted = _Noted(self._backend)
-        unfound = CpuBackend.plan(noted, self._lookups, self._threads).run(inputs, outputs)
-        noted.look_up()
-        return unfound
+    def look_up(self, lookups: Sequence[Checked]) -> None:
+        together: dict[Any, list[int]] = {}
+        for job, one in enumerate(lookups):
+            alike = (one.pooling, one.lengths.size, one.weights is None, one.out.dtype) if one.lengths is not None else job
+            together.setdefault(alike, []).append(job)
+        for jobs in together.values():
+            self._call(jobs, [lookups[job] for job in jobs])
+
+    def _call(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> None:
+        first = lookups[0]
+        ids = _joined([one.ids for one in lookups])
+        offsets = torch.arange(ids.numel() + 1)
+        if first.lengths is not None:
+            offsets = torch.zeros(len(lookups) * first.lengths.size + 1, dtype=torch.int64)
+            torch.cumsum(_joined([one.lengths for one in lookups]).long(), 0, out=offsets[1:])
+        weights = None if first.weights is None else _joined([one.weights for one in lookups])
+        found = self._operator(jobs, lookups)(ids, offsets, _POOLING[first.pooling], weights).numpy()
+        at = 0
+        for one in lookups:
+            one.out[:] = found[:, at : at + one.table.dim]
+            at += one.table.dim
+
+    def _operator(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> Any:
+        with self._binding:
+            if (found := self._bound.get(tuple(jobs))) is None:
+                found = operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)
+                self._bound[tuple(jobs)] = found
+                if len(self._bound) > _BOUND:
+                    self._bound.popitem(last=False)
+            self._bound.move_to_end(tuple(jobs))
+        return found
 
 
-class _Noted(Fbgemm):
-    """Lookups of one run: pooled ones by what they must have in common to be one call."""
-
-    def __init__(self, backend: Fbgemm) -> None:
-        self._backend = backend
-        self._together: dict[tuple[Any, ...], list[tuple[Table, Ids, Lengths, Any, Floats]]] = {}
-
-    def lookup(
-        self,
-        table: RowSource,
-        ids: Ids,
-        lengths: Lengths | None = None,
-        *,
-        pooling: Pooling = Pooling.SUM,
-        weights: NDArray[np.float32] | None = None,
-        half: bool = False,
-        out: Floats | None = None,
-        threads: int = 1,
-    ) -> Floats:
-        if lengths is None or out is None:
-            how: dict[str, Any] = {"pooling": pooling, "weights": weights, "half": half, "out": out, "threads": threads}
-            return self._backend.lookup(table, ids, lengths, **how)
-        key = (pooling, lengths.size, weights is None, half)
-        self._together.setdefault(key, []).append((host_table(table), ids, lengths, weights, out))
-        return out
-
-    def look_up(self) -> None:
-        """Runs what was noted. ids and lengths were checked."""
-        for (pooling, bags, unweighted, half), lookups in self._together.items():
-            tables, ids, lengths, weights, outs = zip(*lookups, strict=True)
-            offsets = torch.zeros(len(tables) * bags + 1, dtype=torch.int64)
-            torch.cumsum(torch.from_numpy(np.concatenate(lengths)).long(), 0, out=offsets[1:])
-            weight = None if unweighted else torch.from_numpy(np.concatenate(weights))
-            found = operator(tables, half)(torch.from_numpy(np.concatenate(ids)), offsets, _POOLING[pooling], weight).numpy()
-            at = 0
-            for table, out in zip(tables, outs, strict=True):
-                out[:] = found[:, at : at + table.dim]
-                at += table.dim
+def _joined(arrays: Sequence[Any]) -> torch.Tensor:
+    """Arrays of the operator's inputs one after another; they may be read-only, and are not written."""
+    return torch.from_numpy(np.concatenate(arrays))
 
 
 def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:

@@ -71,8 +71,6 @@ def test_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
 @pytest.mark.parametrize(("row_format", "dim"), [*LAYOUTS, *ODD], ids=lambda x: getattr(x, "label", x))
 def test_rows_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: int) -> None:
     """Whether ids lie in the padding or beside the rows, and however many lines of the cache a row has."""
-    if backend.name == "fbgemm" and (row_format, dim) in ODD:
-        pytest.skip("FBGEMM's operator takes no odd dims of these formats")
     check(backend, raw_table(KINDS["random"], row_format, dim), asked_of(KINDS["random"]))
 
 
