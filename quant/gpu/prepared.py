@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -81,14 +80,6 @@ class PreparedLookup:
     @property
     def unfound(self) -> torch.Tensor:
         return self._counts.sum(0)
-
-    def on_new_buffers(self) -> "PreparedLookup":
-        """The same jobs with `flags`, scratch and row numbers of their own, allocated on the current stream, for one call there.
-        So calls on several streams share none. It waits for nothing."""
-        fresh = copy(self)
-        fresh.flags, fresh.scratch = torch.zeros_like(self.flags), torch.empty_like(self.scratch)
-        fresh._own_rows = None if self._own_rows is None else self.room_for_rows()
-        return fresh
 
     def room_for_rows(self) -> torch.Tensor:
         """A buffer for the inputs of a call with row numbers in place of ids."""

@@ -3,4 +3,6 @@
 `tableside.torch` names what users import. Imports go one way:
 
     errors  <-  source  <-  published  <-  inputs  <-  lookups  <-  keyed  <-  dispatch  <-  operators  <-  embeddings  <-  swap
+
+`pending` and `missing` lie before `published`, which has one of each.
 """

@@ -46,6 +46,7 @@ class DeviceLookup:
             self.lookup = TensorLookup(backend, names, kinds, attached.pending.reports_of(backend))
         except QuantError as error:
             raise ModuleError(f"model {attached.served.header.model!r}: {error}") from error
+        attached.missing.follow(names, self.lookup.unfound)
         self._ahead: _Ahead | None = None
         self._device, self._all, self._every = backend.device, tuple(range(len(names))), ", ".join(names)
 

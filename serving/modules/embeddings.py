@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 import torch
 
 from tableside.quant import Pooling
+from tableside.quant.contract import Unfound
 from tableside.serving.modules import keyed
 from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch, prefetch_keyed
 from tableside.serving.modules.errors import ModuleError
@@ -107,6 +108,12 @@ class PublishedModule(torch.nn.Module):
         """Waits for the calls on a GPU, of all modules of the source. BadFeatureIds: one had a wrong id or length, which without
         this a later call says. On the CPU each call says it itself."""
         self._published.pending.check()
+
+    def missing_ids(self) -> dict[str, Unfound]:
+        """For each feature, how many ids had no row of their own: `missing` got the default row, `backfilled` the row of an older
+        version. Of all calls of this process over the same tables so far, as the server's tableside_ids_without_row_total.
+        On a GPU it waits for the device, so it is not for the time of a capture."""
+        return self._published.missing.of(self.features)
 
     # ---- what PyTorch does with modules ----
 

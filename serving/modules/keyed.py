@@ -87,7 +87,7 @@ class HostKeyed:
     def __init__(self, attached: Attached, names: tuple[str, ...], output: torch.dtype) -> None:
         bound = [attached.served.features[name] for name in names]
         dims = [b.table.dim for b in bound]
-        self._names, self._output = names, output
+        self._names, self._output, self._missing = names, output, attached.missing
         self._written = torch.float16 if output is torch.float16 else torch.float32
         item = OUTPUTS[output].bytes
         kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output], sum(dims) * item) for b in bound]
@@ -115,9 +115,11 @@ class HostKeyed:
             places[:, _WEIGHTS_AT] = starts * 4 + (weights.data_ptr() - BASE)
         places[:, _OUT_AT] = self._columns + (out.data_ptr() - BASE) if bags else 0
         try:
-            self._planner.plan(places).run(MEMORY, MEMORY)
+            unfound = self._planner.plan(places).run(MEMORY, MEMORY)
         except BadIds as error:
             raise BadFeatureIds(self._names[error.job], error) from None
+        if unfound is not None:
+            self._missing.add(self._names, unfound)
         return out if self._written is self._output else out.to(self._output)
 
 

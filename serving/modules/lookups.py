@@ -37,7 +37,7 @@ class HostLookup:
         bound = [attached.served.features[name] for name in names]
         kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
         self._planner = attached.served.backend.planner(kinds, attached.threads)
-        self._names, self._output = tuple(names), output
+        self._names, self._output, self._missing = tuple(names), output, attached.missing
         self._written = torch.float16 if output is torch.float16 else torch.float32
         self._new = torch.empty(
             0, dtype=self._written, device="cpu"
@@ -56,9 +56,11 @@ class HostLookup:
         for name, dim, one in zip(self._names, self._dims, given, strict=True):
             self._add(name, dim, one, places, outputs, held)
         try:
-            self._planner.plan(self._pack(*places)).run(MEMORY, MEMORY)
+            unfound = self._planner.plan(self._pack(*places)).run(MEMORY, MEMORY)
         except BadIds as error:
             raise BadFeatureIds(self._names[error.job], error) from None
+        if unfound is not None:
+            self._missing.add(self._names, unfound)
         if self._written is not self._output:
             return [out.to(self._output) for out in outputs]
         return outputs

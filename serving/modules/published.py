@@ -24,6 +24,7 @@ from tableside.quant import CpuBackend, QuantError, choose
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ServingError
 from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.missing import Missing
 from tableside.serving.modules.pending import Pending
 from tableside.serving.modules.source import Source
 from tableside.serving.placement import Placer
@@ -37,10 +38,10 @@ _NEVER = 1 << 62
 
 class Attached:
     """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what calls on a GPU leave
-    behind; streams: those that they were on, by handle."""
+    behind; streams: those that they were on, by handle. missing: counts of ids without a row."""
 
-    def __init__(self, served: ServedVersion, threads: int, pending: Pending) -> None:
-        self.served, self.threads, self.pending = served, threads, pending
+    def __init__(self, served: ServedVersion, threads: int, pending: Pending, missing: Missing) -> None:
+        self.served, self.threads, self.pending, self.missing = served, threads, pending, missing
         self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
         self.lookups: dict[str, Any] = {}
         self.keyed: dict[str, Any] = {}
@@ -59,7 +60,7 @@ class Published:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.follows = source.version is None
-        self.pending = Pending()
+        self.pending, self.missing = Pending(), Missing()
         self._required: dict[str, tuple[int, str]] = {}
         self._settings = source.settings()
         self._attaching = threading.RLock()
@@ -127,7 +128,7 @@ class Published:
         served = self._engine.attach(version, as_successor=as_successor)
         self._check(served)
         self._engine.swap(served)
-        self._current = Attached(served, self.threads, self.pending)
+        self._current = Attached(served, self.threads, self.pending, self.missing)
 
     def _check(self, served: ServedVersion) -> None:
         for name, (dim, pooling) in self._required.items():
@@ -150,8 +151,8 @@ class Published:
         return published, (self.source,)
 
     def after_fork(self) -> None:
-        """In a child: locks and the engine are those of no other thread; tables of a GPU are out of reach."""
-        self._attaching = threading.RLock()
+        """In a child: locks and the engine are those of no other thread, counts begin at 0; tables of a GPU are out of reach."""
+        self._attaching, self.missing = threading.RLock(), Missing()
         if self.source.on_gpu and self.source.device != "interpreter":
             self._current, self.follows = None, False
             self._refusal = (
@@ -161,6 +162,7 @@ class Published:
         elif self._current is not None:
             self._engine = self._new_engine()
             self._engine.swap(self._current.served)
+            self._current = Attached(self._current.served, self.threads, self.pending, self.missing)
 
 
 class Watch:
