@@ -18,7 +18,7 @@ from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import FeatureInput, Form, Given, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced
-from tableside.serving.modules.published import Attached, published
+from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
 
 
@@ -166,14 +166,16 @@ class PublishedModule(torch.nn.Module):
         )
 
     def prefetch(self, inputs: Any) -> None:
-        """Brings the rows that a call with these inputs reads to the GPU's cache (placement "cached"), beside what the current
-        stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU."""
-        attached = self._published.now()
-        if attached.on_gpu:
-            self._prefetch(attached, inputs)
+        """Brings the rows that a call with this dict or KeyedJaggedTensor reads to the GPU's cache (placement "cached"), beside
+        what the current stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU."""
+        if keyed.is_keyed(inputs):
+            self.prefetch_keyed(inputs, self.features)
+        else:
+            prefetch(self._published.now(), self._call, self.features, self.output, self._given_of(inputs))
 
-    def _prefetch(self, attached: Attached, inputs: Any) -> None:
-        prefetch(attached, self._call, self.features, self.output, self._given_of(inputs))
+    def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
+        """As `prefetch`, for a KeyedJaggedTensor. keys, is_weighted: as the call has them."""
+        raise NotImplementedError
 
     def _given(self, name: str, value: FeatureInput) -> Given:
         raise NotImplementedError
@@ -252,13 +254,12 @@ class EmbeddingBags(PublishedModule):
         attached = self._published.now()
         return look_up_keyed(attached, self._call, self.features, self.output, order, features, values, form, bags, weights)
 
-    def _prefetch(self, attached: Attached, inputs: Any) -> None:
-        if not keyed.is_keyed(inputs):
-            return super()._prefetch(attached, inputs)
-        order = keyed.places_of(self.features, inputs.keys()) or []
-        values, _, offsets, weights, features = keyed.parts(inputs, by_offsets=True)
-        prefetch_keyed(attached, self._call, self.features, self.output, order, features, values, offsets, weights)
-        return None
+    def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
+        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys()) or []
+        if attached.on_gpu:
+            values, _, offsets, weights, features = keyed.parts(inputs, by_offsets=True)
+            weights = weights if is_weighted else None
+            prefetch_keyed(attached, self._call, self.features, self.output, order, features, values, offsets, weights)
 
 
 class Embeddings(PublishedModule):
@@ -276,15 +277,26 @@ class Embeddings(PublishedModule):
     def jagged(self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False) -> dict[str, Any]:
         """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features. with_ids: with the ids
         as weights. Raises as `forward`."""
-        order = keyed.places_of(keys, inputs.keys())
-        values, _, lengths, _, features = keyed.parts(inputs, by_offsets=False)
-        if self._published.source.on_gpu:
-            given = keyed.ids_between(values, inputs.offset_per_key(), order)  # which waits for the device, as TorchRec does
+        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
+        if attached.on_gpu:
+            given = self._apart(inputs, order)
         else:
+            values, _, lengths, _, features = keyed.parts(inputs, by_offsets=False)
             given = keyed.ids_of(keyed.host_jagged(", ".join(inputs.keys()), values, lengths, None, features), features, order)
-        vectors = look_up(self._published.now(), self._call, self.features, self.output, given)
+        vectors = look_up(attached, self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)
+
+    def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
+        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
+        if attached.on_gpu:
+            prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
+
+    def _apart(self, inputs: Any, order: list[int] | None) -> list[Given]:
+        """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id, whose number says how
+        many each feature gets."""
+        values, *_ = keyed.parts(inputs, by_offsets=False)
+        return keyed.ids_between(values, inputs.offset_per_key(), order)
 
     def _given(self, name: str, value: FeatureInput) -> Given:
         return given_ids(name, value)

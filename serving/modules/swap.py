@@ -62,6 +62,10 @@ class SwappedBagCollection(torch.nn.Module):
         values = self.bags.side_by_side(features, self._keys, self._is_weighted)
         return keyed.keyed_tensor(self._names, self.bags.dims, values)
 
+    def prefetch(self, features: Any) -> None:
+        """As `EmbeddingBags.prefetch`, for the KeyedJaggedTensor of the next call."""
+        self.bags.prefetch_keyed(features, self._keys, self._is_weighted)
+
     def embedding_bag_configs(self) -> list[Any]:
         """As the collection that was replaced."""
         return self._configs
@@ -81,6 +85,10 @@ class SwappedCollection(torch.nn.Module):
     def forward(self, features: Any) -> dict[str, Any]:
         """A dict of JaggedTensor. Raises as `Embeddings.forward`."""
         return self.embeddings.jagged(features, self._keys, self._names, self._need_indices)
+
+    def prefetch(self, features: Any) -> None:
+        """As `Embeddings.prefetch`, for the KeyedJaggedTensor of the next call."""
+        self.embeddings.prefetch_keyed(features, self._keys)
 
     def embedding_configs(self) -> list[Any]:
         """As the collection that was replaced."""
