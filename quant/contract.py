@@ -249,6 +249,10 @@ class Planner(ABC):
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         """places: int64 [kinds, fields of Place], a buffer that stays as it is. out_bytes: as for `Backend.plan`."""
 
+    def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        """Runs a plan of these places once, as `Plan.run` does."""
+        return self.plan(places).run(inputs, outputs)
+
 
 class _OneByOnePlanner(Planner):
     """A planner of backends that have none of their own."""

@@ -92,14 +92,7 @@ class _NativePlan(Plan):
         self._planner, self._places = planner, places
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        planner = self._planner
-        verdict = _native.run(planner.kinds, self._places, inputs, outputs, planner.threads)
-        if isinstance(verdict, tuple):
-            counts = np.frombuffer(self._places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
-            _raise(verdict, planner.tables, counts.tolist())
-        if verdict is None or isinstance(verdict, tuple):
-            return None
-        return [Unfound(*pair) for pair in np.frombuffer(verdict, np.int64).reshape(-1, 2).tolist()]
+        return self._planner.run(self._places, inputs, outputs)
 
 
 class _NativePlanner(Planner):
@@ -111,6 +104,15 @@ class _NativePlanner(Planner):
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _NativePlan(self, places)
+
+    def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        found = _native.run(self.kinds, places, inputs, outputs, self.threads)
+        if isinstance(found, tuple):
+            counts = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
+            _raise(found, self.tables, counts.tolist())
+        if found is None or isinstance(found, tuple):
+            return None
+        return [Unfound(*pair) for pair in np.frombuffer(found, np.int64).reshape(-1, 2).tolist()]
 
 
 class _GatherPlan(Plan):
