@@ -91,6 +91,7 @@ WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
+	@$(WATCHED) -k native tests/quant/test_bags.py
 	@$(WATCHED) -k "native or builder" tests/quant/test_raw_lookups.py tests/quant/test_index_builder.py
 	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 KERNEL, LAYERS = Path("quant/cpu"), Path("loader/program")
+PARTS = ("", "_bags", "_tensors", "_index", "_jobs", "_avx512", "_avx2", "_portable")
 OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
 
 setup(
     ext_modules=[
         Extension(
             "tableside.quant.cpu._native",
-            sources=[str(KERNEL / f"_native{part}.c") for part in ("", "_index", "_jobs", "_avx512", "_avx2", "_portable")],
+            sources=[str(KERNEL / f"_native{part}.c") for part in PARTS],
             depends=sorted(map(str, KERNEL.glob("*.h"))),
             extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
             extra_link_args=["-pthread", "-s"],

@@ -14,7 +14,8 @@
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
- * totals, lay_out, move: see _native_jobs.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
+ * totals, lay_out, move: see _native_jobs.c · lengths_of, parts_of, feature_places: see _native_bags.c
+ * tensor_places: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -28,6 +29,7 @@
 #include "_processor.h"
 #endif
 #include "_execute.h"
+#include "_native_bags.h"
 #include "_native_index.h"
 #include "_native_jobs.h"
 
@@ -373,6 +375,10 @@ static PyMethodDef methods[] = {
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
     {"totals", (PyCFunction)(void (*)(void))py_totals, METH_FASTCALL, NULL},
     {"lay_out", (PyCFunction)(void (*)(void))py_lay_out, METH_FASTCALL, NULL},
+    {"lengths_of", (PyCFunction)(void (*)(void))py_lengths_of, METH_FASTCALL, NULL},
+    {"parts_of", (PyCFunction)(void (*)(void))py_parts_of, METH_FASTCALL, NULL},
+    {"feature_places", (PyCFunction)(void (*)(void))py_feature_places, METH_FASTCALL, NULL},
+    {"tensor_places", (PyCFunction)(void (*)(void))py_tensor_places, METH_FASTCALL, NULL},
     {"count_buckets", (PyCFunction)(void (*)(void))py_count_buckets, METH_FASTCALL, NULL},
     {"put_in_buckets", (PyCFunction)(void (*)(void))py_put_in_buckets, METH_FASTCALL, NULL},
     {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},

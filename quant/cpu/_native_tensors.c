@@ -1,0 +1,140 @@
+/* Places of lookups over tensors where they lie. DLPack's exchange table reads a tensor in a tenth of the time that its attributes take
+ * in Python; an extension that knows the table needs no header of torch. `quant/cpu/bags.py` says what the function means.
+ *
+ * tensor_places(exchange, given, dims, new, base) -> (places as bytes, [vectors of each], what holds the lengths), or None: a tensor is
+ *   not as lookups take it, which the caller converts or refuses
+ *
+ * Nothing is raised for a wrong tensor. ValueError, TypeError: the other arguments are wrong; whatever `new` raises.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include "_bags.h"
+#include "_native_bags.h"
+
+/* DLTensor and DLPackExchangeAPI of dlpack.h 1.3; later minor versions keep them. */
+enum { DL_VERSION = 1, DL_CPU = 1, DL_INT = 0 };
+typedef struct {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides; /* in items; null strides: contiguous */
+    uint64_t byte_offset;
+} tensor;
+typedef struct {
+    uint32_t major, minor;
+    void *previous, *allocate, *from_object, *to_object;
+    int (*read)(void *object, tensor *to); /* 0, or -1 with a Python error set; the tensor keeps what `to` points to */
+    void *stream;
+} exchange;
+
+/* Whether this is a contiguous tensor of signed integers of 32 or 64 bits in host memory; items: how many. */
+static int reads_integers(const exchange *with, PyObject *object, tensor *t, int64_t *items) {
+    if (with->read(object, t)) {
+        PyErr_Clear(); /* the caller looks at the tensor again, and says what is wrong */
+        return 0;
+    }
+    if (t->device_type != DL_CPU || t->code != DL_INT || (t->bits != 64 && t->bits != 32) || t->lanes != 1) return 0;
+    int64_t count = 1;
+    int is_contiguous = 1;
+    for (int32_t d = t->ndim - 1; d >= 0; d--) {
+        is_contiguous &= !t->strides || t->shape[d] == 1 || t->strides[d] == count;
+        if (__builtin_mul_overflow(count, t->shape[d], &count)) return 0;
+    }
+    *items = count;
+    return (is_contiguous || !count) && (t->data || !count);
+}
+
+static int64_t address_of(const tensor *t, int64_t items, int64_t base) {
+    return items ? (int64_t)((intptr_t)t->data + (intptr_t)t->byte_offset) - base : 0;
+}
+
+/* The vectors of one lookup: `new` of what the ids' shape says, and dim. */
+static PyObject *new_vectors(PyObject *new, const tensor *ids, int form, int64_t bags, PyObject *dim) {
+    const int32_t ndim = form == FORM_IDS ? ids->ndim : 1;
+    PyObject *shape = PyTuple_New(ndim + 1), *made = NULL;
+    int has_all = shape != NULL;
+    for (int32_t d = 0; has_all && d < ndim; d++) {
+        PyObject *size = PyLong_FromLongLong(form == FORM_IDS ? ids->shape[d] : bags);
+        has_all = size && !PyTuple_SetItem(shape, d, size);
+    }
+    if (has_all && !PyTuple_SetItem(shape, ndim, Py_NewRef(dim))) made = PyObject_Call(new, shape, NULL);
+    Py_XDECREF(shape);
+    return made;
+}
+
+/* Where lengths lie that a place can have: those of the tensor, or int32 ones of `held`. 0: they are of another form, or not of so many
+ * ids, or, with an error set, there is no memory. */
+static int place_bags(const exchange *with, PyObject *told, int form, int64_t base, PyObject *held, place *to) {
+    tensor t;
+    int64_t items;
+    if (!reads_integers(with, told, &t, &items) || t.ndim != 1 || items < (form == FORM_ENDS)) return 0;
+    to->bags = bags_told(items, form);
+    if (form == FORM_LENGTHS && t.bits == 32) {
+        to->lengths_at = address_of(&t, items, base);
+        return 1;
+    }
+    const uint8_t *from = (const uint8_t *)t.data + t.byte_offset;
+    if (form == FORM_OFFSETS && items == 1 && to->ids <= INT32_MAX && !item_of(from, 0, t.bits / 8)) {
+        to->bag_length = to->ids;
+        return 1;
+    }
+    PyObject *made = PyBytes_FromStringAndSize(NULL, to->bags * 4);
+    if (!made) return 0;
+    int32_t *lengths = (int32_t *)(void *)PyBytes_AsString(made);
+    int are_good = write_lengths(from, t.bits / 8, items, to->ids, form, lengths) && !PyList_Append(held, made);
+    to->lengths_at = (int64_t)(intptr_t)lengths - base;
+    Py_DECREF(made);
+    return are_good;
+}
+
+/* The place of one (form, ids, bags, weights), and its vectors. 0: it is of another form, or an error is set. */
+static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObject *new, int64_t base, PyObject *outputs, PyObject *held,
+                     place *to) {
+    tensor ids, out;
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != 4) return 0;
+    const long form = PyLong_AsLong(PyTuple_GetItem(given, 0));
+    PyObject *bags = PyTuple_GetItem(given, 2);
+    if (form < FORM_IDS || form > FORM_ENDS || PyTuple_GetItem(given, 3) != Py_None || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
+    *to = (place){.lengths_at = -1, .weights_at = -1, .found_at = -1};
+    if (!reads_integers(with, PyTuple_GetItem(given, 1), &ids, &to->ids) || ids.bits != 64) return 0;
+    to->ids_at = address_of(&ids, to->ids, base);
+    to->bags = to->ids;
+    if (form == FORM_FIXED) {
+        if (ids.ndim != 2) return 0;
+        to->bags = ids.shape[0], to->bag_length = ids.shape[1];
+    } else if (form != FORM_IDS && !place_bags(with, bags, (int)form, base, held, to)) return 0;
+    PyObject *vectors = new_vectors(new, &ids, (int)form, to->bags, dim);
+    if (!vectors) return 0;
+    const int is_read = !with->read(vectors, &out) && !PyList_Append(outputs, vectors);
+    to->out_at = is_read ? address_of(&out, to->bags, base) : 0;
+    Py_DECREF(vectors);
+    return is_read;
+}
+
+PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "tensor_places takes 5 arguments, got %zd", n);
+    PyObject *given = args[1], *dims = args[2];
+    const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+    const int64_t base = PyLong_AsLongLong(args[4]);
+    if (!with || (base == -1 && PyErr_Occurred())) return NULL;
+    const Py_ssize_t count = PyTuple_Size(dims), lookups = PySequence_Size(given);
+    if (count < 0 || lookups < 0) return NULL;
+    if (with->major != DL_VERSION || !with->read || lookups != count) Py_RETURN_NONE;
+    PyObject *result = NULL, *outputs = PyList_New(0), *held = PyList_New(0);
+    PyObject *places = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(place));
+    Py_ssize_t placed = 0;
+    if (outputs && held && places) {
+        place *to = (place *)(void *)PyBytes_AsString(places);
+        for (int is_placed = 1; is_placed && placed < count; placed += is_placed) {
+            PyObject *one = PySequence_GetItem(given, placed);
+            is_placed = one && place_one(with, one, PyTuple_GetItem(dims, placed), args[3], base, outputs, held, to + placed);
+            Py_XDECREF(one);
+        }
+        if (placed == count) result = PyTuple_Pack(3, places, outputs, held);
+        else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(outputs), Py_XDECREF(held), Py_XDECREF(places);
+    return result;
+}

@@ -1,0 +1,241 @@
+"""Bags as lookups take them: the extension and numpy against plain Python, and tensors that are read where they lie.
+
+`make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show here.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tableside.quant import Place
+from tableside.quant.cpu import bags
+from tableside.quant.cpu.bags import ENDS, FIXED, IDS, LENGTHS, OFFSETS, feature_places, lengths_of, parts_of, tensor_places
+
+HOSTILE = [-(2**63), -(2**32), -1, 0, 1, 7, 2**31 - 1, 2**31, 2**32, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1]
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+reads_tensors = pytest.mark.skipif(EXCHANGE is None or bags._native is None, reason="this torch or installation has no table")
+
+
+@pytest.fixture(params=["native", "numpy"], scope="module", autouse=True)
+def implementation(request: pytest.FixtureRequest) -> Any:
+    """Each of the two; numpy is what runs where the extension was not built."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(bags, "_native", None)
+        elif bags._native is None:
+            pytest.skip("the extension was not built")
+        yield request.param
+
+
+def lengths_as_specified(items: Sequence[int], ids: int, form: int) -> list[int] | None:
+    """What `lengths_of` promises, in plain Python."""
+    if ids > 2**31 - 1 or not all(0 <= item <= ids for item in items) or (form != LENGTHS and items and items[0]):
+        return None
+    if form == LENGTHS:
+        return list(items)
+    return [end - start for start, end in pairwise([*items, ids] if form == OFFSETS else items)]
+
+
+def read(found: tuple[object, int] | None, count: int) -> list[int] | None:
+    """Lengths as their address tells of them."""
+    if found is None:
+        return None
+    return list((ctypes.c_int32 * count).from_address(found[1])) if count else []
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_lengths_are_those_that_plain_python_gives(data: st.DataObject) -> None:
+    """Good ones, those that a hostile number spoils, and offsets that descend; at any alignment."""
+    form, dtype = data.draw(st.sampled_from([LENGTHS, OFFSETS, ENDS])), data.draw(st.sampled_from([np.int32, np.int64]))
+    ids = data.draw(st.sampled_from([0, 1, 60, 2**31 - 1, 2**31, 2**40]))
+    items = [0, *data.draw(st.lists(st.integers(0, min(ids, 2**31 - 1)), max_size=20))]
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(items) - 1))
+        items[at] = data.draw(st.sampled_from([h for h in HOSTILE if np.iinfo(dtype).min <= h <= np.iinfo(dtype).max]))
+    if form != ENDS and data.draw(st.booleans()):
+        items = items[: data.draw(st.integers(0, 2))]
+    lead = data.draw(st.integers(0, 9))
+    memory = bytes(lead) + np.array(items, dtype).tobytes()
+    found = lengths_of(memory, lead, dtype().itemsize, len(items), ids, form)
+    assert read(found, len(items) - (form == ENDS)) == lengths_as_specified(items, ids, form)
+
+
+@pytest.mark.parametrize("form", [LENGTHS, OFFSETS, ENDS])
+def test_lengths_outside_of_the_memory_are_refused(form: int) -> None:
+    """Wherever they begin, and however many they say they are."""
+    memory = bytes(64)
+    for at, items in ((0, 9), (1, 8), (64, 1), (-8, 1), (8, 2**61), (2**62, 1), (0, 2**62), (0, -1), (0, -(2**62))):
+        with pytest.raises(ValueError):
+            lengths_of(memory, at, 8, items, 5, form)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_parts_are_the_first_id_of_each_feature_and_how_many_it_has(data: st.DataObject) -> None:
+    """Or None, where a length is wrong or they do not add up."""
+    features, count = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 4))
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=features * count, max_size=features * count))
+    ids = sum(lengths) + data.draw(st.sampled_from([0, 0, 0, 1]))
+    if lengths and data.draw(st.booleans()):
+        lengths[data.draw(st.integers(0, len(lengths) - 1))] = data.draw(st.sampled_from([-1, -(2**31), 2**31 - 1, 1000]))
+        ids = data.draw(st.sampled_from([ids, max(0, sum(lengths))]))
+    found = parts_of(b"xyz" + np.array(lengths, np.int32).tobytes(), 3, features, count, ids)
+    if min(lengths, default=0) < 0 or sum(lengths) != ids or ids > bags.MOST_IDS:
+        assert found is None
+        return
+    assert found is not None
+    counts = [sum(lengths[f * count : (f + 1) * count]) for f in range(features)]
+    starts = [sum(counts[:f]) for f in range(features)]
+    assert np.frombuffer(found, np.int64).tolist() == starts + counts
+
+
+@pytest.mark.parametrize(
+    ("at", "features", "count"), [(0, 3, 3), (4, 2, 4), (-4, 1, 1), (0, 0, 4), (0, 2**40, 2**40), (0, 2**62, 1)]
+)
+def test_parts_outside_of_the_memory_are_refused(at: int, features: int, count: int) -> None:
+    """And so are none."""
+    with pytest.raises((ValueError, OverflowError)):
+        parts_of(bytes(32), at, features, count, 0)
+
+
+@pytest.mark.parametrize("order", [None, [2, 0], [1, 1]])
+@pytest.mark.parametrize("weights_at", [-1, 9000])
+def test_places_are_those_of_the_features(order: list[int] | None, weights_at: int) -> None:
+    """Ids, lengths and weights from the feature's first on, vectors in the lookup's column."""
+    parts = np.array([[0, 4, 10], [4, 6, 1]], np.int64).tobytes()
+    columns = [0, 64, 96] if order is None else [0, 64]
+    found = feature_places(parts, order, np.array(columns, np.int64).tobytes(), 1000, 5000, 3, weights_at, 20000)
+    places = [Place(*row) for row in np.frombuffer(found, np.int64).reshape(-1, len(Place._fields)).tolist()]
+    assert len(places) == len(columns)
+    for place, column, f in zip(places, columns, order or range(3), strict=True):
+        start, count = ((0, 4), (4, 6), (10, 1))[f]
+        of_weights = -1 if weights_at < 0 else weights_at + 4 * start
+        assert place == Place(1000 + 8 * start, count, 5000 + 12 * f, 0, 3, of_weights, 20000 + column)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 1, 2], [0, 3], [-1, 0], [0, 2**40]])
+def test_features_that_are_not_there_are_refused(order: list[int]) -> None:
+    """And a number of lookups that is not that of the columns."""
+    with pytest.raises(ValueError):
+        feature_places(np.zeros((2, 3), np.int64).tobytes(), order, np.zeros(2, np.int64).tobytes(), 0, 0, 1, -1, 0)
+
+
+def test_hostile_numbers_make_no_read() -> None:
+    """Places are arithmetic, which may wrap: the lookup refuses what lies in no buffer."""
+    if bags._native is None:
+        pytest.skip("numbers of any size are Python's own, and numpy refuses them")
+    for number in HOSTILE:
+        feature_places(np.full((2, 1), number, np.int64).tobytes(), None, bytes(8), number, number, number, number, number)
+
+
+# ---- tensors ----
+
+
+def new(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def placed(given: list[Any], dims: tuple[int, ...] = (4,), make: Callable[..., Any] = new) -> Any:
+    return tensor_places(EXCHANGE, given, dims, make, 0)
+
+
+@reads_tensors
+def test_tensors_are_placed_where_they_lie(implementation: str) -> None:
+    """Every form, with int64 and int32 lengths and offsets; without the extension nothing is placed."""
+    ids, lengths = torch.arange(6), torch.tensor([1, 5])
+    forms = [
+        ((IDS, ids.view(2, 3), None, None), (6, 0, 6), (2, 3, 4), None),
+        ((FIXED, ids.view(2, 3), None, None), (6, 3, 2), (2, 4), None),
+        ((LENGTHS, ids, lengths.int(), None), (6, 0, 2), (2, 4), [1, 5]),
+        ((LENGTHS, ids, lengths, None), (6, 0, 2), (2, 4), [1, 5]),
+        ((OFFSETS, ids, torch.tensor([0, 1]), None), (6, 0, 2), (2, 4), [1, 5]),
+        ((OFFSETS, ids, torch.tensor([0, 1]).int(), None), (6, 0, 2), (2, 4), [1, 5]),
+        ((OFFSETS, ids, torch.tensor([0]), None), (6, 6, 1), (1, 4), None),
+        ((ENDS, ids, torch.tensor([0, 1, 6]), None), (6, 0, 2), (2, 4), [1, 5]),
+        ((ENDS, ids[:0], torch.tensor([0]), None), (0, 0, 0), (0, 4), []),
+        ((LENGTHS, ids[:0], ids[:0], None), (0, 0, 0), (0, 4), []),
+    ]
+    found = placed([one for one, *_ in forms], (4,) * len(forms))
+    if implementation == "numpy":
+        assert found is None
+        return
+    places, outputs, held = found
+    rows = [Place(*row) for row in np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()]
+    for place, out, (one, (count, bag_length, vectors), shape, told) in zip(rows, outputs, forms, strict=True):
+        assert (place.ids, place.bag_length, place.bags, out.shape) == (count, bag_length, vectors, shape)
+        assert place.ids_at == (one[1].data_ptr() if count else 0) and place.out_at == (out.data_ptr() if vectors else 0)
+        assert (place.weights_at, place.found_at) == (-1, -1)
+        if told is None:
+            assert place.lengths_at == -1
+        elif told:
+            assert list((ctypes.c_int32 * vectors).from_address(place.lengths_at)) == told
+    assert rows[2].lengths_at == forms[2][0][2].data_ptr() and len(held) == 6
+
+
+FIVE = torch.arange(5)
+WRONG = {
+    "strided ids": (FIXED, torch.arange(8).view(2, 4)[:, 1:3], None, None),
+    "ids of 32 bits": (FIXED, torch.zeros(1, 5, dtype=torch.int32), None, None),
+    "ids that are floats": (FIXED, torch.zeros(1, 5), None, None),
+    "ids elsewhere": (FIXED, torch.zeros(1, 5, dtype=torch.int64, device="meta"), None, None),
+    "sparse ids": (IDS, torch.eye(2, dtype=torch.int64).to_sparse(), None, None),
+    "no tensor": (IDS, 7, None, None),
+    "no ids": (IDS, None, None, None),
+    "bags of no second dimension": (FIXED, FIVE, None, None),
+    "weights": (LENGTHS, FIVE, torch.tensor([5]), torch.ones(5)),
+    "no lengths": (LENGTHS, FIVE, None, None),
+    "lengths of fixed bags": (FIXED, FIVE.view(1, 5), torch.tensor([5]), None),
+    "another form": (5, FIVE, None, None),
+    "a negative form": (-1, FIVE, None, None),
+    "not four": (IDS, FIVE, None),
+    "no tuple": [IDS, FIVE, None, None],
+    "strided lengths": (LENGTHS, FIVE, torch.tensor([5, 0, 0, 0], dtype=torch.int32)[::2], None),
+    "lengths of two dimensions": (LENGTHS, FIVE, torch.tensor([[5]]), None),
+    "lengths that are floats": (LENGTHS, FIVE, torch.tensor([5.0]), None),
+    "a length above the ids": (LENGTHS, FIVE, torch.tensor([6]), None),
+    "a length of 64 bits": (LENGTHS, FIVE, torch.tensor([2**32 + 5]), None),
+    "a negative length": (LENGTHS, FIVE, torch.tensor([6, -1]), None),
+    "a first offset of 1": (OFFSETS, FIVE, torch.tensor([1]), None),
+    "a negative offset": (OFFSETS, FIVE, torch.tensor([0, -1]), None),
+    "no end": (ENDS, FIVE, FIVE[:0], None),
+    "ids that are repeated": (IDS, torch.zeros(1, dtype=torch.int64).expand(2**33), None, None),
+}
+
+
+@reads_tensors
+@pytest.mark.parametrize("wrong", WRONG)
+def test_other_tensors_are_left_to_the_caller(wrong: str) -> None:
+    """Behind one that is good; no exception is left over."""
+    assert placed([(IDS, FIVE, None, None), WRONG[wrong]], (4, 4)) is None
+    assert placed([WRONG[wrong]], (4,)) is None
+    assert placed([], (4,)) is None and placed([(IDS, FIVE, None, None)] * 2, (4,)) is None
+
+
+@reads_tensors
+def test_what_is_no_argument_of_a_lookup_is_refused(implementation: str) -> None:
+    """What `new` raises comes out; so does a capsule of something else."""
+    if implementation == "numpy":
+        assert tensor_places(None, [], (), new, 0) is None
+        return
+
+    def fails(*shape: int) -> torch.Tensor:
+        raise MemoryError(f"none for {shape}")
+
+    with pytest.raises(MemoryError, match=r"none for \(5, 4\)"):
+        placed([(IDS, FIVE, None, None)], make=fails)
+    with pytest.raises(RuntimeError):
+        placed([(IDS, FIVE, None, None)], make=lambda *shape: None)
+    with pytest.raises(TypeError):
+        placed([("ids", FIVE, None, None)])
+    with pytest.raises(TypeError):
+        placed(7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError):
+        tensor_places(torch.zeros(1).__dlpack__(), [], (), new, 0)
