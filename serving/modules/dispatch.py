@@ -7,7 +7,7 @@ import torch
 
 from tableside.serving.modules.inputs import Form, Given, offsets_of
 from tableside.serving.modules.keyed import host_jagged, host_keyed
-from tableside.serving.modules.lookups import host_lengths, host_lookup
+from tableside.serving.modules.lookups import host_lookup
 from tableside.serving.modules.published import Attached
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def look_up_keyed(
         offsets = offsets_of(bags) if form is Form.LENGTHS else bags
         return _device_lookup(attached, key, names, output).packed(order, features, values, offsets, weights)
     name = ", ".join(names)
-    lengths = bags if form is Form.LENGTHS else torch.from_numpy(host_lengths(name, form, bags, values.numel()))
-    jagged = host_jagged(name, values, lengths, weights, features)
+    jagged = host_jagged(name, values, form, bags, weights, features)
     return host_keyed(attached, key, names, output)(jagged, order or None)
 
 

@@ -281,8 +281,9 @@ class Embeddings(PublishedModule):
         if attached.on_gpu:
             given = self._apart(inputs, order)
         else:
-            values, _, lengths, _, features = keyed.parts(inputs, by_offsets=False)
-            given = keyed.ids_of(keyed.host_jagged(", ".join(inputs.keys()), values, lengths, None, features), features, order)
+            values, form, bags, _, features = keyed.parts(inputs, by_offsets=False)
+            jagged = keyed.host_jagged(", ".join(inputs.keys()), values, form, bags, None, features)
+            given = keyed.ids_of(jagged, features, order)
         vectors = look_up(attached, self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)

@@ -47,6 +47,7 @@ class Given(NamedTuple):
     weights: torch.Tensor | None
 
 
+_IDS, _FIXED, _LENGTHS, _OFFSETS, _ENDS = Form  # a name is found sooner than an attribute of an enum
 FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
@@ -58,12 +59,12 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
                 f"feature {name!r} is pooled and came as a tensor of {value.dim()} dimensions; expected [bags, ids of a bag], "
                 "(values, offsets), or Bags(values, lengths=...)"
             )
-        return Given(Form.FIXED, value, None, None)
-    values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_bags(name, value)
+        return Given(_FIXED, value, None, None)
+    values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
     if offsets is None and lengths is None:
         if values.dim() != 2:
             raise ModuleError(f"feature {name!r} has neither offsets nor lengths; give one of them, or ids [bags, ids of a bag]")
-        return Given(Form.FIXED, values, None, weights)
+        return Given(_FIXED, values, None, weights)
     if values.dim() != 1 or (offsets is not None and lengths is not None):
         raise ModuleError(
             f"feature {name!r} has values of {values.dim()} dimensions"
@@ -71,15 +72,15 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
             "offsets or lengths"
         )
     if lengths is not None:
-        return Given(Form.LENGTHS, values, lengths, weights)
-    return Given(Form.ENDS if include_last_offset else Form.OFFSETS, values, offsets, weights)
+        return Given(_LENGTHS, values, lengths, weights)
+    return Given(_ENDS if include_last_offset else _OFFSETS, values, offsets, weights)
 
 
 def given_ids(name: str, value: FeatureInput) -> Given:
     """The input of a feature that is not pooled. ModuleError: it is no tensor."""
     if not isinstance(value, torch.Tensor):
         raise ModuleError(f"feature {name!r} is not pooled and came as {type(value).__name__}; expected a tensor of ids")
-    return Given(Form.IDS, value, None, None)
+    return Given(_IDS, value, None, None)
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,10 @@ def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def _as_bags(name: str, value: Sequence[torch.Tensor | None]) -> Bags:
-    if isinstance(value, Mapping) or not 1 <= len(value) <= 3 or value[0] is None:
+def _as_torch_takes(
+    name: str, value: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The fields of `Bags`, of (values, offsets, weights)."""
+    if (not isinstance(value, tuple) and isinstance(value, Mapping)) or not 1 <= len(value) <= 3 or value[0] is None:
         raise ModuleError(f"feature {name!r} came as {type(value).__name__}; expected (values, offsets) or (…, …, weights)")
-    return Bags(value[0], value[1] if len(value) > 1 else None, None, value[2] if len(value) > 2 else None)
+    return value[0], value[1] if len(value) > 1 else None, None, value[2] if len(value) > 2 else None

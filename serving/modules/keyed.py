@@ -6,32 +6,31 @@ order. Its pooled vectors lie side by side, [B, sum of dims], as a KeyedTensor h
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tableside.quant import BadIds, LookupKind
-from tableside.quant.contract import Lengths, Place
+from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 from tableside.serving.modules.inputs import Form, Given
-from tableside.serving.modules.lookups import BASE, MEMORY, OUTPUTS, address_of, host_ids, host_lengths, host_weights
+from tableside.serving.modules.lookups import BASE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
 from tableside.serving.modules.published import Attached
 
-_IDS_AT, _IDS, _LENGTHS_AT, _BAGS, _WEIGHTS_AT, _OUT_AT = map(
-    Place._fields.index, ("ids_at", "ids", "lengths_at", "bags", "weights_at", "out_at")
-)
+_INT64, _INT32, _LENGTHS = torch.int64, torch.int32, Form.LENGTHS  # sooner than attributes, as in `lookups`
 
 
 class Jagged(NamedTuple):
-    """The parts of a KeyedJaggedTensor on the CPU. values int64 [ids]; lengths int32 [features, bags]; starts, counts int64
-    [features]: the first id of each feature, and how many it has; weights fp32 [ids]."""
+    """The parts of a KeyedJaggedTensor on the CPU. values int64 [ids]; lengths_at: of int32 [features, bags] in `MEMORY`, which
+    `lengths` holds; parts: int64 [2, features], the first id of each feature, and how many it has; weights fp32 [ids]."""
 
     values: torch.Tensor
-    lengths: Lengths
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    lengths: object
+    lengths_at: int
+    bags: int
+    parts: bytes
     weights: torch.Tensor | None
 
 
@@ -62,23 +61,34 @@ def parts(keyed: Any, by_offsets: bool) -> tuple[torch.Tensor, Form, torch.Tenso
     return keyed.values(), form, bags, keyed.weights_or_none(), len(keyed.keys())
 
 
-def host_jagged(name: str, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, features: int) -> Jagged:
-    """The parts of a KeyedJaggedTensor, checked; name: for errors.
+def host_jagged(
+    name: str, values: torch.Tensor, form: Form, bags: torch.Tensor, weights: torch.Tensor | None, features: int
+) -> Jagged:
+    """The parts of a KeyedJaggedTensor, checked; name: for errors. bags: lengths, or offsets with the end of the last bag.
 
     ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too large.
     """
-    if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
+    if values.dtype is not _INT64 or not values.is_cpu or not values.is_contiguous():
         values = host_ids(name, values)
     count = values.numel()
-    of_bags = host_lengths(name, Form.LENGTHS, lengths, count)
-    if not features or of_bags.size % features:
-        raise ModuleError(f"there are {of_bags.size} lengths for {features} features ({name}); expected as many for each feature")
-    of_bags = of_bags.reshape(features, -1)
-    counts = np.add.reduce(of_bags, 1, np.int64)
-    ends = np.add.accumulate(counts)
-    if int(ends[-1]) != count:
-        raise ModuleError(f"the lengths of {name} add up to {int(ends[-1])}, but there are {count} ids")
-    return Jagged(values, of_bags, ends - counts, counts, None if weights is None else host_weights(name, weights, count))
+    if form is _LENGTHS and bags.dtype is _INT32 and bags.is_cpu and bags.is_contiguous() and bags.dim() == 1:
+        held: tuple[object, int, int] = bags, bags.data_ptr(), bags.numel()
+    else:
+        held = host_lengths(name, form, bags, count)
+    lengths, address, size = held
+    if not features or size % features:
+        raise ModuleError(f"there are {size} lengths for {features} features ({name}); expected as many for each feature")
+    of_feature, lengths_at = size // features, address - BASE if size else 0
+    if (found := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
+        raise _wrong_lengths(name, (bags if form is _LENGTHS else bags.diff()).tolist(), count)
+    return Jagged(values, lengths, lengths_at, of_feature, found, None if weights is None else host_weights(name, weights, count))
+
+
+def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds | ModuleError:
+    """What is wrong with lengths that are not those of `count` ids."""
+    if count > MOST_IDS or not all(0 <= length <= count for length in lengths):
+        return wrong_bags(name, _LENGTHS, lengths, count)
+    return ModuleError(f"the lengths of {name} add up to {sum(lengths)}, but there are {count} ids")
 
 
 class HostKeyed:
@@ -92,30 +102,20 @@ class HostKeyed:
         item = OUTPUTS[output].bytes
         kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output], sum(dims) * item) for b in bound]
         self._planner = attached.served.backend.planner(kinds, attached.threads)
-        self._columns = (np.cumsum(dims) - dims) * item
+        self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
         self._width = sum(dims)
-        self._places = np.full((len(names), len(Place._fields)), -1, np.int64)
-        self._places[:, Place._fields.index("bag_length")] = 0
-        self._all = np.arange(len(names))
+        self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
 
     def __call__(self, jagged: Jagged, order: list[int] | None) -> torch.Tensor:
         """[bags, sum of dims]. order: of the features among those of `jagged`; None: the same. BadFeatureIds: an id is wrong."""
-        values, lengths, starts, counts, weights = jagged
-        bags = lengths.shape[1]
-        chosen = self._all if order is None else np.array(order)
-        if order is not None:
-            starts, counts = starts[chosen], counts[chosen]
-        out = torch.empty((bags, self._width), dtype=self._written)
-        places = self._places.copy()
-        places[:, _IDS_AT] = starts * 8 + (values.data_ptr() - BASE if values.numel() else 0)
-        places[:, _IDS] = counts
-        places[:, _LENGTHS_AT] = chosen * (4 * bags) + (address_of(lengths) - BASE)
-        places[:, _BAGS] = bags
-        if weights is not None and weights.numel():
-            places[:, _WEIGHTS_AT] = starts * 4 + (weights.data_ptr() - BASE)
-        places[:, _OUT_AT] = self._columns + (out.data_ptr() - BASE) if bags else 0
+        values, _, lengths_at, bags, parts, weights = jagged
+        out = self._new(bags, self._width)
+        ids_at = values.data_ptr() - BASE if values.numel() else 0
+        weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
+        out_at = out.data_ptr() - BASE if bags else 0
+        places = feature_places(parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at)
         try:
-            unfound = self._planner.plan(places).run(MEMORY, MEMORY)
+            unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:
             raise BadFeatureIds(self._names[error.job], error) from None
         if unfound is not None:
@@ -133,10 +133,10 @@ def host_keyed(attached: Attached, key: str, names: tuple[str, ...], output: tor
 
 def ids_of(jagged: Jagged, features: int, order: list[int] | None) -> list[Given]:
     """The ids of each feature, for a lookup that is not pooled. Weights are left aside, as by TorchRec's EmbeddingCollection."""
+    starts, counts = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
     found = []
     for at in range(features) if order is None else order:
-        start = int(jagged.starts[at])
-        found.append(Given(Form.IDS, jagged.values[start : start + int(jagged.counts[at])], None, None))
+        found.append(Given(Form.IDS, jagged.values[starts[at] : starts[at] + counts[at]], None, None))
     return found
 
 

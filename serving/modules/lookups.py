@@ -9,12 +9,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tableside.quant import BadIds, LookupKind, Precision
-from tableside.quant.contract import Lengths, Place
+from tableside.quant.contract import Place
+from tableside.quant.cpu.bags import MOST_IDS, lengths_of, tensor_places
 from tableside.quant.errors import Problem
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 from tableside.serving.modules.inputs import Form, Given
@@ -22,10 +21,8 @@ from tableside.serving.modules.published import Attached
 
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
-_ADDRESSES: Any = MEMORY  # numpy's stubs know no ctypes
 _FIELDS = len(Place._fields)
-_IDS, _FIXED, _LENGTHS, _OFFSETS = Form.IDS, Form.FIXED, Form.LENGTHS, Form.OFFSETS
-_MOST_IDS = 2**31 - 1  # of one feature: lengths are int32
+_EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later
 
 OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.FP32}
 
@@ -39,10 +36,9 @@ class HostLookup:
         self._planner = attached.served.backend.planner(kinds, attached.threads)
         self._names, self._output, self._missing = tuple(names), output, attached.missing
         self._written = torch.float16 if output is torch.float16 else torch.float32
-        self._new = torch.empty(
-            0, dtype=self._written, device="cpu"
-        ).new_empty  # sooner than torch.empty, whatever the defaults are
-        self._dims = [b.table.dim for b in bound]
+        # Sooner than torch.empty, whatever the defaults are.
+        self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
+        self._dims = tuple(b.table.dim for b in bound)
         self._pack = struct.Struct(f"={len(names) * _FIELDS}q").pack
 
     def __call__(self, given: Sequence[Given]) -> list[torch.Tensor]:
@@ -50,48 +46,45 @@ class HostLookup:
 
         ModuleError: a tensor is of another type, shape or device. BadFeatureIds: an id or a length is wrong.
         """
-        places: list[int] = []
-        outputs: list[torch.Tensor] = []
-        held: list[object] = []  # what was converted, until it is read
-        for name, dim, one in zip(self._names, self._dims, given, strict=True):
-            self._add(name, dim, one, places, outputs, held)
+        places, outputs, held = tensor_places(_EXCHANGE, given, self._dims, self._new, BASE) or self._convert(given)
         try:
-            unfound = self._planner.plan(self._pack(*places)).run(MEMORY, MEMORY)
+            unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:
             raise BadFeatureIds(self._names[error.job], error) from None
+        del held  # what was converted has been read
         if unfound is not None:
             self._missing.add(self._names, unfound)
         if self._written is not self._output:
             return [out.to(self._output) for out in outputs]
         return outputs
 
-    def _add(self, name: str, dim: int, one: Given, places: list[int], outputs: list[torch.Tensor], held: list[object]) -> None:
-        form, values, bags, weights = one
-        if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
-            values = host_ids(name, values)
-            held.append(values)
-        count = values.numel()
-        lengths_at, bag_length, bag_count, weights_at = -1, 0, 0, -1
-        if form is _FIXED:
-            bag_count, bag_length = values.shape
-        elif bags is not None:
-            bag_count = bags.numel()
-            if form is _LENGTHS and bags.dtype is torch.int32 and bags.is_cpu and bags.is_contiguous():
-                lengths_at = bags.data_ptr() - BASE
-            elif form is _OFFSETS and bag_count == 1 and bags.is_cpu and bags.item() == 0:
-                bag_length = count
-            else:
-                lengths = host_lengths(name, form, bags, count)
+    def _convert(self, given: Sequence[Given]) -> tuple[bytes, list[torch.Tensor], list[object]]:
+        """As `tensor_places`, of tensors of any types and strides. ModuleError, BadFeatureIds: one cannot be looked up."""
+        places: list[int] = []
+        outputs: list[torch.Tensor] = []
+        held: list[object] = []
+        for name, dim, one in zip(self._names, self._dims, given, strict=True):
+            form, values, bags, weights = one
+            if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
+                values = host_ids(name, values)
+                held.append(values)
+            count = values.numel()
+            lengths_at, bag_length, bag_count, weights_at = -1, 0, count, -1
+            if form is Form.FIXED:
+                bag_count, bag_length = values.shape
+            elif bags is not None:
+                lengths, address, bag_count = host_lengths(name, form, bags, count)
                 held.append(lengths)
-                lengths_at, bag_count = address_of(lengths) - BASE, lengths.size
-        if weights is not None:
-            weights = host_weights(name, weights, count)
-            held.append(weights)
-            weights_at = weights.data_ptr() - BASE
-        out = self._new(*values.shape, dim) if form is _IDS else self._new(bag_count, dim)
-        outputs.append(out)
-        ids_at, out_at = values.data_ptr() - BASE if count else 0, out.data_ptr() - BASE if out.numel() else 0
-        places += (ids_at, count, lengths_at, bag_length, bag_count, weights_at, out_at, -1)
+                lengths_at = address - BASE
+            if weights is not None:
+                weights = host_weights(name, weights, count)
+                held.append(weights)
+                weights_at = weights.data_ptr() - BASE
+            out = self._new(*values.shape, dim) if form is Form.IDS else self._new(bag_count, dim)
+            outputs.append(out)
+            ids_at, out_at = values.data_ptr() - BASE if count else 0, out.data_ptr() - BASE if bag_count else 0
+            places += (ids_at, count, lengths_at, bag_length, bag_count, weights_at, out_at, -1)
+        return self._pack(*places), outputs, held
 
 
 def host_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> HostLookup:
@@ -125,48 +118,32 @@ def host_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
     return weights.detach().to(torch.float32).contiguous()
 
 
-def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> Lengths:
-    """Lengths int32 [bags] of `count` ids, from lengths or offsets of any integer type.
+def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple[object, int, int]:
+    """Lengths int32 of `count` ids, from lengths or offsets of any integer type: what holds them, their address, how many bags.
 
-    ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or they do not add up.
+    ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or above `count`.
     """
     _check_host(name, "lengths and offsets", bags)
-    if (unsigned := _UNSIGNED.get(bags.dtype)) is None or bags.dim() != 1:
+    if bags.dtype not in (torch.int64, torch.int32) or bags.dim() != 1:
         raise ModuleError(
             f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or int32 [bags]"
         )
     if not bags.is_contiguous():
         bags = bags.contiguous()
-    if not (size := bags.numel()):
-        if form is Form.ENDS:
-            raise ModuleError(f"feature {name!r}: there are no offsets; with include_last_offset expected [bags + 1]")
-        return np.empty(0, np.int32)
-    found: NDArray[Any] = np.frombuffer(_ADDRESSES, unsigned, size, bags.data_ptr() - BASE)
-    if count > _MOST_IDS or np.maximum.reduce(found) > count or (form is not Form.LENGTHS and found[0]):
-        raise _wrong_bags(name, form, bags.tolist(), count)
-    if form is Form.LENGTHS:
-        return found.astype(np.int32)
-    lengths = np.empty(size - (form is Form.ENDS), np.int32)
-    lengths[: size - 1] = found[1:] - found[:-1]  # below 2**31, as both are; the kernel sees one that is negative
-    if form is Form.OFFSETS:
-        lengths[-1] = count - int(found[-1])
-    return lengths
+    items = bags.numel()
+    if not items and form is Form.ENDS:
+        raise ModuleError(f"feature {name!r}: there are no offsets; with include_last_offset expected [bags + 1]")
+    at, item_bytes = bags.data_ptr() - BASE if items else 0, 8 if bags.dtype is torch.int64 else 4
+    found = lengths_of(MEMORY, at, item_bytes, items, count, form)
+    if found is None:
+        raise wrong_bags(name, form, bags.tolist(), count)
+    return *found, items - (form is Form.ENDS)
 
 
-# A negative number becomes one above any count of ids.
-_UNSIGNED: dict[torch.dtype, type[np.unsignedinteger[Any]]] = {torch.int32: np.uint32, torch.int64: np.uint64}
-
-
-def address_of(array: NDArray[np.int32]) -> int:
-    """Where the first value of an array lies that can be written; any address where it has none."""
-    buffer: Any = array  # which ctypes' stubs do not know as one
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if array.size else BASE
-
-
-def _wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeatureIds | ModuleError:
+def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeatureIds | ModuleError:
     """What is wrong with lengths or offsets of which one is negative or above the number of ids."""
-    if count > _MOST_IDS:
-        return ModuleError(f"feature {name!r} has {count:,} ids; a call takes {_MOST_IDS:,} of a feature; make smaller batches")
+    if count > MOST_IDS:
+        return ModuleError(f"feature {name!r} has {count:,} ids; a call takes {MOST_IDS:,} of a feature; make smaller batches")
     if form is Form.LENGTHS:
         if negative := [at for at, length in enumerate(bags) if length < 0]:
             return BadFeatureIds(name, BadIds(Problem.LENGTH, 0, negative[0], bags[negative[0]], 0))

@@ -8,6 +8,8 @@ import pytest
 from module_tables import FEATURES, tables_of
 
 from tableside.loader.load import Loaded
+from tableside.quant.cpu import bags
+from tableside.serving.modules import lookups
 
 
 @pytest.fixture
@@ -31,3 +33,12 @@ def model(root: Path, publish_again: Callable[..., Loaded], tables: dict[str, np
     """The folder in which the model `ads` is published."""
     publish_again(tables)
     return str(root)
+
+
+@pytest.fixture(params=["by their table", "by their attributes", "by numpy"])
+def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How tensors on the CPU are read: by DLPack's table, as without it, and as where the extension was not built."""
+    if request.param != "by their table":
+        monkeypatch.setattr(lookups, "_EXCHANGE", None)
+    if request.param == "by numpy":
+        monkeypatch.setattr(bags, "_native", None)

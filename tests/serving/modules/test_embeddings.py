@@ -12,6 +12,7 @@ from tableside.quant.errors import Problem
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 Tables = dict[str, np.ndarray]
+pytestmark = pytest.mark.usefixtures("reading")
 LENGTHS = torch.tensor([3, 0, 5, 1, 0, 40], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 3, 8, 9, 9])
 ENDS = torch.tensor([0, 3, 3, 8, 9, 9, 49])

@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from torchrec.modules.embedding_configs import PoolingType
 
 Tables = dict[str, np.ndarray]
+pytestmark = pytest.mark.usefixtures("reading")
 POOLED = ["user_sum", "item_mean", "page_sum"]
 TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
 
