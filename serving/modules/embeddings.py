@@ -17,7 +17,7 @@ from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch,
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import FeatureInput, Form, Given, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
-from tableside.serving.modules.operators import Call, traced
+from tableside.serving.modules.operators import Call, traced, traced_keyed
 from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
 
@@ -248,9 +248,7 @@ class EmbeddingBags(PublishedModule):
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            given = [] if weights is None else [weights]
-            found: torch.Tensor = torch.ops.tableside.look_up_keyed(self._call, order, features, values, int(form), bags, given)
-            return found
+            return traced_keyed(self._call, order, features, form, (values, bags, weights))
         attached = self._published.now()
         return look_up_keyed(attached, self._call, self.features, self.output, order, features, values, form, bags, weights)
 

@@ -1,13 +1,16 @@
 """The custom operators that modules become in compiled and exported programs.
 
-    tableside::look_up(str call, int[] forms, Tensor[] values, Tensor[] bags, int[] weighted, Tensor[] weights) -> Tensor[]
-    tableside::look_up_keyed(str call, int[] order, int features, Tensor values, int form, Tensor bags, Tensor[] weights)
-        -> Tensor
+    tableside::look_up(str call, str forms, Tensor[] inputs) -> Tensor[]
+    tableside::look_up_keyed(str call, str how, Tensor[] inputs) -> Tensor
 
-call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: one `Form` for each feature.
-bags: of those features whose form has some. weighted: 1 for each feature that has weights. order: where each feature is among
-those of the KeyedJaggedTensor. A program that is loaded in another process attaches the model there, by its name. It must have
-imported `tableside.torch` first, which registers the operators. There is no gradient.
+call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: two characters for each
+feature, the digit of its `Form`, and `w` where it has weights, else `-`. inputs: for each feature its ids, then its lengths or
+offsets and its weights, where it has some. how: numbers with blanks between them: the `Form` of the bags of a KeyedJaggedTensor,
+how many features it has, and where each of ours is among those, if it is not in the same place; its inputs are ids, bags, and
+weights if there are some. There are few arguments, since each costs a call about half a microsecond.
+
+A program that is loaded in another process attaches the model there, by its name. It must have imported `tableside.torch` first,
+which registers the operators. There is no gradient.
 """
 
 import json
@@ -23,7 +26,6 @@ from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import Form, Given
 from tableside.serving.modules.published import Attached, Published, published_by_string
 
-_FORMS = tuple(Form)
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
 _attached: "weakref.WeakValueDictionary[str, Published]" = weakref.WeakValueDictionary()  # by calls that were held against it
 
@@ -58,54 +60,35 @@ def call_of(text: str) -> Call:
 
 def traced(call: str, given: Sequence[Given]) -> list[torch.Tensor]:
     """The operator over a module's inputs, for torch.compile and torch.export."""
-    found: list[torch.Tensor] = torch.ops.tableside.look_up(
-        call,
-        [int(g.form) for g in given],
-        [g.values for g in given],
-        [g.bags for g in given if g.bags is not None],
-        [int(g.weights is not None) for g in given],
-        [g.weights for g in given if g.weights is not None],
-    )
+    forms = "".join([f"{int(g.form)}{'-' if g.weights is None else 'w'}" for g in given])
+    found: list[torch.Tensor] = _LOOK_UP(call, forms, [t for g in given for t in g[1:] if t is not None])
     return found
 
 
-def _given(
-    forms: Sequence[int],
-    values: Sequence[torch.Tensor],
-    bags: Sequence[torch.Tensor] | None,
-    weighted: Sequence[int],
-    weights: Sequence[torch.Tensor] | None,
-) -> list[Given]:
-    of_bags, of_weights = iter(bags or ()), iter(weights or ())  # AOTInductor gives None for an empty list
+@cache
+def _forms_of(text: str) -> tuple[tuple[Form, bool, bool], ...]:
+    """The form of each feature, whether it has lengths or offsets, and whether it has weights."""
+    forms = [Form(int(digit)) for digit in text[::2]]
+    return tuple((form, form in _FORMS_WITH_BAGS, w == "w") for form, w in zip(forms, text[1::2], strict=True))
+
+
+def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[Given]:
+    tensors = iter(inputs)
     return [
-        Given(_FORMS[form], of_it, next(of_bags) if form in _FORMS_WITH_BAGS else None, next(of_weights) if has_weights else None)
-        for form, of_it, has_weights in zip(forms, values, weighted, strict=True)
+        Given(form, next(tensors), next(tensors) if has_bags else None, next(tensors) if has_weights else None)
+        for form, has_bags, has_weights in _forms_of(forms)
     ]
 
 
-def _look_up(
-    call: str,
-    forms: Sequence[int],
-    values: Sequence[torch.Tensor],
-    bags: Sequence[torch.Tensor] | None,
-    weighted: Sequence[int],
-    weights: Sequence[torch.Tensor] | None,
-) -> list[torch.Tensor]:
+def _look_up(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     c = call_of(call)
-    return look_up(attachment(call), call, c.names, c.dtype, _given(forms, values, bags, weighted, weights))
+    return look_up(attachment(call), call, c.names, c.dtype, _given(forms, inputs))
 
 
-def _look_up_fake(
-    call: str,
-    forms: Sequence[int],
-    values: Sequence[torch.Tensor],
-    bags: Sequence[torch.Tensor] | None,
-    weighted: Sequence[int],
-    weights: Sequence[torch.Tensor] | None,
-) -> list[torch.Tensor]:
+def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     c = call_of(call)
     outputs = []
-    for dim, one in zip(c.dims, _given(forms, values, bags, weighted, weights), strict=True):
+    for dim, one in zip(c.dims, _given(forms, inputs), strict=True):
         if one.form is Form.IDS:
             shape: tuple[Any, ...] = (*one.values.shape, dim)
         elif one.bags is None:
@@ -116,32 +99,33 @@ def _look_up_fake(
     return outputs
 
 
-def _look_up_keyed(
-    call: str,
-    order: Sequence[int] | None,
-    features: int,
-    values: torch.Tensor,
-    form: int,
-    bags: torch.Tensor,
-    weights: Sequence[torch.Tensor] | None,
+def traced_keyed(
+    call: str, order: Sequence[int], features: int, form: Form, tensors: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    c = call_of(call)
-    weights_of = weights[0] if weights else None
-    of_bags = _FORMS[form], bags
-    return look_up_keyed(attachment(call), call, c.names, c.dtype, list(order or ()), features, values, *of_bags, weights_of)
+    """The operator over the parts of a KeyedJaggedTensor: ids, bags, weights."""
+    how = " ".join([str(number) for number in (int(form), features, *order)])
+    found: torch.Tensor = _LOOK_UP_KEYED(call, how, [t for t in tensors if t is not None])
+    return found
 
 
-def _look_up_keyed_fake(
-    call: str,
-    order: Sequence[int] | None,
-    features: int,
-    values: torch.Tensor,
-    form: int,
-    bags: torch.Tensor,
-    weights: Sequence[torch.Tensor] | None,
-) -> torch.Tensor:
-    c = call_of(call)
-    return values.new_empty(((bags.shape[0] - (_FORMS[form] is Form.ENDS)) // features, sum(c.dims)), dtype=c.dtype)
+@cache
+def _how_of(text: str) -> tuple[Form, int, list[int]]:
+    """The form of the bags, the number of features, and their order."""
+    form, features, *order = map(int, text.split(" "))
+    return Form(form), features, order
+
+
+def _look_up_keyed(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    c, (form, features, order) = call_of(call), _how_of(how)
+    values, bags, *weights = inputs
+    of_them = weights[0] if weights else None
+    return look_up_keyed(attachment(call), call, c.names, c.dtype, order, features, values, form, bags, of_them)
+
+
+def _look_up_keyed_fake(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    c, (form, features, _) = call_of(call), _how_of(how)
+    offsets = inputs[1].shape[0] - (form is Form.ENDS)
+    return inputs[0].new_empty((offsets // features, sum(c.dims)), dtype=c.dtype)
 
 
 def attachment(call: str) -> Attached:
@@ -168,14 +152,12 @@ def _check(c: Call, one: Published) -> None:
 
 
 _NAME = "tableside::look_up"
-torch.library.define(
-    _NAME, "(str call, int[] forms, Tensor[] values, Tensor[] bags, int[] weighted, Tensor[] weights) -> Tensor[]"
-)
+torch.library.define(_NAME, "(str call, str forms, Tensor[] inputs) -> Tensor[]")
 torch.library.impl(_NAME, ("cpu", "cuda"))(_look_up)
 torch.library.register_fake(_NAME)(_look_up_fake)
 _KEYED = "tableside::look_up_keyed"
-torch.library.define(
-    _KEYED, "(str call, int[] order, int features, Tensor values, int form, Tensor bags, Tensor[] weights) -> Tensor"
-)
+torch.library.define(_KEYED, "(str call, str how, Tensor[] inputs) -> Tensor")
 torch.library.impl(_KEYED, ("cpu", "cuda"))(_look_up_keyed)
 torch.library.register_fake(_KEYED)(_look_up_keyed_fake)
+# A compiled call guards less than by way of torch.ops.
+_LOOK_UP, _LOOK_UP_KEYED = torch.ops.tableside.look_up.default, torch.ops.tableside.look_up_keyed.default

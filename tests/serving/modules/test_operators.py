@@ -195,11 +195,32 @@ def test_released_tables_are_attached_again(model: str, monkeypatch: pytest.Monk
 
 def test_operators_are_sound(model: str) -> None:
     """torch's own checks of custom operators: schema, fake kernels, dynamic shapes."""
-    from tableside.serving.modules.inputs import Form
-
     bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)
     users, offsets, items, lengths, _ = batch(6, 40, 30)
-    told = (bags._call, [int(Form.OFFSETS), int(Form.LENGTHS)], [users, items], [offsets, lengths], [1, 0], [torch.rand(40)])
+    told = (bags._call, "3w2-", [users, offsets, torch.rand(40), items, lengths])
     torch.library.opcheck(torch.ops.tableside.look_up.default, told)
-    keyed = (bags._call, [], 2, users, int(Form.LENGTHS), torch.tensor([10, 10, 10, 10]), [])
+    keyed = (bags._call, "2 2", [users, torch.tensor([10, 10, 10, 10])])
     torch.library.opcheck(torch.ops.tableside.look_up_keyed.default, keyed)
+
+
+def test_packed_calls_compile_and_export(model: str) -> None:
+    """By offsets, of any number of bags and ids, with and without weights; as an eager call."""
+    bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)
+
+    class Tower(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = bags
+
+        def forward(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return self.bags.packed(values, offsets, weights) + self.bags.packed(values, offsets)
+
+    told = (torch.arange(20), torch.tensor([0, 3, 3, 9, 12, 15, 20]), torch.rand(20))
+    more = (torch.arange(30), torch.tensor([0, 30, 30, 30, 30]), torch.rand(30))
+    tower = Tower()
+    compiled = torch.compile(tower, fullgraph=True, dynamic=True)
+    ids, ends = torch.export.Dim("ids", min=2), torch.export.Dim("ends", min=5)
+    exported = torch.export.export(tower, told, dynamic_shapes=({0: ids}, {0: ends}, {0: ids})).module()
+    for one in (told, more):
+        assert torch.equal(compiled(*one), tower(*one))
+        assert torch.equal(exported(*one), tower(*one))
