@@ -100,7 +100,8 @@ class _Base(NamedTuple):
 class StagedLookup(NamedTuple):
     """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the cache looks for first.
 
-    held: what the kernels read. ticket: of its rows in the cache, where they were prefetched.
+    held: what the kernels read. sent: what a graph of the call reads besides, in no memory that belongs to the graph. ticket: of
+    its rows in the cache, where they were prefetched.
     """
 
     jobs: _Sent
@@ -110,6 +111,7 @@ class StagedLookup(NamedTuple):
     probe: ProbeJobs | None
     shape: tuple[int, ...]
     held: object
+    sent: object
     ticket: Ticket | None = None
 
 
@@ -139,7 +141,7 @@ class TensorLookup:
         self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
         self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device)
         self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device)
-        self._packed: OrderedDict[Any, tuple[object, _Sent]] = OrderedDict()
+        self._packed: OrderedDict[Any, tuple[object, object, _Sent]] = OrderedDict()
         self._shapes: OrderedDict[tuple[int, ...], _Shape] = OrderedDict()
         self._spreads: dict[Any, _Spread] = {}
         self._kernels: dict[Any, Kernel] = {}
@@ -171,13 +173,13 @@ class TensorLookup:
         if self._has_cached:
             lists.append(self._probe(jobs))
         with self.on_device:
-            memory, (sent, *before) = self._send(lists)
+            memory, host, (sent, *before) = self._send(lists)
             if rows is not None:
                 self._resolve(before.pop(0), 0, 0)
         probe = None
         if before:
             probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
-        return StagedLookup(sent, kept.config, _Base(), kept.is_weighted, probe, (kept.values,), (inputs, memory, rows))
+        return StagedLookup(sent, kept.config, _Base(), kept.is_weighted, probe, (kept.values,), (inputs, memory, rows), host)
 
     def stage_packed(
         self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
@@ -192,12 +194,12 @@ class TensorLookup:
         key = (bags, features, order, offsets.element_size(), weights is None, config)
         with self.on_device:
             if (found := self._packed.get(key)) is None:
-                found = self._packed[key] = self._send_packed(
-                    bags, features, order, offsets.element_size(), weights is None, config
-                )
-                if len(self._packed) > _SHAPES:
-                    self._packed.popitem(last=False)
-            memory, sent = found
+                found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
+                if not self.is_capturing():  # a graph sends its own at each replay
+                    self._packed[key] = found
+                    if len(self._packed) > _SHAPES:
+                        self._packed.popitem(last=False)
+            memory, kept, sent = found
             base = _Base(ids.data_ptr(), ids.data_ptr(), offsets.data_ptr(), 0 if weights is None else weights.data_ptr(), count)
             held: list[object] = [ids, offsets, weights, memory]
             probe = None
@@ -211,7 +213,7 @@ class TensorLookup:
                 places, blocks = self._spread(False, order)(self, offsets, bags, count)
                 probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
                 held.append(places)
-        return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held)
+        return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
         """Begins to bring the rows of a call to the cache, where some are read through it; they stay until the call."""
@@ -257,12 +259,17 @@ class TensorLookup:
             if ticket is not None:
                 ticket.release(stream)
             if self.is_capturing():
-                _captured.append((self, staged))
+                _captured.append((self, staged.sent))
         return out
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is captured on the current stream."""
         return not self.backend.is_interpreted and torch.cuda.is_current_stream_capturing()
+
+    def _check_not_capturing(self) -> None:
+        """QuantError: a graph is captured."""
+        if self.is_capturing():
+            raise QuantError("a call of a new kind cannot be captured; call once like this before")
 
     # ---- jobs ----
 
@@ -314,7 +321,7 @@ class TensorLookup:
 
     def _send_packed(
         self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
-    ) -> tuple[object, _Sent]:
+    ) -> tuple[object, object, _Sent]:
         jobs, places = self._template.copy(), np.array(order, np.int64)
         jobs[:, JobField.IDS], jobs[:, JobField.WEIGHTS_AT] = -1, -1 if is_plain else 0
         jobs[:, JobField.VECTORS] = bags
@@ -324,11 +331,11 @@ class TensorLookup:
         jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = places * bags * offset_bytes, offset_bytes, bags + 1
         jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
         programs = -(-bags * self._columns // config.block_columns)
-        memory, (sent,) = self._send([_JobList.of(jobs, programs, JobField.FIRST_PROGRAM)])
-        return memory, sent
+        memory, host, (sent,) = self._send([_JobList.of(jobs, programs, JobField.FIRST_PROGRAM)])
+        return memory, (memory, host) if not self.is_capturing() else host, sent
 
-    def _send(self, lists: Sequence[_JobList]) -> tuple[object, list[_Sent]]:
-        """Jobs, on their way to the device; what holds their memory, and where they are."""
+    def _send(self, lists: Sequence[_JobList]) -> tuple[object, object, list[_Sent]]:
+        """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and where they are."""
         sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
         total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
         is_cuda = not self.backend.is_interpreted
@@ -342,11 +349,12 @@ class TensorLookup:
             at += size + aligned(4 * programs, 8)
         if is_cuda:
             memory.copy_(host, non_blocking=True)
-        return (memory, host), sent  # a graph reads the host's side at each replay
+        return memory, host, sent  # a graph reads the host's side at each replay
 
     def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "_Spread":
         """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
         if (found := self._spreads.get((is_resolve, order))) is None:
+            self._check_not_capturing()
             is_interpreted, places = self.backend.is_interpreted, np.array(order, np.int64)
             if is_resolve:
                 rows, of_row = _resolve_rows(self._of_kind, self._every_id.data_ptr()), _OF_RESOLVE
@@ -362,8 +370,7 @@ class TensorLookup:
     def _kernel(self, staged: StagedLookup) -> Kernel:
         key = (staged.config, staged.is_weighted)
         if (kernel := self._kernels.get(key)) is None:
-            if self.is_capturing():
-                raise QuantError("a call of a new kind cannot be captured; call once like this before")
+            self._check_not_capturing()
             config = staged.config
             kernel = self._kernels[key] = Kernel(
                 tensor_kernel.look_up,
