@@ -225,7 +225,7 @@ class Cache:
     def _release(self, batch: InFlightBatch, is_over: bool, stream: Any = None) -> None:
         """is_over: others may use the batch's memory; not so where a graph will release it each time. stream: the current one."""
         if stream is None and self._streams.main is not None:
-            stream = torch.cuda.current_stream(self.device)
+            stream = torch.cuda.current_stream(self.device.index)
         self._pipeline.release(batch, stream)
         if not is_over:
             return

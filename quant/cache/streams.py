@@ -32,7 +32,8 @@ class Streams:
             with np.errstate(all="ignore"):  # a GPU does not warn either
                 yield
         else:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.main):
+            here = torch.cuda.current_device() == self.device.index
+            with nullcontext() if here else torch.cuda.device(self.device), torch.cuda.stream(self.main):
                 wait(self.filled, self.main)
                 yield
 
@@ -54,7 +55,7 @@ class Streams:
     def follow_current(self, current: Any = None) -> None:
         """What the main stream does next comes after what is on the current stream."""
         if self.main is not None:
-            self.main.wait_stream(torch.cuda.current_stream(self.device) if current is None else current)
+            self.main.wait_stream(torch.cuda.current_stream(self.device.index) if current is None else current)
 
     def join(self) -> None:
         """What comes next on the main stream comes after what is on the side stream."""

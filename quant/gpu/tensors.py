@@ -77,6 +77,7 @@ class _Shape(NamedTuple):
     is_weighted: bool
     values: int
     cached_ids: int
+    is_even: bool
 
 
 class _Sent(NamedTuple):
@@ -100,8 +101,8 @@ class _Base(NamedTuple):
 class StagedLookup(NamedTuple):
     """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the cache looks for first.
 
-    held: what the kernels read. sent: what a graph of the call reads besides, in no memory that belongs to the graph. ticket: of
-    its rows in the cache, where they were prefetched.
+    is_even: all features have as many values. held: what the kernels read. sent: what a graph of the call reads besides, in no
+    memory that belongs to the graph. ticket: of its rows in the cache, where they were prefetched.
     """
 
     jobs: _Sent
@@ -112,6 +113,7 @@ class StagedLookup(NamedTuple):
     shape: tuple[int, ...]
     held: object
     sent: object
+    is_even: bool = False
     ticket: Ticket | None = None
 
 
@@ -179,7 +181,9 @@ class TensorLookup:
         probe = None
         if before:
             probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
-        return StagedLookup(sent, kept.config, _Base(), kept.is_weighted, probe, (kept.values,), (inputs, memory, rows), host)
+        return StagedLookup(
+            sent, kept.config, _Base(), kept.is_weighted, probe, (kept.values,), (inputs, memory, rows), host, kept.is_even
+        )
 
     def stage_packed(
         self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
@@ -225,10 +229,11 @@ class TensorLookup:
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
         """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
 
-        QuantError: a graph is captured, and no such call ran before.
+        QuantError: a graph is captured, and no such call ran before, or rows are read through the cache.
         """
         backend = self.backend
         with self.on_device:
+            self._check_can_run()
             kernel = self._kernel(staged)
             backend.await_tables()
             ticket, stream = staged.ticket, None
@@ -266,6 +271,14 @@ class TensorLookup:
         """Whether a CUDA graph is captured on the current stream."""
         return not self.backend.is_interpreted and torch.cuda.is_current_stream_capturing()
 
+    def _check_can_run(self) -> None:
+        """QuantError: a graph is captured of rows that move."""
+        if self._has_cached and self.is_capturing():
+            raise QuantError(
+                "rows behind a cache move from call to call, which a captured graph would not know; "
+                "keep the tables in HBM (placement='hbm'), or call without a graph"
+            )
+
     def _check_not_capturing(self) -> None:
         """QuantError: a graph is captured."""
         if self.is_capturing():
@@ -290,7 +303,9 @@ class TensorLookup:
             config = self._config(int(counts.sum()), int(vectors.sum()), int(columns.sum()))
             listed = _JobList.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
             is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
-            found = self._shapes[shape] = _Shape(listed, config, is_weighted, int(values.sum()), cached_ids)
+            found = self._shapes[shape] = _Shape(
+                listed, config, is_weighted, int(values.sum()), cached_ids, len(set(values.tolist())) == 1
+            )
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)
         return found
@@ -392,12 +407,12 @@ class TensorLookup:
 
     def _torch_stream(self) -> Any:
         """The current stream; it takes torch as long as a launch to find."""
-        return None if self.backend.is_interpreted else torch.cuda.current_stream(self.backend.device)
+        return None if self.backend.is_interpreted else torch.cuda.current_stream(self.backend.device.index)
 
     def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
         cache, probe = self.backend.cache, staged.probe
         assert cache is not None and probe is not None, "a table is read through the cache"
-        if probe.ids > self._reserved and not self.is_capturing():
+        if probe.ids > self._reserved:
             self._reserved = probe.ids
             cache.reserve(probe.ids)
         cache.follow_current_stream(stream)

@@ -55,12 +55,10 @@ class DeviceLookup:
     def __call__(self, given: Sequence[Given]) -> list[torch.Tensor]:
         """A tensor for each feature, as `HostLookup`. BadFeatureIds: a call before this one had a wrong id or length."""
         staged = self._begin(given)
-        inputs = None
         if staged is None:
             inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
             staged = self.lookup.stage_each(inputs)
-        vectors = self._run(staged)
-        return self._cut(vectors, given)
+        return self._cut(self._run(staged), given, staged.is_even)
 
     def prefetch(self, given: Sequence[Given]) -> None:
         """Brings rows to the cache that a call with these tensors reads next. They are not to be changed until then."""
@@ -128,14 +126,9 @@ class DeviceLookup:
             self._streams[stream] = torch.cuda.current_stream(self._backend.device)
         return vectors
 
-    def _cut(self, vectors: torch.Tensor, given: Sequence[Given]) -> list[torch.Tensor]:
-        """The vectors of each feature, from those of all."""
-        if (
-            self._is_even
-            and vectors.numel()
-            and len({(one.form, one.values.shape[0]) for one in given}) == 1
-            and given[0].form is Form.FIXED
-        ):
+    def _cut(self, vectors: torch.Tensor, given: Sequence[Given], is_even: bool) -> list[torch.Tensor]:
+        """The vectors of each feature, from those of all. is_even: each has as many values."""
+        if self._is_even and is_even and given[0].form is not Form.IDS and vectors.numel():
             return list(vectors.view(len(given), -1, self._dims[0]).unbind(0))
         shapes = [_shape(one, dim) for one, dim in zip(given, self._dims, strict=True)]
         parts = torch.split(vectors, [math.prod(shape) for shape in shapes])

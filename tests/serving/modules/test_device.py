@@ -145,8 +145,11 @@ def test_packed_ids_that_are_wrong(model: str) -> None:
         module.check()
 
 
-@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="graphs are CUDA's")
-@pytest.mark.parametrize("placement", ["hbm", "cached"])
+on_a_gpu = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="graphs are CUDA's")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("placement", ["hbm", "zero_copy"])
 def test_captured_calls(model: str, placement: str) -> None:
     """A graph over a dict and one over packed ids answer what the tensors hold at each replay; wrong ids of a replay are told."""
     module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
@@ -220,7 +223,22 @@ def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
     module.check()
 
 
-@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="graphs are CUDA's")
+@on_a_gpu
+def test_calls_through_a_cache_are_not_captured(model: str) -> None:
+    """They are answered without a graph, before and after."""
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20)
+    ids, ends = there(IDS), packed_offsets(LENGTHS)
+    before = module.packed(ids, ends)
+    with warnings.catch_warnings(), pytest.raises(ModuleError, match="rows behind a cache move from call to call"):
+        warnings.simplefilter("ignore")  # that the graph is empty
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            module.packed(ids, ends)
+    assert torch.equal(module.packed(ids, ends), before)
+    module.check()
+
+
+@on_a_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # of torch's own
 def test_compiled_calls_are_replayed(model: str) -> None:
     """torch.compile captures them where it is asked to; the graph reads what the tensors hold at each call."""
     module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE)
