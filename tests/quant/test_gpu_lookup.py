@@ -263,7 +263,7 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
     split = backend.split(table, memory, share)
     ids = np.concatenate([[0, 1023, 1024, 2047, 2048, 2499], np.random.default_rng(1).integers(0, 2500, 6000)])
     np.testing.assert_array_equal(backend.lookup(split, ids, pooling=Pooling.NONE), expected_of(table, ids))
-    lengths = np.array([5999, 0, 7], np.int32)
+    lengths = np.array([*[100] * 59, 0, 106], np.int32)
     found = backend.lookup(split, ids, lengths, pooling=Pooling.SUM)
     expect(table, ids, lengths, pooling=Pooling.SUM).check(found)
 
