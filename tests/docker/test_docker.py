@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
 ENTRYPOINT, PREFLIGHT = DOCKER / "entrypoint.sh", DOCKER / "preflight.py"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-DEADLINE_S = 3  # a check that fails ends the container within this
+DEADLINE_S = 60  # of a check; one that hangs fails here
 
 Run = subprocess.CompletedProcess[str]
 
