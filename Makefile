@@ -52,7 +52,7 @@ torchrec: dev    ## a TorchRec DLRM, trained, its tables published and swapped i
 	@$(BIN)/python examples/torchrec/run.py
 
 test: dev        ## all tests
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
