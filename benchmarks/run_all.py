@@ -19,6 +19,7 @@ BENCHMARKS = (
     "raw_ids.py",
     "raw_load.py",
     "torch_module.py",
+    "torch_module_processes.py",
     "workers.py",
     "http_lookup.py",
     "client.py",

@@ -184,7 +184,8 @@ def processes_below(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem, private."""
+    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem and pss_file, which
+    are its parts in shared memory and in other files such as libraries, private."""
     fields: dict[str, int] = {}
     with open(f"/proc/{pid}/smaps_rollup") as rollup:
         for line in rollup:
@@ -194,5 +195,6 @@ def pss_bytes(pid: int | str = "self") -> dict[str, int]:
     return {
         "pss": fields["Pss"],
         "pss_shmem": fields["Pss_Shmem"],
+        "pss_file": fields["Pss_File"],
         "private": fields["Private_Clean"] + fields["Private_Dirty"],
     }

@@ -6,12 +6,10 @@ rows, and the memory that 1, 2 and 4 processes take together, Python and torch i
 loses more than 0.002 of AUC, and a second process with published tables saves at least half of what a copy of them takes.
 """
 
-import multiprocessing
 import shutil
 import tempfile
 import time
 import uuid
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +23,8 @@ from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.dlrm import DLRM
 
 from tableside.loader.load import load
-from tableside.loader.memory import pss_bytes
 from tableside.loader.model import parse_model
+from tableside.loader.process_memory import memory_together
 from tableside.serving.evaluation.quality import quality
 from tableside.torch import swap_embeddings
 
@@ -133,34 +131,17 @@ def scores(model: torch.nn.Module, clicks: Clicks) -> np.ndarray:
     return found
 
 
-def _work(kind: Kind, folder: Path, root: Path, pipe: Connection) -> None:
-    """A serving process: it scores rows, waits until all have, and says what memory it takes."""
+def serving(kind: Kind, folder: Path, root: Path) -> torch.nn.Module:
+    """What a serving process holds, once it has scored rows."""
     torch.set_num_threads(1)
     model = read(kind, folder, root)
     scores(model, Clicks(HELD_OUT, 3))
-    pipe.send(None)
-    pipe.recv()
-    pipe.send(pss_bytes()["pss"])
-    pipe.recv()
+    return model
 
 
 def memory(kind: Kind, processes: int, folder: Path, root: Path) -> int:
-    """Bytes of so many processes together, by PSS: what is shared counts once."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(processes)]
-    started = [context.Process(target=_work, args=(kind, folder, root, theirs)) for _, theirs in pipes]
-    for process in started:
-        process.start()
-    for ours, _ in pipes:
-        ours.recv()  # it has scored
-    for ours, _ in pipes:
-        ours.send(None)
-    found = [ours.recv() for ours, _ in pipes]  # while all are there
-    for ours, _ in pipes:
-        ours.send(None)
-    for process in started:
-        process.join()
-    return sum(found)
+    """Bytes of so many serving processes together, by PSS: what is shared counts once."""
+    return sum(found["pss"] for found in memory_together(serving, (kind, folder, root), processes))
 
 
 def main() -> None:
