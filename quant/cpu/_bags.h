@@ -43,3 +43,22 @@ static inline int write_lengths(const uint8_t *from, int bytes, int64_t items, i
     if (form == FORM_OFFSETS && items) lengths[items - 1] = (int32_t)((uint64_t)ids - item_of(from, items - 1, bytes));
     return 1;
 }
+
+/* The first id of each feature, then how many each has, int64 [2, features], of lengths int32 [features, bags] at any alignment; 0: they are
+ * not those of so many ids. */
+static inline int write_parts(const uint8_t *lengths, int64_t features, int64_t bags, int64_t ids, int64_t *starts) {
+    int64_t total = 0;
+    if (ids > INT32_MAX) return 0;
+    for (int64_t f = 0; f < features; f++, lengths += 4 * bags) {
+        int64_t count = 0, beyond = 0;
+        for (int64_t bag = 0; bag < bags; bag++) {
+            const int64_t length = load_i32(lengths + 4 * bag);
+            beyond |= length | (ids - length); /* the sign: below 0, or above `ids` */
+            count += length;
+        }
+        starts[f] = total, starts[features + f] = count;
+        total += count;
+        if (beyond < 0 || total > ids) return 0;
+    }
+    return total == ids;
+}

@@ -57,7 +57,7 @@ PyObject *py_lengths_of(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 }
 
 PyObject *py_parts_of(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t v[4], items = 0, total = 0, largest;
+    int64_t v[4], items = 0, largest;
     Py_buffer memory;
     PyObject *made = NULL;
     if (n != 5) return PyErr_Format(PyExc_TypeError, "parts_of takes 5 arguments, got %zd", n);
@@ -69,21 +69,7 @@ PyObject *py_parts_of(PyObject *self, PyObject *const *args, Py_ssize_t n) {
                             (long long)bags, (long long)ids);
     if (PyObject_GetBuffer(args[0], &memory, PyBUF_SIMPLE)) return NULL;
     if (!lie_in(&memory, at, items, 4) || !(made = PyBytes_FromStringAndSize(NULL, features * 16))) goto done;
-    int64_t *starts = (int64_t *)(void *)PyBytes_AsString(made), *counts = starts + features;
-    const uint8_t *from = (const uint8_t *)memory.buf + at;
-    int are_good = ids <= INT32_MAX;
-    for (int64_t f = 0; are_good && f < features; f++, from += 4 * bags) {
-        int64_t count = 0, beyond = 0;
-        for (int64_t bag = 0; bag < bags; bag++) {
-            const int64_t length = load_i32(from + 4 * bag);
-            beyond |= length | (ids - length); /* the sign: below 0, or above `ids` */
-            count += length;
-        }
-        starts[f] = total, counts[f] = count;
-        total += count;
-        are_good = beyond >= 0 && total <= ids;
-    }
-    if (!are_good || total != ids) {
+    if (!write_parts((const uint8_t *)memory.buf + at, features, bags, ids, (int64_t *)(void *)PyBytes_AsString(made))) {
         Py_DECREF(made);
         made = Py_NewRef(Py_None);
     }

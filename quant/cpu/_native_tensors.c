@@ -1,8 +1,10 @@
 /* Places of lookups over tensors where they lie. DLPack's exchange table reads a tensor in a tenth of the time that its attributes take
- * in Python; an extension that knows the table needs no header of torch. `quant/cpu/bags.py` says what the function means.
+ * in Python; an extension that knows the table needs no header of torch. `quant/cpu/bags.py` says what the functions mean.
  *
  * tensor_places(exchange, given, dims, new, base) -> (places as bytes, [vectors of each], what holds the lengths), or None: a tensor is
  *   not as lookups take it, which the caller converts or refuses
+ * tensor_parts(exchange, ids, lengths, features, base) -> (what holds the lengths, ids_at, lengths_at, bags, int64 [2, features] as
+ *   bytes), or None: the same
  *
  * Nothing is raised for a wrong tensor. ValueError, TypeError: the other arguments are wrong; whatever `new` raises.
  */
@@ -136,5 +138,41 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);
     }
     Py_XDECREF(outputs), Py_XDECREF(held), Py_XDECREF(places);
+    return result;
+}
+
+/* Lengths as int32: those of the tensor, which `holder` is then, or converted ones. 0: they are not those of so many ids, or an error is
+ * set. holder: gets a reference. */
+static int find_lengths(const tensor *t, int64_t items, int64_t ids, PyObject *object, PyObject **holder, const uint8_t **lengths) {
+    *lengths = (const uint8_t *)t->data + t->byte_offset; /* of no items it may be null */
+    if (t->bits == 32) {
+        *holder = Py_NewRef(object);
+        return 1;
+    }
+    if (!(*holder = PyBytes_FromStringAndSize(NULL, items * 4))) return 0;
+    int32_t *made = (int32_t *)(void *)PyBytes_AsString(*holder);
+    const int are_good = write_lengths(*lengths, 8, items, ids, FORM_LENGTHS, made);
+    *lengths = (const uint8_t *)made;
+    return are_good;
+}
+
+PyObject *py_tensor_parts(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    tensor ids, told;
+    int64_t count, items;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "tensor_parts takes 5 arguments, got %zd", n);
+    const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+    const int64_t features = PyLong_AsLongLong(args[3]), base = PyLong_AsLongLong(args[4]);
+    if (!with || PyErr_Occurred()) return NULL;
+    if (with->major != DL_VERSION || !with->read || features < 1 || features > INT32_MAX || !reads_integers(with, args[1], &ids, &count)
+        || ids.bits != 64 || !reads_integers(with, args[2], &told, &items) || told.ndim != 1 || items % features)
+        Py_RETURN_NONE;
+    PyObject *holder = NULL, *result = NULL, *parts = PyBytes_FromStringAndSize(NULL, features * 16);
+    const uint8_t *lengths;
+    if (parts && find_lengths(&told, items, count, args[2], &holder, &lengths)
+        && write_parts(lengths, features, items / features, count, (int64_t *)(void *)PyBytes_AsString(parts)))
+        result = Py_BuildValue("OLLLO", holder, (long long)address_of(&ids, count, base),
+                               (long long)(items ? (int64_t)(intptr_t)lengths - base : 0), (long long)(items / features), parts);
+    else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);
+    Py_XDECREF(holder), Py_XDECREF(parts);
     return result;
 }

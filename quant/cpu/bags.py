@@ -110,3 +110,14 @@ def tensor_places(
     if _native is None or exchange is None:
         return None
     return _native.tensor_places(exchange, given, dims, new, base)
+
+
+def tensor_parts(exchange: Any, ids: Any, lengths: Any, features: int, base: int) -> tuple[object, int, int, int, bytes] | None:
+    """What holds int32 lengths, where ids and lengths lie, counted from `base`, the bags of a feature, and what `parts_of` says.
+
+    ids: int64; lengths: int64 or int32 [features * bags]. None: they are of other types, not contiguous in host memory, or do not
+    fit together; or there is no table or no extension, as for `tensor_places`. Where there is nothing the place is 0.
+    """
+    if _native is None or exchange is None:
+        return None
+    return _native.tensor_parts(exchange, ids, lengths, features, base)

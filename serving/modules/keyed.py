@@ -13,21 +13,21 @@ import numpy as np
 import torch
 
 from tableside.quant import BadIds, LookupKind
-from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of
+from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of, tensor_parts
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 from tableside.serving.modules.inputs import Form, Given
-from tableside.serving.modules.lookups import BASE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
+from tableside.serving.modules.lookups import BASE, EXCHANGE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
 from tableside.serving.modules.published import Attached
-
-_INT64, _INT32, _LENGTHS = torch.int64, torch.int32, Form.LENGTHS  # sooner than attributes, as in `lookups`
 
 
 class Jagged(NamedTuple):
-    """The parts of a KeyedJaggedTensor on the CPU. values int64 [ids]; lengths_at: of int32 [features, bags] in `MEMORY`, which
-    `lengths` holds; parts: int64 [2, features], the first id of each feature, and how many it has; weights fp32 [ids]."""
+    """The parts of a KeyedJaggedTensor on the CPU. values: int64 [ids]; lengths: what holds int32 [features, bags]; ids_at,
+    lengths_at: where they lie in `MEMORY`. parts: int64 [2, features], the first id of each feature, and how many it has.
+    weights: fp32 [ids]."""
 
     values: torch.Tensor
     lengths: object
+    ids_at: int
     lengths_at: int
     bags: int
     parts: bytes
@@ -68,26 +68,25 @@ def host_jagged(
 
     ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too large.
     """
-    if values.dtype is not _INT64 or not values.is_cpu or not values.is_contiguous():
-        values = host_ids(name, values)
+    if weights is not None:
+        weights = host_weights(name, weights, values.numel())
+    if form is Form.LENGTHS and (found := tensor_parts(EXCHANGE, values, bags, features, BASE)) is not None:
+        return Jagged(values, *found, weights)
+    values = host_ids(name, values)
     count = values.numel()
-    if form is _LENGTHS and bags.dtype is _INT32 and bags.is_cpu and bags.is_contiguous() and bags.dim() == 1:
-        held: tuple[object, int, int] = bags, bags.data_ptr(), bags.numel()
-    else:
-        held = host_lengths(name, form, bags, count)
-    lengths, address, size = held
+    held, address, size = host_lengths(name, form, bags, count)
     if not features or size % features:
         raise ModuleError(f"there are {size} lengths for {features} features ({name}); expected as many for each feature")
     of_feature, lengths_at = size // features, address - BASE if size else 0
-    if (found := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
-        raise _wrong_lengths(name, (bags if form is _LENGTHS else bags.diff()).tolist(), count)
-    return Jagged(values, lengths, lengths_at, of_feature, found, None if weights is None else host_weights(name, weights, count))
+    if (parts := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
+        raise _wrong_lengths(name, (bags if form is Form.LENGTHS else bags.diff()).tolist(), count)
+    return Jagged(values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights)
 
 
 def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds | ModuleError:
     """What is wrong with lengths that are not those of `count` ids."""
     if count > MOST_IDS or not all(0 <= length <= count for length in lengths):
-        return wrong_bags(name, _LENGTHS, lengths, count)
+        return wrong_bags(name, Form.LENGTHS, lengths, count)
     return ModuleError(f"the lengths of {name} add up to {sum(lengths)}, but there are {count} ids")
 
 
@@ -108,9 +107,8 @@ class HostKeyed:
 
     def __call__(self, jagged: Jagged, order: list[int] | None) -> torch.Tensor:
         """[bags, sum of dims]. order: of the features among those of `jagged`; None: the same. BadFeatureIds: an id is wrong."""
-        values, _, lengths_at, bags, parts, weights = jagged
+        _, _, ids_at, lengths_at, bags, parts, weights = jagged
         out = self._new(bags, self._width)
-        ids_at = values.data_ptr() - BASE if values.numel() else 0
         weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
         out_at = out.data_ptr() - BASE if bags else 0
         places = feature_places(parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at)

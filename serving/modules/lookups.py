@@ -22,7 +22,7 @@ from tableside.serving.modules.published import Attached
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
 _FIELDS = len(Place._fields)
-_EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later
+EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later
 
 OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.FP32}
 
@@ -46,7 +46,7 @@ class HostLookup:
 
         ModuleError: a tensor is of another type, shape or device. BadFeatureIds: an id or a length is wrong.
         """
-        places, outputs, held = tensor_places(_EXCHANGE, given, self._dims, self._new, BASE) or self._convert(given)
+        places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(given)
         try:
             unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:

@@ -16,7 +16,18 @@ from hypothesis import strategies as st
 
 from tableside.quant import Place
 from tableside.quant.cpu import bags
-from tableside.quant.cpu.bags import ENDS, FIXED, IDS, LENGTHS, OFFSETS, feature_places, lengths_of, parts_of, tensor_places
+from tableside.quant.cpu.bags import (
+    ENDS,
+    FIXED,
+    IDS,
+    LENGTHS,
+    OFFSETS,
+    feature_places,
+    lengths_of,
+    parts_of,
+    tensor_parts,
+    tensor_places,
+)
 
 HOSTILE = [-(2**63), -(2**32), -1, 0, 1, 7, 2**31 - 1, 2**31, 2**32, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1]
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -217,6 +228,52 @@ def test_other_tensors_are_left_to_the_caller(wrong: str) -> None:
     assert placed([(IDS, FIVE, None, None), WRONG[wrong]], (4, 4)) is None
     assert placed([WRONG[wrong]], (4,)) is None
     assert placed([], (4,)) is None and placed([(IDS, FIVE, None, None)] * 2, (4,)) is None
+
+
+@reads_tensors
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_parts_of_tensors_are_those_of_their_lengths(implementation: str, dtype: torch.dtype) -> None:
+    """Where they lie, and what `parts_of` says; int64 lengths are converted; nothing is nowhere."""
+    ids, lengths = torch.arange(6), torch.tensor([1, 2, 0, 3], dtype=dtype)
+    found = tensor_parts(EXCHANGE, ids, lengths, 2, 8)
+    if implementation == "numpy":
+        assert found is None
+        return
+    assert found is not None
+    held, ids_at, lengths_at, count, parts = found
+    assert (ids_at, count) == (ids.data_ptr() - 8, 2)
+    assert (held is lengths) == (dtype is torch.int32) == (lengths_at == lengths.data_ptr() - 8)
+    assert list((ctypes.c_int32 * 4).from_address(lengths_at + 8)) == [1, 2, 0, 3]
+    assert np.frombuffer(parts, np.int64).tolist() == [0, 3, 3, 3]
+    nothing = tensor_parts(EXCHANGE, ids[:0], lengths[:0], 3, 8)
+    assert nothing is not None and nothing[1:4] == (0, 0, 0)
+
+
+@reads_tensors
+@pytest.mark.parametrize(
+    ("ids", "lengths", "features"),
+    [
+        (FIVE, torch.tensor([2, 3]), 3),
+        (FIVE, torch.tensor([2, 3]), 0),
+        (FIVE, torch.tensor([2, 3]), -(2**63)),
+        (FIVE, torch.tensor([2, 3]), 2**62),
+        (FIVE, torch.tensor([2, 4]), 2),
+        (FIVE, torch.tensor([6, -1]), 2),
+        (FIVE, torch.tensor([6, -1], dtype=torch.int32), 2),
+        (FIVE, torch.tensor([2**32 + 2, 3]), 2),
+        (FIVE, torch.tensor([[2, 3]]), 2),
+        (FIVE, torch.tensor([2, 0, 3, 0])[::2], 2),
+        (FIVE, torch.tensor([2.0, 3.0]), 2),
+        (FIVE, [2, 3], 2),
+        (FIVE.int(), torch.tensor([2, 3]), 2),
+        (torch.arange(10)[::2], torch.tensor([2, 3]), 2),
+        (FIVE.to("meta"), torch.tensor([2, 3]), 2),
+        (torch.zeros(1, dtype=torch.int64).expand(2**33), torch.tensor([2**33]), 1),
+    ],
+)
+def test_other_parts_are_left_to_the_caller(ids: torch.Tensor, lengths: Any, features: int) -> None:
+    """No exception is left over."""
+    assert tensor_parts(EXCHANGE, ids, lengths, features, 0) is None
 
 
 @reads_tensors

@@ -9,7 +9,7 @@ from module_tables import FEATURES, tables_of
 
 from tableside.loader.load import Loaded
 from tableside.quant.cpu import bags
-from tableside.serving.modules import lookups
+from tableside.serving.modules import keyed, lookups
 
 
 @pytest.fixture
@@ -39,6 +39,7 @@ def model(root: Path, publish_again: Callable[..., Loaded], tables: dict[str, np
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How tensors on the CPU are read: by DLPack's table, as without it, and as where the extension was not built."""
     if request.param != "by their table":
-        monkeypatch.setattr(lookups, "_EXCHANGE", None)
+        monkeypatch.setattr(lookups, "EXCHANGE", None)
+        monkeypatch.setattr(keyed, "EXCHANGE", None)
     if request.param == "by numpy":
         monkeypatch.setattr(bags, "_native", None)
