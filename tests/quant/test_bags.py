@@ -276,6 +276,70 @@ def test_other_parts_are_left_to_the_caller(ids: torch.Tensor, lengths: Any, fea
     assert tensor_parts(EXCHANGE, ids, lengths, features, 0) is None
 
 
+class Table(ctypes.Structure):
+    """DLPack's exchange table."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint32) for name in ("major", "minor")),
+        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "from_object", "to_object", "read", "stream")),
+    )
+
+
+class Tensor(ctypes.Structure):
+    """DLPack's tensor, as far as tests change it."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_id", ctypes.c_int32))
+    _fields_ += (("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+NAME = b"dlpack_exchange_api"
+READ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
+
+
+@reads_tensors
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"table": {"major": 2}},
+        {"table": {"read": None}},
+        {"device": 2},
+        {"code": 1},
+        {"bits": 16},
+        {"lanes": 2},
+        {"data": None},
+    ],
+    ids=str,
+)
+def test_what_the_table_says_of_a_tensor_counts(implementation: str, changes: dict[str, Any]) -> None:
+    """Another version of the table, a GPU's memory, unsigned and short integers, and memory that is not there are left alone."""
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    real = Table.from_address(pointer_of(EXCHANGE, NAME))
+    theirs = ctypes.cast(real.read, READ)
+    is_changed = False
+
+    @READ
+    def read(tensor: torch.Tensor, to: Any) -> int:
+        code = theirs(tensor, to)
+        for name, value in changes.items() if is_changed else ():
+            if name != "table":
+                setattr(to.contents, name, value)
+        return code
+
+    table = Table(real.major, real.minor, None, None, None, None, ctypes.cast(read, ctypes.c_void_p).value, None)
+    capsule, one = new_capsule(ctypes.addressof(table), NAME, None), [(IDS, FIVE, None, None)]
+    if implementation == "native":
+        assert tensor_places(capsule, one, (4,), new, 0) is not None
+        assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is not None
+    is_changed = True
+    for name, value in changes.get("table", {}).items():
+        setattr(table, name, value)
+    assert tensor_places(capsule, one, (4,), new, 0) is None
+    assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is None
+
+
 @reads_tensors
 def test_what_is_no_argument_of_a_lookup_is_refused(implementation: str) -> None:
     """What `new` raises comes out; so does a capsule of something else."""
