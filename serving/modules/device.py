@@ -14,11 +14,10 @@ from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given, offsets_of
+from tableside.serving.modules.inputs import Form, Given, Packed, as_bags, as_ids, as_weights, offsets_of
 from tableside.serving.modules.published import Attached
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
-_OFFSETS = (torch.int32, torch.int64)
 
 
 class _Ahead(NamedTuple):
@@ -67,36 +66,32 @@ class DeviceLookup:
 
     # ---- all ids in one tensor ----
 
-    def packed(
-        self, order: Sequence[int], features: int, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[bags, sum of dims], as `TensorLookup.stage_packed`; order: empty: 0, 1, 2, …"""
-        staged = self._begin([values, offsets, weights])
-        return self._run(self._packed(order, features, values, offsets, weights) if staged is None else staged)
+    def packed(self, packed: Packed) -> torch.Tensor:
+        """[bags, sum of dims]. Prefetched rows are taken for the same tensors."""
+        staged = self._begin(packed[2:])
+        return self._run(self._staged(packed) if staged is None else staged)
 
-    def prefetch_packed(
-        self, order: Sequence[int], features: int, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-    ) -> None:
+    def prefetch_packed(self, packed: Packed) -> None:
         """As `prefetch`, for a call of `packed`."""
-        self._look_ahead([values, offsets, weights], self._packed(order, features, values, offsets, weights))
+        self._look_ahead(packed[2:], self._staged(packed))
 
-    def _packed(
-        self, order: Sequence[int], features: int, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-    ) -> StagedLookup:
+    def _staged(self, packed: Packed) -> StagedLookup:
+        order, features, values, form, bags, weights = packed
         ids = self._ids(self._every, values)
-        self._check_device(self._every, offsets)
+        self._check_device(self._every, bags)
+        offsets = as_bags(self._every, bags)
+        if form is Form.LENGTHS:
+            offsets = offsets_of(offsets)
         count = offsets.numel()
-        if offsets.dtype not in _OFFSETS or not features or offsets.dim() != 1 or (count - 1) % features:
+        if not features or (count - 1) % features:
             raise ModuleError(
-                f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features ({', '.join(self._names)}); "
-                "expected int64 or int32 [features * bags + 1]"
+                f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features ({self._every}); "
+                "expected [features * bags + 1], or as many lengths for each feature"
             )
         if count == 1 and ids.numel():
-            raise ModuleError(
-                f"there are no bags of {', '.join(self._names)}, but {ids.numel()} ids; send no ids, or their offsets"
-            )
+            raise ModuleError(f"there are no bags of {self._every}, but {ids.numel()} ids; send no ids, or their offsets")
         weights = None if weights is None else self._weights(self._every, weights, ids.numel())
-        return self.lookup.stage_packed(ids, offsets.contiguous(), features, tuple(order) or self._all, weights)
+        return self.lookup.stage_packed(ids, offsets, features, tuple(order) or self._all, weights)
 
     # ---- calls ----
 
@@ -147,36 +142,20 @@ class DeviceLookup:
         if bags is None:
             return TensorInput(ids, None, values.shape[1], values.shape[0], weights)
         self._check_device(name, bags)
-        if bags.dtype not in _OFFSETS or bags.dim() != 1:
-            raise ModuleError(
-                f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or int32 [bags]"
-            )
+        bags = as_bags(name, bags)
         number = bags.numel() - (form is Form.ENDS)
         if number < 1 and (count or number < 0):
             raise ModuleError(f"feature {name!r}: {bags.numel()} lengths or offsets for {count} ids; expected one for each bag")
-        offsets = offsets_of(bags) if form is Form.LENGTHS else bags.contiguous()
+        offsets = offsets_of(bags) if form is Form.LENGTHS else bags
         return TensorInput(ids, offsets, 0, number, weights)
 
     def _ids(self, name: str, values: torch.Tensor) -> torch.Tensor:
         self._check_device(name, values)
-        if values.dtype is torch.int64 and values.is_contiguous():
-            return values
-        if values.dtype not in _OFFSETS:
-            raise ModuleError(f"feature {name!r}: ids are {values.dtype}; expected torch.int64 or torch.int32")
-        return values.to(torch.int64).contiguous()
+        return values if values.dtype is torch.int64 and values.is_contiguous() else as_ids(name, values)
 
     def _weights(self, name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
         self._check_device(name, weights)
-        if weights.numel() != count or not weights.is_floating_point():
-            raise ModuleError(
-                f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, one an id"
-            )
-        if weights.requires_grad and torch.is_grad_enabled():
-            raise ModuleError(
-                f"feature {name!r}: weights require a gradient, and published tables have none; "
-                "detach them, or call under torch.no_grad"
-            )
-        return weights.detach().to(torch.float32).contiguous()
+        return as_weights(name, weights, count)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self._device:
@@ -195,5 +174,5 @@ def _shape(one: Given, dim: int) -> tuple[int, ...]:
 
 def _identity(given: Sequence[Any]) -> list[Any]:
     """Which tensors a call has, and how often they were changed."""
-    tensors = [t for one in given for t in ((one.values, one.bags, one.weights) if isinstance(one, Given) else (one,))]
-    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in tensors]
+    tensors = [t for one in given for t in (one[1:] if isinstance(one, Given) else (one,))]
+    return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) if isinstance(t, torch.Tensor) else t for t in tensors]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tableside.serving.modules.inputs import Form, Given, offsets_of
+from tableside.serving.modules.inputs import Given, Packed
 from tableside.serving.modules.keyed import host_jagged, host_keyed
 from tableside.serving.modules.lookups import host_lookup
 from tableside.serving.modules.published import Attached
@@ -29,42 +29,17 @@ def prefetch(attached: Attached, key: str, names: tuple[str, ...], output: torch
         _device_lookup(attached, key, names, output).prefetch(given)
 
 
-def look_up_keyed(
-    attached: Attached,
-    key: str,
-    names: tuple[str, ...],
-    output: torch.dtype,
-    order: list[int],
-    features: int,
-    values: torch.Tensor,
-    form: Form,
-    bags: torch.Tensor,
-    weights: torch.Tensor | None,
-) -> torch.Tensor:
-    """[bags, sum of dims]. order: where each feature is among the `features` of values and bags; empty: the same. bags: by `form`
-    lengths [features * bags], or offsets with the end of the last bag."""
+def look_up_packed(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed) -> torch.Tensor:
+    """[bags, sum of dims]. Raises as `look_up`."""
     if attached.on_gpu:
-        offsets = offsets_of(bags) if form is Form.LENGTHS else bags
-        return _device_lookup(attached, key, names, output).packed(order, features, values, offsets, weights)
-    name = ", ".join(names)
-    jagged = host_jagged(name, values, form, bags, weights, features)
-    return host_keyed(attached, key, names, output)(jagged, order or None)
+        return _device_lookup(attached, key, names, output).packed(packed)
+    return host_keyed(attached, key, names, output)(host_jagged(", ".join(names), packed), packed.order or None)
 
 
-def prefetch_keyed(
-    attached: Attached,
-    key: str,
-    names: tuple[str, ...],
-    output: torch.dtype,
-    order: list[int],
-    features: int,
-    values: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-) -> None:
-    """As `prefetch`, for a call of `look_up_keyed` by offsets."""
+def prefetch_packed(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed) -> None:
+    """As `prefetch`, for a call of `look_up_packed`."""
     if attached.on_gpu:
-        _device_lookup(attached, key, names, output).prefetch_packed(order, features, values, offsets, weights)
+        _device_lookup(attached, key, names, output).prefetch_packed(packed)
 
 
 def _device_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":

@@ -13,11 +13,11 @@ import torch
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
 from tableside.serving.modules import keyed
-from tableside.serving.modules.dispatch import look_up, look_up_keyed, prefetch, prefetch_keyed
+from tableside.serving.modules.dispatch import look_up, look_up_packed, prefetch, prefetch_packed
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import FeatureInput, Form, Given, given_bags, given_ids
+from tableside.serving.modules.inputs import FeatureInput, Form, Given, Packed, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
-from tableside.serving.modules.operators import Call, traced, traced_keyed
+from tableside.serving.modules.operators import Call, traced, traced_packed
 from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
 
@@ -223,11 +223,9 @@ class EmbeddingBags(PublishedModule):
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
         """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features. is_weighted: by its
         weights, where it has some. Raises as `forward`."""
-        order = keyed.places_of(keys, inputs.keys()) or []
-        is_compiling = torch.compiler.is_compiling()
-        on_gpu = self._published.source.on_gpu
-        values, form, bags, weights, features = keyed.parts(inputs, by_offsets=on_gpu and not is_compiling)
-        return self._side_by_side(order, features, values, form, bags, weights if is_weighted else None)
+        by_offsets = self._published.source.on_gpu and not torch.compiler.is_compiling()
+        order = keyed.places_of(keys, inputs.keys())
+        return self._side_by_side(keyed.packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted))
 
     def packed(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """[bags, sum of dims], the features' vectors side by side, for the ids of all features one after another, as FBGEMM's
@@ -236,28 +234,18 @@ class EmbeddingBags(PublishedModule):
         values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features * bags + 1], where each
         bag begins, and the end of the last one. weights: floats [ids]. Raises as `forward`.
         """
-        return self._side_by_side([], len(self.features), values, Form.ENDS, offsets, weights)
+        return self._side_by_side(Packed([], len(self.features), values, Form.ENDS, offsets, weights))
 
-    def _side_by_side(
-        self,
-        order: list[int],
-        features: int,
-        values: torch.Tensor,
-        form: Form,
-        bags: torch.Tensor,
-        weights: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _side_by_side(self, packed: Packed) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return traced_keyed(self._call, order, features, form, (values, bags, weights))
-        attached = self._published.now()
-        return look_up_keyed(attached, self._call, self.features, self.output, order, features, values, form, bags, weights)
+            return traced_packed(self._call, packed)
+        return look_up_packed(self._published.now(), self._call, self.features, self.output, packed)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
-        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys()) or []
+        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
         if attached.on_gpu:
-            values, _, offsets, weights, features = keyed.parts(inputs, by_offsets=True)
-            weights = weights if is_weighted else None
-            prefetch_keyed(attached, self._call, self.features, self.output, order, features, values, offsets, weights)
+            packed = keyed.packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
+            prefetch_packed(attached, self._call, self.features, self.output, packed)
 
 
 class Embeddings(PublishedModule):
@@ -279,9 +267,9 @@ class Embeddings(PublishedModule):
         if attached.on_gpu:
             given = self._apart(inputs, order)
         else:
-            values, form, bags, _, features = keyed.parts(inputs, by_offsets=False)
-            jagged = keyed.host_jagged(", ".join(inputs.keys()), values, form, bags, None, features)
-            given = keyed.ids_of(jagged, features, order)
+            packed = keyed.packed_of(inputs, order, by_offsets=False, is_weighted=False)
+            jagged = keyed.host_jagged(", ".join(inputs.keys()), packed)
+            given = keyed.ids_of(jagged, packed.features, order)
         vectors = look_up(attached, self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)
@@ -294,8 +282,8 @@ class Embeddings(PublishedModule):
     def _apart(self, inputs: Any, order: list[int] | None) -> list[Given]:
         """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id, whose number says how
         many each feature gets."""
-        values, *_ = keyed.parts(inputs, by_offsets=False)
-        return keyed.ids_between(values, inputs.offset_per_key(), order)
+        packed = keyed.packed_of(inputs, order, by_offsets=False)
+        return keyed.ids_between(packed.values, inputs.offset_per_key(), order)
 
     def _given(self, name: str, value: FeatureInput) -> Given:
         return given_ids(name, value)

@@ -47,7 +47,24 @@ class Given(NamedTuple):
     weights: torch.Tensor | None
 
 
+class Packed(NamedTuple):
+    """The input of all pooled features in one tensor, as a KeyedJaggedTensor has it.
+
+    order: where each of the module's features is among the `features` of values and bags; empty: in the same places. values:
+    [ids], those of the first feature first. bags: by `form` lengths [features * bags], or offsets [features * bags + 1].
+    weights: [ids].
+    """
+
+    order: list[int]
+    features: int
+    values: torch.Tensor
+    form: Form
+    bags: torch.Tensor
+    weights: torch.Tensor | None
+
+
 _IDS, _FIXED, _LENGTHS, _OFFSETS, _ENDS = Form  # a name is found sooner than an attribute of an enum
+_INTEGERS = (torch.int64, torch.int32)
 FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
@@ -81,6 +98,36 @@ def given_ids(name: str, value: FeatureInput) -> Given:
     if not isinstance(value, torch.Tensor):
         raise ModuleError(f"feature {name!r} is not pooled and came as {type(value).__name__}; expected a tensor of ids")
     return Given(_IDS, value, None, None)
+
+
+def as_ids(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Ids as int64, contiguous. ModuleError: they are no integers of 32 or 64 bits."""
+    if values.dtype not in _INTEGERS:
+        raise ModuleError(f"feature {name!r}: ids are {values.dtype}; expected torch.int64 or torch.int32")
+    return values.to(torch.int64).contiguous()
+
+
+def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
+    """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a gradient."""
+    if weights.numel() != count or not weights.is_floating_point():
+        raise ModuleError(
+            f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, one an id"
+        )
+    if weights.requires_grad and torch.is_grad_enabled():
+        raise ModuleError(
+            f"feature {name!r}: weights require a gradient, and published tables have none; "
+            "detach them, or call under torch.no_grad"
+        )
+    return weights.detach().to(torch.float32).contiguous()
+
+
+def as_bags(name: str, bags: torch.Tensor) -> torch.Tensor:
+    """Lengths or offsets, contiguous. ModuleError: they are no integers of 32 or 64 bits, or have several dimensions."""
+    if bags.dtype not in _INTEGERS or bags.dim() != 1:
+        raise ModuleError(
+            f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or int32 [bags]"
+        )
+    return bags.contiguous()
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

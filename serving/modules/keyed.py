@@ -15,7 +15,7 @@ import torch
 from tableside.quant import BadIds, LookupKind
 from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of, tensor_parts
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.inputs import Form, Given, Packed
 from tableside.serving.modules.lookups import BASE, EXCHANGE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
 from tableside.serving.modules.published import Attached
 
@@ -48,8 +48,8 @@ def places_of(names: Sequence[str], keys: Sequence[str]) -> list[int] | None:
     return [list(keys).index(name) for name in names]
 
 
-def parts(keyed: Any, by_offsets: bool) -> tuple[torch.Tensor, Form, torch.Tensor, torch.Tensor | None, int]:
-    """Values, lengths or offsets and which of them, weights and the number of features.
+def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True) -> Packed:
+    """The parts of a KeyedJaggedTensor. by_offsets: with its offsets, which it computes once, in place of its lengths.
 
     ModuleError: features have several numbers of bags.
     """
@@ -58,16 +58,16 @@ def parts(keyed: Any, by_offsets: bool) -> tuple[torch.Tensor, Form, torch.Tenso
             "the KeyedJaggedTensor has several numbers of bags (variable stride) or inverse indices; give a dict of features"
         )
     form, bags = (Form.ENDS, keyed.offsets()) if by_offsets else (Form.LENGTHS, keyed.lengths())
-    return keyed.values(), form, bags, keyed.weights_or_none(), len(keyed.keys())
+    weights = keyed.weights_or_none() if is_weighted else None
+    return Packed(order or [], len(keyed.keys()), keyed.values(), form, bags, weights)
 
 
-def host_jagged(
-    name: str, values: torch.Tensor, form: Form, bags: torch.Tensor, weights: torch.Tensor | None, features: int
-) -> Jagged:
-    """The parts of a KeyedJaggedTensor, checked; name: for errors. bags: lengths, or offsets with the end of the last bag.
+def host_jagged(name: str, packed: Packed) -> Jagged:
+    """The parts of a KeyedJaggedTensor, checked; name: for errors.
 
     ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too large.
     """
+    _, features, values, form, bags, weights = packed
     if weights is not None:
         weights = host_weights(name, weights, values.numel())
     if form is Form.LENGTHS and (found := tensor_parts(EXCHANGE, values, bags, features, BASE)) is not None:

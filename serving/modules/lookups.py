@@ -16,7 +16,7 @@ from tableside.quant.contract import Place
 from tableside.quant.cpu.bags import MOST_IDS, lengths_of, tensor_places
 from tableside.quant.errors import Problem
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.inputs import Form, Given, as_bags, as_ids, as_weights
 from tableside.serving.modules.published import Attached
 
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
@@ -98,24 +98,13 @@ def host_lookup(attached: Attached, key: str, names: tuple[str, ...], output: to
 def host_ids(name: str, values: torch.Tensor) -> torch.Tensor:
     """Ids as int64, contiguous. ModuleError: they are no integers of 32 or 64 bits, or not on the CPU."""
     _check_host(name, "ids", values)
-    if values.dtype not in (torch.int64, torch.int32):
-        raise ModuleError(f"feature {name!r}: ids are {values.dtype}; expected torch.int64 or torch.int32")
-    return values.to(torch.int64).contiguous()
+    return as_ids(name, values)
 
 
 def host_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
     """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a gradient."""
     _check_host(name, "weights", weights)
-    if weights.numel() != count or not weights.is_floating_point():
-        raise ModuleError(
-            f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, one an id"
-        )
-    if weights.requires_grad and torch.is_grad_enabled():
-        raise ModuleError(
-            f"feature {name!r}: weights require a gradient, and published tables have none; "
-            "detach them, or call under torch.no_grad"
-        )
-    return weights.detach().to(torch.float32).contiguous()
+    return as_weights(name, weights, count)
 
 
 def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple[object, int, int]:
@@ -124,12 +113,7 @@ def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple
     ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or above `count`.
     """
     _check_host(name, "lengths and offsets", bags)
-    if bags.dtype not in (torch.int64, torch.int32) or bags.dim() != 1:
-        raise ModuleError(
-            f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or int32 [bags]"
-        )
-    if not bags.is_contiguous():
-        bags = bags.contiguous()
+    bags = as_bags(name, bags)
     items = bags.numel()
     if not items and form is Form.ENDS:
         raise ModuleError(f"feature {name!r}: there are no offsets; with include_last_offset expected [bags + 1]")

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tableside.serving.modules.dispatch import look_up, look_up_keyed
+from tableside.serving.modules.dispatch import look_up, look_up_packed
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given
+from tableside.serving.modules.inputs import Form, Given, Packed
 from tableside.serving.modules.published import Attached, Published, published_by_string
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
@@ -99,12 +99,11 @@ def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list
     return outputs
 
 
-def traced_keyed(
-    call: str, order: Sequence[int], features: int, form: Form, tensors: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
-    """The operator over the parts of a KeyedJaggedTensor: ids, bags, weights."""
+def traced_packed(call: str, packed: Packed) -> torch.Tensor:
+    """The operator over the ids of all features in one tensor."""
+    order, features, values, form, bags, weights = packed
     how = " ".join([str(number) for number in (int(form), features, *order)])
-    found: torch.Tensor = _LOOK_UP_KEYED(call, how, [t for t in tensors if t is not None])
+    found: torch.Tensor = _LOOK_UP_KEYED(call, how, [values, bags] if weights is None else [values, bags, weights])
     return found
 
 
@@ -118,8 +117,8 @@ def _how_of(text: str) -> tuple[Form, int, list[int]]:
 def _look_up_keyed(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     c, (form, features, order) = call_of(call), _how_of(how)
     values, bags, *weights = inputs
-    of_them = weights[0] if weights else None
-    return look_up_keyed(attachment(call), call, c.names, c.dtype, order, features, values, form, bags, of_them)
+    packed = Packed(order, features, values, form, bags, weights[0] if weights else None)
+    return look_up_packed(attachment(call), call, c.names, c.dtype, packed)
 
 
 def _look_up_keyed_fake(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
