@@ -1,5 +1,6 @@
 """Fixtures that every room's tests share. Everything a test publishes lies under one folder that goes with it."""
 
+import logging
 import os
 import shutil
 import uuid
@@ -73,6 +74,7 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a developer's environment reaches a test."""
+    """Nothing of a developer's environment reaches a test, nor what a worker of an earlier test did to the log."""
+    monkeypatch.setattr(logging.getLogger("tableside"), "propagate", True)
     for name in [n for n in os.environ if n.startswith("TABLESIDE_")]:
         monkeypatch.delenv(name)

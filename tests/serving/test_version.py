@@ -1,6 +1,5 @@
 """A version that is served: how it lays requests out, and how it is warmed up."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,11 +105,8 @@ def test_an_output_beyond_the_limit_is_refused(version: ServedVersion) -> None:
         version.lay_out([FeatureInput("words", 0, 7)])
 
 
-def test_a_record_that_cannot_be_read_changes_nothing(
-    publish: Publish, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The engine goes on with the version that it serves, says so once, and takes the next one when the record is whole again."""
-    monkeypatch.setattr(logging.getLogger("tableside"), "propagate", True)  # a worker of another test may have set it
     publish({"t": rows_of(10, 8)})
     placer = Placer(ServerSettings(), choose())
     engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
