@@ -71,7 +71,8 @@ def _read(job: Job, shard: Shard) -> pa.Table:
     if (found := _checksum_line(path, content)) != expected:
         raise DamagedPart(f"its checksum is {found.split()[0]}, expected {' '.join(expected.split()[:1]) or 'one beside it'}")
     try:
-        part = pq.read_table(pa.BufferReader(content))
+        # In this thread: one of Arrow's may let go of `content` when Python is at its end already, which ends the process (-6).
+        part = pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
     except pa.ArrowException as error:
         raise DamagedPart(str(error)) from error
     wanted = ["row", "label", *(f"score_{n}" for n in range(len(job.candidates))), *(["slice"] if job.slice_by else [])]
