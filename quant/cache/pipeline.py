@@ -100,6 +100,10 @@ class Kernels:
         self.end = Kernel(batch.end, 4, BLOCK=_MISSES)
         self.release = Kernel(batch.release, 1)
 
+    def by_name(self) -> dict[str, Kernel]:
+        """All of them."""
+        return {name: kernel for name, kernel in vars(self).items() if isinstance(kernel, Kernel)}
+
 
 @dataclass(frozen=True)
 class LaunchShape:

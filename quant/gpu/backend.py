@@ -43,7 +43,7 @@ from tableside.quant.errors import BadIds, MissingBackend, QuantError
 try:
     import triton
 
-    from tableside.quant.gpu import lookup_kernel, resolve_kernel
+    from tableside.quant.gpu import kernels, lookup_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[gpu]") from error
 from tableside.quant.cache.cache import Cache
@@ -55,7 +55,7 @@ from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
-from tableside.quant.gpu.resolve import ResolveJobs, resolve_block
+from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
 from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
@@ -65,7 +65,6 @@ GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers t
 _INTERPRETED = LaunchConfigs(
     LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4)
 )
-_STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 
 
 class GpuPlan(Plan):
@@ -160,8 +159,7 @@ class GpuBackend(Backend):
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
         self._buffers = Buffers(self.device)
-        self._resolve = Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(self.is_interpreted))
-        self._bag_starts = Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
+        self._resolve, self._bag_starts = kernels.resolver(self.is_interpreted), kernels.bag_starts()
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
         self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -486,17 +484,12 @@ class GpuBackend(Backend):
         """The kernel for a launch, compiled when it is first launched."""
         key = (launch.key, launch.pooled, launch.is_weighted, launch.is_indirect, launch.config)
         if key not in self._kernels:
-            self._kernels[key] = Kernel(
-                lookup_kernel.lookup,
-                launch.config.warps,
-                FORMATS=launch.key.formats,
-                POOLED=launch.pooled,
-                WEIGHTED=launch.is_weighted,
-                INDIRECT=launch.is_indirect,
-                WHOLE_WORDS=launch.key.whole_words,
-                UNROLL=launch.config.unroll,
-                COLUMNS=launch.config.block_columns,
-                LANES=launch.config.lanes,
+            self._kernels[key] = kernels.lookup(
+                launch.key,
+                launch.config,
+                pooled=launch.pooled,
+                is_weighted=launch.is_weighted,
+                is_indirect=launch.is_indirect,
             )
         return self._kernels[key]
 

@@ -16,7 +16,7 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.export import VALUE_FORMATS
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import evaluation, publishing, servers, shards
+from tableside.serving.cli import compiling, evaluation, publishing, servers, shards
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.top import top as show_top
@@ -126,6 +126,18 @@ def _add_shards(command: _AddCommand) -> None:
     p.add_argument("--format", choices=VALUE_FORMATS, default=VALUE_FORMATS[0], help="of the values (default: %(default)s)")
     p.add_argument("--name", help="what .npz and .safetensors call it: NAME.ids, NAME.weight (default: ids, weights)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("compile", compiling.compile_kernels, "compile what a model needs on a GPU, which need not be here")
+    p.add_argument("model")
+    p.add_argument("--version", type=_count(1), help="the version (default: the live one)")
+    p.add_argument("--arch", metavar="sm_90", help="the GPU's architecture (default: that of this machine's GPU)")
+    p.add_argument(
+        "--placement",
+        choices=("auto", "hbm", "cached", "hybrid", "zero_copy"),
+        default="auto",
+        help="as it will be served (default: %(default)s, which takes all)",
+    )
+    p.add_argument("--jobs", type=_count(1), help="kernels compiled at once (default: one a core)")
 
     p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")
     p.add_argument("model")

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,21 @@ def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> N
         answers.append(np.array(reply.json()["vectors"]["user"]))
     np.testing.assert_allclose(answers[0], answers[1], rtol=0, atol=1e-5)
     np.testing.assert_allclose(answers[0], answers[2], rtol=0, atol=1e-5)
+
+
+def test_compile_says_what_it_needs(root: Path, publish: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """An architecture, where no GPU is here to ask; one that there is; and no interpreter in Triton's place."""
+    publish({"t": np.zeros((4, 8), np.float32)})
+    environment = {**os.environ, "TABLESIDE_ROOT": str(root)}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def run(*arguments: str, **more: str) -> str:
+        command = [sys.executable, "-m", "tableside", "compile", "demo", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **more}, check=False)
+        assert done.returncode != 0
+        return done.stderr
+
+    assert "--arch is 'h100'; expected a GPU's architecture, such as sm_90" in run("--arch", "h100")
+    assert "unset it" in run("--arch", "sm_90", TRITON_INTERPRET="1")
+    if not torch.cuda.is_available():
+        assert "there is no GPU here; name the architecture" in run()

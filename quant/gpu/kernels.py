@@ -1,0 +1,36 @@
+"""The kernels that a GPU's lookups launch, by what they are compiled for. The backend launches them; `quant.gpu.ahead` compiles
+them where there is no GPU."""
+
+from tableside.quant.device.launch import Kernel
+from tableside.quant.gpu import lookup_kernel, resolve_kernel
+from tableside.quant.gpu.layout import LaunchConfig
+from tableside.quant.gpu.resolve import resolve_block
+from tableside.quant.gpu.tables import KernelKey
+
+_STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
+
+
+def resolver(is_interpreted: bool) -> Kernel:
+    """Makes row numbers of ids."""
+    return Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(is_interpreted))
+
+
+def bag_starts() -> Kernel:
+    """Sums the lengths of bags."""
+    return Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
+
+
+def lookup(key: KernelKey, config: LaunchConfig, *, pooled: bool, is_weighted: bool, is_indirect: bool) -> Kernel:
+    """Looks up the jobs of a launch."""
+    return Kernel(
+        lookup_kernel.lookup,
+        config.warps,
+        FORMATS=key.formats,
+        POOLED=pooled,
+        WEIGHTED=is_weighted,
+        INDIRECT=is_indirect,
+        WHOLE_WORDS=key.whole_words,
+        UNROLL=config.unroll,
+        COLUMNS=config.block_columns,
+        LANES=config.lanes,
+    )
