@@ -376,9 +376,14 @@ class _Request:
         return tuple(plans)
 
 
+def check_size(ids: int, vectors: int) -> None:
+    """QuantError: a lookup is larger than a launch can be."""
+    if max(ids, vectors) > _LARGEST:
+        raise QuantError(f"a lookup of {ids:,} ids in {vectors:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+
+
 def _check(lk: Lookup) -> None:
-    if lk.ids > _LARGEST or lk.outputs > _LARGEST:
-        raise QuantError(f"a lookup of {lk.ids:,} ids in {lk.outputs:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+    check_size(lk.ids, lk.outputs)
     if lk.pooling is not Pooling.NONE and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
         raise QuantError(f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}")
 

@@ -25,7 +25,7 @@ from tableside.quant.errors import QuantError
 from tableside.quant.gpu import tensor_kernel
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
-from tableside.quant.gpu.layout import LaunchConfig, aligned
+from tableside.quant.gpu.layout import LaunchConfig, aligned, check_size
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import OnHost
 from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block
@@ -166,7 +166,8 @@ class TensorLookup:
             )
             of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
             shape += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
-        kept = self._shape(tuple(shape))
+        with self.on_device:
+            kept = self._shape(tuple(shape))
         jobs = kept.jobs.rows.copy()
         jobs[:, _ADDRESSES] = np.array(addresses, np.int64).reshape(-1, len(_ADDRESSES))
         jobs[:, _ASKED_AT] = jobs[:, JobField.IDS_AT]
@@ -194,6 +195,7 @@ class TensorLookup:
         [ids], all contiguous on the device. order: where each feature of the lookup is among those of the offsets.
         """
         bags, count = (offsets.numel() - 1) // features, ids.numel()
+        check_size(count, bags)
         config = self._config(count * len(order) // features, bags * len(order), bags * self._columns_of_bag)
         key = (bags, features, order, offsets.element_size(), weights is None, config)
         with self.on_device:
@@ -301,6 +303,7 @@ class TensorLookup:
             jobs[:, JobField.OUT_AT] = (np.add.accumulate(values) - values) * self._dtype.itemsize
             columns = vectors * self._columns
             config = self._config(int(counts.sum()), int(vectors.sum()), int(columns.sum()))
+            check_size(int(counts.max()), int(vectors.max()))
             listed = _JobList.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
             is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
             found = self._shapes[shape] = _Shape(

@@ -4,6 +4,7 @@ Nobody waits for the device. The kernels tell in memory of the host what is wron
 replaced is kept with events of the streams that read it, until those are done.
 """
 
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,10 @@ class Pending:
             return self.reports
 
     def retire(self, streams: "list[torch.cuda.Stream]", held: object) -> None:
-        """Keeps what kernels on these streams read until they are done."""
-        events = []
+        """Keeps what kernels on these streams read until they are done; at the end of the process all goes."""
+        events: list[Any] = []
+        if sys.is_finalizing():
+            return
         for stream in streams:
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             events[-1].record(stream)

@@ -9,10 +9,10 @@ then puts it in the place of the other one. A call that runs meanwhile keeps wha
 After a fork a child reads the pages that its parent mapped. It starts a thread of its own with its first call.
 """
 
+import atexit
 import logging
 import os
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -34,6 +34,7 @@ logger = logging.getLogger("tableside")
 
 POLL_S = 0.2
 _NEVER = 1 << 62
+_LONGEST_END_S = 5.0  # for which the end of the process waits, where a version is just being taken
 
 
 class Attached:
@@ -170,18 +171,25 @@ class Watch:
 
     def __init__(self) -> None:
         self.is_running = False
-        self._starting = threading.Lock()
+        self._starting, self._ending = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the thread where it does not run yet."""
         with self._starting:
             if not self.is_running:
                 self.is_running = True
-                threading.Thread(target=self._run, name="tableside-versions", daemon=True).start()
+                self._thread = threading.Thread(target=self._run, name="tableside-versions", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread, for the end of the process: one that is in torch's code then would end it with SIGABRT."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(_LONGEST_END_S)
 
     def _run(self) -> None:
-        while True:
-            time.sleep(POLL_S)
+        while not self._ending.wait(POLL_S):
             for one in _known():
                 try:
                     one.pending.sweep()
@@ -191,10 +199,12 @@ class Watch:
             one = None  # type: ignore[assignment]  # who is let go meanwhile goes now
 
     def after_fork(self) -> None:
-        self.is_running, self._starting = False, threading.Lock()
+        self.is_running, self._thread = False, None
+        self._starting, self._ending = threading.Lock(), threading.Event()
 
 
 watch = Watch()
+atexit.register(lambda: watch.end())
 _all: "weakref.WeakValueDictionary[Source, Published]" = weakref.WeakValueDictionary()
 _held: dict[str, Published] = {}  # by operators of programs that have no module
 _opening = threading.Lock()

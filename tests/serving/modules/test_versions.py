@@ -1,6 +1,8 @@
 """Modules and versions: what they follow, what stays, and that no call mixes two."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -193,3 +195,19 @@ def test_raw_ids_follow_the_policy_of_their_table(root: Path, tmp_path: Path, mi
     with pytest.raises(BadFeatureIds, match=f"feature '{feature}': id 8 at position 1 is not among the table's 4 ids") as error:
         module(told)
     assert error.value.problem is Problem.MISSING
+
+
+def test_the_thread_that_looks_ends_with_the_process(model: str) -> None:
+    """Before Python takes its threads away, which in the middle of torch's code ends the process with SIGABRT."""
+    script = (
+        "import atexit, torch\n"
+        "from tableside.serving.modules.published import watch\n"
+        "from tableside.torch import Embeddings\n"
+        f"module = Embeddings('ads', ['user_ids'], root={model!r})\n"
+        "module({'user_ids': torch.arange(3)})\n"
+        "assert watch._thread.is_alive()\n"
+        "end = watch.end\n"
+        "watch.end = lambda: (end(), print('alive' if watch._thread.is_alive() else 'ended'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
