@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from tableside.quant.cache.cache import Cache
+    from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.tables import DeviceTable
 
@@ -269,9 +270,7 @@ class Placer:
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if not tables:
             return
-        from tableside.quant.cache.settings import CacheSettings
-
-        settings = CacheSettings(gather_threads=self._gatherers(sum(t.packed.size for t in tables)), replays=True)
+        settings = self._cache_settings(sum(t.packed.size for t in tables))
         if (maps := 2 * _map_bytes(tables)) >= budget_bytes:  # of a version and its successor
             raise ServingError(
                 f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
@@ -280,6 +279,15 @@ class Placer:
         cache = gpu.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
         self._held += budget_bytes
         logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, gpu.description)
+
+    def _cache_settings(self, cached_bytes: int) -> "CacheSettings":
+        """How a cache over so many bytes of tables decides."""
+        from tableside.quant.cache.settings import CacheSettings, Policy
+
+        s = self._settings
+        return CacheSettings(
+            Policy(s.cache_policy), s.cache_half_life, gather_threads=self._gatherers(cached_bytes), replays=True
+        )
 
     def _gatherers(self, cached_bytes: int) -> int:
         """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""

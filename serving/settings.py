@@ -55,6 +55,13 @@ class ServerSettings(RootSettings):
         description="threads of the CPU that gather the rows which a GPU's cache misses; 0: the GPU reads them itself; not set: "
         "where the tables behind it span 4 GiB or more, a worker's share of the cores, 8 at most, if that is 4 or more",
     )
+    cache_policy: Literal["lfu", "lru"] = Field(
+        "lfu",
+        description="which rows a GPU's cache lets go: those used least, with old uses counting less, or not used for longest",
+    )
+    cache_half_life: int = Field(
+        1000, ge=1, le=1 << 16, description="lookups through a GPU's cache after which a use counts half (lfu)"
+    )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     batch_delay_ms: float = Field(
         0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"

@@ -1,4 +1,4 @@
-"""How many threads of the CPU gather what a GPU's cache misses."""
+"""What a worker's settings say of a GPU's cache: its policy, and how many threads of the CPU gather what it misses."""
 
 import os
 from typing import Any
@@ -29,3 +29,15 @@ def test_gather_threads(
     """A worker's share of the cores, 8 at most, where it is 4 or more and tables span 4 GiB; or what the setting says."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert Placer(ServerSettings(**settings), choose())._gatherers(cached_bytes) == threads
+
+
+def test_the_policy_of_a_cache_is_a_setting() -> None:
+    """With LFU's half life; the library's own choice where nothing is said."""
+    pytest.importorskip("triton")
+    from tableside.quant.cache.settings import CacheSettings, Policy
+
+    settings = ServerSettings(cache_policy="lru", cache_half_life=20, gather_threads=0)
+    found = Placer(settings, choose())._cache_settings(GIB)
+    assert (found.policy, found.half_life) == (Policy.LRU, 20)
+    default = Placer(ServerSettings(gather_threads=0), choose())._cache_settings(GIB)
+    assert (default.policy, default.half_life) == (CacheSettings().policy, CacheSettings().half_life)
