@@ -1,6 +1,7 @@
 """Published tables as a PyTorch module on one GPU, beside FBGEMM's module and torch.nn.EmbeddingBag. Wall time of calls in a row.
 
     python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, all in HBM, bags of 20 ids
+    python benchmarks/gpu_torch_module.py --processes # the same tables, held by 1 and 2 processes: host memory (PSS) and HBM
     python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM, 262,144 ids a call
 
 Every side gets what its users give it, on the device: ours the ids of all tables in one tensor with the offsets of their bags
@@ -28,6 +29,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
 
+from tableside.loader.memory import pss_bytes
+from tableside.loader.process_memory import memory_together
+from tableside.loader.versions import Model
 from tableside.quant.cache.settings import Policy
 from tableside.torch import EmbeddingBags
 
@@ -150,6 +154,41 @@ def in_hbm(root: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def hold(root: Path) -> object:
+    """What a process holds: a module that was called."""
+    ours = EmbeddingBags("many", root=str(root), device="cuda:0", placement="hbm", hbm_budget=8 << 30, verify="header")
+    ours.packed(torch.zeros(TABLES, dtype=torch.int64, device=DEVICE), torch.arange(TABLES + 1, dtype=torch.int32, device=DEVICE))
+    ours.check()
+    return ours
+
+
+def hold_nothing() -> object:
+    """A context on the GPU."""
+    return torch.zeros(1, device=DEVICE)
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process on the host, and of all processes on the GPU."""
+    free, total = torch.cuda.mem_get_info()
+    return pss_bytes() | {"hbm": total - free}
+
+
+def by_processes(root: Path) -> list[dict[str, Any]]:
+    """One and two processes: what they take together of the host and of the GPU, and what contexts alone take."""
+    publish_random(root, "many", {f"f{n:02}": (ROWS, DIM, "int8") for n in range(TABLES)})
+    size = sum(t.bytes for t in Model(root, "many").attach(verify="header").header.tables)
+    rows = []
+    for count in (1, 2):
+        held = memory_together(hold, (root,), count, memory)
+        bare = memory_together(hold_nothing, (), count, memory)
+        row = {"processes": count, "tables GB": size / 1e9}
+        row |= {"PSS GB": sum(m["pss"] for m in held) / 1e9, "PSS of contexts alone GB": sum(m["pss"] for m in bare) / 1e9}
+        row |= {"HBM GB": max(m["hbm"] for m in held) / 1e9, "HBM of contexts alone GB": max(m["hbm"] for m in bare) / 1e9}
+        console.print(row)
+        rows.append(row)
+    return rows
+
+
 def cached(root: Path) -> list[dict[str, Any]]:
     """A tenth of the bytes in HBM for both, as torch's allocator counts FBGEMM's."""
     rows = []
@@ -190,12 +229,15 @@ def cached(root: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hbm", action="store_true")
+    parser.add_argument("--processes", action="store_true")
     parser.add_argument("--cached", action="store_true")
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name(DEVICE)
     with shared_folder() as root:
         if options.hbm:
             report("gpu_torch_module", "a PyTorch module on one GPU, int8 D 128, all in HBM", in_hbm(root), gpu=gpu)
+        if options.processes:
+            report("gpu_torch_module_processes", "a PyTorch module on one GPU in several processes", by_processes(root), gpu=gpu)
         if options.cached:
             report("gpu_torch_module_cached", "a PyTorch module on one GPU, a tenth of 60 M rows in HBM", cached(root), gpu=gpu)
 

@@ -9,14 +9,20 @@ from typing import Any
 from tableside.loader.memory import pss_bytes
 
 
-def memory_together(make: Callable[..., object], arguments: tuple[Any, ...], processes: int) -> list[dict[str, int]]:
-    """Memory of so many new processes, `pss_bytes` of each, while all of them hold what `make(*arguments)` gave there.
+def memory_together(
+    make: Callable[..., object],
+    arguments: tuple[Any, ...],
+    processes: int,
+    measure: Callable[[], dict[str, int]] = pss_bytes,
+) -> list[dict[str, int]]:
+    """Memory of so many new processes, as `measure` of each says, while all of them hold what `make(*arguments)` gave there.
 
-    The processes are spawned, so `make` is a function that can be imported. RuntimeError: one ended before it was measured.
+    The processes are spawned, so `make` and `measure` are functions that can be imported. RuntimeError: one ended before it was
+    measured.
     """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(processes)]
-    started = [context.Process(target=_hold, args=(make, arguments, theirs), daemon=True) for _, theirs in pipes]
+    started = [context.Process(target=_hold, args=(make, arguments, measure, theirs), daemon=True) for _, theirs in pipes]
     try:
         for process, (_, theirs) in zip(started, pipes, strict=True):
             process.start()
@@ -36,11 +42,13 @@ def memory_together(make: Callable[..., object], arguments: tuple[Any, ...], pro
                 process.join()
 
 
-def _hold(make: Callable[..., object], arguments: tuple[Any, ...], pipe: Connection) -> None:
+def _hold(
+    make: Callable[..., object], arguments: tuple[Any, ...], measure: Callable[[], dict[str, int]], pipe: Connection
+) -> None:
     held = make(*arguments)
     with suppress(EOFError, ConnectionError):  # another one ended, and nobody is measured
         pipe.send(None)
         pipe.recv()
-        pipe.send(pss_bytes())
+        pipe.send(measure())
         pipe.recv()
     del held
