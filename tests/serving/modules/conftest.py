@@ -9,7 +9,7 @@ from module_tables import FEATURES, tables_of
 
 from tableside.loader.load import Loaded
 from tableside.quant.cpu import bags
-from tableside.serving.modules import keyed, lookups
+from tableside.serving.modules import keyed, lookups, published
 
 
 @pytest.fixture
@@ -33,6 +33,12 @@ def model(root: Path, publish_again: Callable[..., Loaded], tables: dict[str, np
     """The folder in which the model `ads` is published."""
     publish_again(tables)
     return str(root)
+
+
+@pytest.fixture
+def by_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New versions are taken by `refresh` alone: the thread that looks finds nothing to look at."""
+    monkeypatch.setattr(published, "_known", list)
 
 
 @pytest.fixture(params=["by their table", "by their attributes", "by numpy"])

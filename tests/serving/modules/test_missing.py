@@ -84,6 +84,7 @@ def test_refused_ids_are_not_counted(publish_tables: Callable[..., str]) -> None
     assert set(bags.missing_ids().values()) == {NONE}
 
 
+@pytest.mark.usefixtures("by_refresh")
 def test_counts_go_on_over_versions(publish_tables: Callable[..., str], device: str) -> None:
     """They are those of the source, and nothing of a version that went is lost."""
     bags = modules(publish_tables(), device)
@@ -125,6 +126,7 @@ def test_threads_lose_no_count() -> None:
     assert counted.of("a") == {"a": Unfound(4 * 5000 * 3, 4 * 5000)}
 
 
+@pytest.mark.usefixtures("by_refresh")
 def test_versions_that_were_let_go_stay_counted(publish_tables: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU each version has counts of its own there; those of versions that are gone are added up, and are not kept."""
     pytest.importorskip("triton")

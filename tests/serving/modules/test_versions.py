@@ -20,6 +20,7 @@ from tableside.loader.errors import VersionError
 from tableside.loader.versions import Model
 from tableside.quant.errors import Problem
 from tableside.serving.modules import published
+from tableside.serving.version import ServedVersion
 from tableside.torch import BadFeatureIds, EmbeddingBags, Embeddings
 
 Tables = dict[str, np.ndarray]
@@ -117,6 +118,7 @@ def test_tables_go_with_the_last_module(model: str) -> None:
     assert held() is None
 
 
+@pytest.mark.usefixtures("by_refresh")
 @pytest.mark.parametrize("change", ["dim", "feature", "pooling"])
 def test_a_version_that_modules_cannot_read_is_not_taken(
     model: str, publish_again: PublishAgain, tables: Tables, change: str, caplog: pytest.LogCaptureFixture
@@ -134,6 +136,7 @@ def test_a_version_that_modules_cannot_read_is_not_taken(
     assert module.refresh() and module.version == 3
 
 
+@pytest.mark.usefixtures("by_refresh")
 def test_features_that_no_module_reads_may_change(model: str, publish_again: PublishAgain, tables: Tables) -> None:
     """Only what was asked for is held to its dims and pooling."""
     module = EmbeddingBags("ads", ["user_sum"], root=model)
@@ -141,6 +144,25 @@ def test_features_that_no_module_reads_may_change(model: str, publish_again: Pub
     assert module.refresh() and module.version == 2
 
 
+@pytest.mark.usefixtures("by_refresh")
+def test_a_new_version_is_warmed_up_before_it_is_read(
+    model: str, publish_again: PublishAgain, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is looked up in once while calls still read the one before."""
+    module = Embeddings("ads", ["user_ids"], root=model)
+    warm_up, warmed = ServedVersion.warm_up, []
+
+    def noted(served: ServedVersion) -> None:
+        warm_up(served)
+        warmed.append((served.version, module.version))
+
+    monkeypatch.setattr(ServedVersion, "warm_up", noted)
+    publish_again(scaled(tables, 2))
+    assert module.refresh() and module.version == 2
+    assert warmed == [(2, 1)]
+
+
+@pytest.mark.usefixtures("by_refresh")
 def test_damaged_rows_are_not_taken(model: str, publish_again: PublishAgain, tables: Tables) -> None:
     """A version is verified before it is read; the last good one stays."""
     module = Embeddings("ads", ["user_ids"], root=model)
