@@ -7,7 +7,7 @@ import pytest
 import torch
 from module_tables import DIMS, FEATURES, ROWS
 
-from tableside.torch import BadFeatureIds, EmbeddingBags, Embeddings, ModuleError
+from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -64,6 +64,20 @@ def test_features_are_found_by_their_keys(model: str, keys: list[str]) -> None:
         POOLED, torch.cat([told[k].values() for k in POOLED]), lengths=torch.cat([told[k].lengths() for k in POOLED])
     )
     assert torch.equal(bags(told).values(), bags(alone).values())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_packed_ids_are_those_of_a_dict_and_of_a_keyed_tensor(model: str, weighted: bool) -> None:
+    """Side by side what a dict gives apart, bit for bit, with and without weights."""
+    told, bags = keyed(POOLED, weighted=weighted), EmbeddingBags("ads", POOLED, root=model)
+    found = bags.packed(told.values(), told.offsets(), told.weights_or_none())
+    assert torch.equal(found, bags(told).values())
+    apart = {
+        name: Bags(told[name].values(), lengths=told[name].lengths(), weights=told[name].weights_or_none()) for name in POOLED
+    }
+    assert torch.equal(found, torch.cat(list(bags(apart).values()), 1))
+    if weighted:
+        assert not torch.equal(found, bags.packed(told.values(), told.offsets()))
 
 
 def test_weights_are_those_of_each_feature(model: str, tables: Tables) -> None:
@@ -149,5 +163,12 @@ def test_what_a_keyed_jagged_tensor_lacks_is_named(model: str) -> None:
         lengths=torch.tensor([1, 1, 1]),
         stride_per_key_per_rank=[[1], [2]],
     )
-    with pytest.raises(ModuleError, match="several numbers of bags"):
-        EmbeddingBags("ads", ["user_sum", "page_sum"], root=model)(varied)
+    inverse = KeyedJaggedTensor(
+        ["user_sum", "page_sum"],
+        torch.zeros(2, dtype=torch.int64),
+        lengths=torch.tensor([1, 1]),
+        inverse_indices=(["user_sum", "page_sum"], torch.zeros(2, 1, dtype=torch.int64)),
+    )
+    for told in (varied, inverse):
+        with pytest.raises(ModuleError, match="several numbers of bags"):
+            EmbeddingBags("ads", ["user_sum", "page_sum"], root=model)(told)
