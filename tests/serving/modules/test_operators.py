@@ -14,7 +14,7 @@ import pytest
 import torch
 from module_tables import ROWS, tables_of
 
-from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, release
+from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError, release
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -161,12 +161,15 @@ assert tableside.torch.release() == 1 and not _all
 
 
 def test_a_program_attaches_the_model_where_it_is_loaded(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh process, which made no module, by the model's name and the folder of its own settings."""
+    """A fresh process, which made no module, by the model's name and the folder of its own settings: another one than here."""
     towers, program = exported(model, monkeypatch)
     torch.export.save(program, tmp_path / "m.pt2")
     told = batch(9, 50, 20)
     torch.save((told, towers(*told)), tmp_path / "told.pt")
-    in_a_process(model, LOADS.format(folder=str(tmp_path), load='torch.export.load(folder + "/m.pt2").module()'))
+    elsewhere = Path(model) / "elsewhere"
+    elsewhere.mkdir()
+    (Path(model) / "ads").rename(elsewhere / "ads")
+    in_a_process(str(elsewhere), LOADS.format(folder=str(tmp_path), load='torch.export.load(folder + "/m.pt2").module()'))
 
 
 def test_an_inductor_package_attaches_the_model_where_it_is_loaded(
@@ -193,12 +196,54 @@ def test_released_tables_are_attached_again(model: str, monkeypatch: pytest.Monk
         assert release() == 1
 
 
+class Follower(torch.nn.Module):
+    """A call of one module, for programs of it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.module({"user_ids": ids})["user_ids"]
+
+
+@pytest.mark.parametrize("follow", ["live", None])
+def test_a_program_reads_the_live_version_or_the_one_that_was_pinned(
+    model: str, follow: Any, publish_again: Callable[..., Any], tables: dict[str, np.ndarray]
+) -> None:
+    """Where no module is left that could say it."""
+    ids = torch.tensor([1, 2])
+    program = torch.export.export(Follower(Embeddings("ads", ["user_ids"], root=model, follow=follow)), (ids,)).module()
+    release()
+    gc.collect()  # torch.export leaves cycles
+    publish_again({name: 2 * values for name, values in tables.items()})
+    expected = (2 if follow == "live" else 1) * torch.from_numpy(tables["user"])[ids]
+    assert torch.equal(program(ids), expected)
+    assert release() == 1
+
+
+def test_a_program_is_not_run_over_tables_of_other_dims(
+    model: str, publish_again: Callable[..., Any], tables: dict[str, np.ndarray]
+) -> None:
+    """With both dims; the shapes of a compiled program are those that it was made for."""
+    call = EmbeddingBags("ads", ["user_sum"], root=model)._call
+    gc.collect()
+    publish_again({**tables, "user": tables["user"][:, :8].copy()})
+    with pytest.raises(ModuleError, match=r"made for feature 'user_sum' of dim 16; model 'ads' version 2 has dim 8; export the"):
+        torch.ops.tableside.look_up(call, "1-", [torch.tensor([[1, 2]])])
+    release()
+
+
 def test_operators_are_sound(model: str) -> None:
-    """torch's own checks of custom operators: schema, fake kernels, dynamic shapes."""
+    """torch's own checks of custom operators, for every form of input: schema, fake kernels, dynamic shapes."""
     bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)
     users, offsets, items, lengths, _ = batch(6, 40, 30)
     told = (bags._call, "3w2-", [users, offsets, torch.rand(40), items, lengths])
     torch.library.opcheck(torch.ops.tableside.look_up.default, told)
+    told = (bags._call, "4-1-", [users, torch.tensor([0, 7, 40]), items.view(6, 5)])
+    torch.library.opcheck(torch.ops.tableside.look_up.default, told)
+    ids = Embeddings("ads", ["user_ids"], root=model, output=torch.float16)
+    torch.library.opcheck(torch.ops.tableside.look_up.default, (ids._call, "0-", [items.view(3, 2, 5)]))
     keyed = (bags._call, "2 2", [users, torch.tensor([10, 10, 10, 10])])
     torch.library.opcheck(torch.ops.tableside.look_up_keyed.default, keyed)
 
