@@ -99,10 +99,15 @@ class Fbgemm(torch.nn.Module):
     def prefetch(self, row: int) -> float:
         return float(self.lxu_cache_weights[row].sum())
 
+    split_embedding_weights = reset_cache_states = init_embedding_weights_uniform = flush
 
-@pytest.mark.parametrize(("method", "args", "found"), [("flush", (), 496.0), ("prefetch", (1,), 22.0)])
+
+METHODS = ("flush", "split_embedding_weights", "reset_cache_states", "init_embedding_weights_uniform")
+
+
+@pytest.mark.parametrize(("method", "args", "found"), [("prefetch", (1,), 22.0), *((name, (), 496.0) for name in METHODS)])
 def test_a_cache_of_uvm_weights_leaves_and_comes_back_as_it_was(method: str, args: tuple[int, ...], found: float) -> None:
-    """Rows that only the cache has are not lost; the rows in host memory stay there."""
+    """Before whatever reads it. Rows that only the cache has are not lost; the rows in host memory stay there."""
     module = Fbgemm()
     restore = stash_embedding_weights(module)
     assert restore.bytes == 128 and module.weights_uvm.untyped_storage().nbytes() == 400
