@@ -218,7 +218,11 @@ class Model:
     def collect(self, keep: int) -> list[Path]:
         """Removes leftovers of killed loads, the versions older than the live one that never were, and of those that were live
         all but the live one and the `keep` newest others. Versions that wait to be activated stay.
+
+        VersionError: keep is negative.
         """
+        if keep < 0:
+            raise VersionError(f"keep is {keep}; expected how many versions stay beside the live one, 0 or more")
         removed: list[Path] = []
         try:
             folder = self.opened()
@@ -231,7 +235,7 @@ class Model:
                 record = self.record()
                 lived = sorted(v for v in self._lived(record) if v != record.current)
                 never = [v for v in self.versions() if v not in lived and v < record.current]
-                removed += self._unlink(folder, never + lived[: max(0, len(lived) - max(0, keep))])
+                removed += self._unlink(folder, never + lived[: max(0, len(lived) - keep)])
         return removed
 
     def mark_damaged(self, version: int) -> None:

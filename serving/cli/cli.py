@@ -4,11 +4,9 @@ An error is one line on stderr and exit code 1. A wrong command line ends with 2
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -17,6 +15,7 @@ from tableside.loader.export import VALUE_FORMATS
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards
+from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.top import top as show_top
@@ -24,6 +23,7 @@ from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, add_options
 
+_KEEP = count(0, "0 keeps the live version alone")
 _AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
@@ -65,7 +65,7 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("load", publishing.load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")
-    p.add_argument("--threads", type=_count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
     p.add_argument(
         "--max-memory",
         default="64M",
@@ -79,7 +79,7 @@ def _add_publishing(command: _AddCommand) -> None:
     )
     p.add_argument(
         "--keep",
-        type=int,
+        type=_KEEP,
         default=1,
         help="older versions that stay published, for a rollback (default: %(default)s)",
     )
@@ -97,24 +97,24 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("inspect", publishing.inspect, "show what a version holds")
     p.add_argument("model")
-    p.add_argument("version", type=int, nargs="?")
+    p.add_argument("version", type=count(1), nargs="?")
 
     p = command("verify", publishing.verify, "read every byte of the versions and compare checksums")
     p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument("version", type=int, nargs="?", help="(default: all versions)")
+    p.add_argument("version", type=count(1), nargs="?", help="(default: all versions)")
 
     p = command("activate", publishing.activate, "make a published version the live one: rollback, or a staged release")
     p.add_argument("model")
-    p.add_argument("version", type=int)
+    p.add_argument("version", type=count(1))
 
     p = command("remove", publishing.remove, "remove a version that is not live, or a whole model")
     p.add_argument("model")
-    p.add_argument("version", type=int, nargs="?")
+    p.add_argument("version", type=count(1), nargs="?")
     p.add_argument("--all", action="store_true", help="the whole model, the live version too")
 
     p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument("--keep", type=_count(0), default=1, help="versions beside the live one that stay (default: %(default)s)")
+    p.add_argument("--keep", type=_KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
 
 
 def _add_shards(command: _AddCommand) -> None:
@@ -122,14 +122,14 @@ def _add_shards(command: _AddCommand) -> None:
     p.add_argument("model")
     p.add_argument("table")
     p.add_argument("--to", type=Path, required=True, metavar="FILE", help="a .parquet, .npz or .safetensors file to write")
-    p.add_argument("--version", type=_count(1), help="the version (default: the live one)")
+    p.add_argument("--version", type=count(1), help="the version (default: the live one)")
     p.add_argument("--format", choices=VALUE_FORMATS, default=VALUE_FORMATS[0], help="of the values (default: %(default)s)")
     p.add_argument("--name", help="what .npz and .safetensors call it: NAME.ids, NAME.weight (default: ids, weights)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
 
     p = command("compile", compiling.compile_kernels, "compile what a model needs on a GPU, which need not be here")
     p.add_argument("model")
-    p.add_argument("--version", type=_count(1), help="the version (default: the live one)")
+    p.add_argument("--version", type=count(1), help="the version (default: the live one)")
     p.add_argument("--arch", metavar="sm_90", help="the GPU's architecture (default: that of this machine's GPU)")
     p.add_argument(
         "--placement",
@@ -137,14 +137,14 @@ def _add_shards(command: _AddCommand) -> None:
         default="auto",
         help="as it will be served (default: %(default)s, which takes all)",
     )
-    p.add_argument("--jobs", type=_count(1), help="kernels compiled at once (default: one a core)")
+    p.add_argument("--jobs", type=count(1), help="kernels compiled at once (default: one a core)")
 
     p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")
     p.add_argument("model")
-    p.add_argument("--owners", type=_count(1), required=True, help="how many there will be; 1: the whole model again")
-    p.add_argument("--from", type=_count(1), default=1, dest="from_owners", help="how many hold it now (default: %(default)s)")
-    p.add_argument("--version", type=_count(1), help="the version of the model (default: the live one)")
-    p.add_argument("--keep", type=_count(0), default=1, help="older versions of each owner that stay (default: %(default)s)")
+    p.add_argument("--owners", type=count(1), required=True, help="how many there will be; 1: the whole model again")
+    p.add_argument("--from", type=count(1), default=1, dest="from_owners", help="how many hold it now (default: %(default)s)")
+    p.add_argument("--version", type=count(1), help="the version of the model (default: the live one)")
+    p.add_argument("--keep", type=_KEEP, default=1, help="older versions of each owner that stay (default: %(default)s)")
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read what is published (default: this user alone)")
 
@@ -176,7 +176,7 @@ def _add_evaluation(command: _AddCommand) -> None:
     p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
     p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
     p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
-    p.add_argument("--max-ne-increase", type=_finite, help="exit with 3 where NE is larger by more than this")
+    p.add_argument("--max-ne-increase", type=finite, help="exit with 3 where NE is larger by more than this")
     p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
     p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
     p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
@@ -184,8 +184,8 @@ def _add_evaluation(command: _AddCommand) -> None:
     p.add_argument(
         "--source", type=Path, action="append", metavar="MODEL.TOML", help="publishes the model where a machine has it not"
     )
-    p.add_argument("--batch", type=_count(1), default=4096, help="rows scored at once (default: %(default)s)")
-    p.add_argument("--shard-rows", type=_count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    p.add_argument("--batch", type=count(1), default=4096, help="rows scored at once (default: %(default)s)")
+    p.add_argument("--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
     p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
@@ -194,8 +194,8 @@ def _add_evaluation(command: _AddCommand) -> None:
 def _add_measuring(command: _AddCommand) -> None:
     p = command("bench", servers.bench, "load a running server and report throughput and latencies")
     _add_server(p)
-    p.add_argument("--batch", type=_count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
-    p.add_argument("--ids", type=_count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
+    p.add_argument("--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
     p.add_argument("--same", action="store_true", help="as many ids in every bag; without it lengths differ in every request")
     p.add_argument(
         "--form",
@@ -203,72 +203,23 @@ def _add_measuring(command: _AddCommand) -> None:
         default="named",
         help="tensors for each feature, or two for all of them; both: in turns (default: %(default)s)",
     )
-    p.add_argument("--concurrency", type=_count(1), default=16, help="connections (default: %(default)s)")
-    p.add_argument("--seconds", type=_seconds, default=5.0, help="how long (default: %(default)s)")
-    p.add_argument(
-        "--rate", type=_rate, help="requests a second, sent when they are due; without it as fast as they are answered"
-    )
+    p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--rate", type=rate, help="requests a second, sent when they are due; without it as fast as they are answered")
     p.add_argument(
         "--arrivals", choices=ARRIVALS, default="poisson", help="when requests are due with --rate (default: %(default)s)"
     )
-    p.add_argument("--zipf", type=_exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+    p.add_argument("--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
 
     p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
-    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    p.add_argument("--seconds", type=_seconds, default=2.0, help="between two looks (default: %(default)s)")
+    p.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
     p.add_argument("--once", action="store_true", help="one table, and end")
-
-
-def _count(least: int) -> Callable[[str], int]:
-    """An argument that is a whole number of at least `least`."""
-
-    def parse(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    parse.__name__ = "whole number"
-    return parse
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 0 < (value := float(text)) < 86400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a day")
-    return value
-
-
-def _rate(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and a million")
-    return value
-
-
-def _exponent(text: str) -> float:
-    if not 1 < (value := float(text)) < 100:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 1")
-    return value
-
-
-def _url(text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        usable = parts.scheme == "http" and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an address such as http://127.0.0.1:8000")
-    return text.rstrip("/")
 
 
 def _add_server(p: argparse.ArgumentParser) -> None:
     p.add_argument("model")
-    p.add_argument("--url", type=_url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    p.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
 
 
 def main(arguments: list[str] | None = None) -> int:

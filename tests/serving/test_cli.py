@@ -14,6 +14,9 @@ import pytest
 import torch
 from support import rows_of, run_tableside
 
+from tableside.loader.errors import VersionError
+from tableside.loader.versions import Model
+
 
 def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """init, load, list, inspect, verify, activate, gc, remove: each says what it did."""
@@ -94,6 +97,21 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("found", ["-1", "two", "1.5"])
+def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Path, root: Path) -> None:
+    """Before anything is loaded or removed: the versions to roll back to are still there."""
+    np.save(tmp_path / "t.npy", rows_of(10, 8))
+    (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    for _ in range(2):
+        assert run_tableside("load", tmp_path / "m.toml", root=root).returncode == 0
+    refused = run_tableside("load", tmp_path / "m.toml", "--keep", found, root=root)
+    assert refused.returncode == 2
+    assert f"--keep: found '{found}'; expected a whole number from 0 on; 0 keeps the live version alone" in refused.stderr
+    assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["1.segment", "2.segment"]
+    with pytest.raises(VersionError, match="keep is -1; expected how many versions stay"):
+        Model(root, "m").collect(-1)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -106,12 +124,21 @@ def test_mistakes_are_one_line_and_exit_code_1(
         ("bench", "m", "--batch", "-1"),
         ("gc", "--keep", "-1"),
         ("load", "m.toml", "--threads", "-2"),
+        ("load", "m.toml", "--keep", "-1"),
+        ("reshard", "m", "--owners", "2", "--keep", "-1"),
+        ("inspect", "m", "0"),
+        ("verify", "m", "one"),
+        ("activate", "m", "-1"),
+        ("remove", "m", "0"),
+        ("eval", "m", "x.jsonl", "--out", "o", "--batch", "0"),
+        ("top", "--seconds", "0"),
     ],
 )
 def test_arguments_out_of_range_are_exit_code_2(arguments: tuple[str, ...], root: Path) -> None:
     found = run_tableside(*arguments, root=root)
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
+    assert ("found '" in found.stderr and "expected" in found.stderr) or "invalid choice" in found.stderr
 
 
 def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:

@@ -1,0 +1,70 @@
+"""Values of the command line, each with the range that it must lie in. An error says what was found and what was expected.
+
+argparse puts the option's name before the error and the command's usage above it, and ends with exit code 2.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+
+def count(least: int, remedy: str = "") -> Callable[[str], int]:
+    """An argument that is a whole number of at least `least`. remedy: what a user may want instead, for the error."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise _unexpected(text, f"a whole number from {least} on" + (remedy and f"; {remedy}"))
+        return value
+
+    return parse
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN."""
+    return _number(text, math.isfinite, "a finite number")
+
+
+def seconds(text: str) -> float:
+    """A time in seconds."""
+    return _number(text, lambda x: 0 < x < 86400, "seconds, more than 0 and less than a day (86400)")
+
+
+def rate(text: str) -> float:
+    """Requests a second."""
+    return _number(text, lambda x: 0 < x <= 1e6, "requests a second, more than 0 and at most a million")
+
+
+def exponent(text: str) -> float:
+    """The exponent of Zipf's law."""
+    return _number(text, lambda x: 1 < x < 100, "an exponent of more than 1 and less than 100")
+
+
+def url(text: str) -> str:
+    """A server's address, without a slash at its end."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme == "http" and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise _unexpected(text, "an address such as http://127.0.0.1:8000")
+    return text.rstrip("/")
+
+
+def _number(text: str, is_inside: Callable[[float], bool], expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_inside(value):
+        raise _unexpected(text, expected)
+    return value
+
+
+def _unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"found {text!r}; expected {expected}")
