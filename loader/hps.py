@@ -25,7 +25,8 @@ import orjson
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import ModelError
 from tableside.loader.files import read_regular
-from tableside.loader.model import FEATURE_NAME, Feature, Missing, ModelSpec, RawIds, TableSpec, check_name, write_model
+from tableside.loader.model import FEATURE_NAME, Feature, Missing, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
 _LIMIT_BYTES = 16 << 20

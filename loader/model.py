@@ -36,7 +36,6 @@
 A model without `features` has one sum-pooled feature a table, named after it.
 """
 
-import json
 import os
 import re
 import tomllib
@@ -299,42 +298,3 @@ def _evaluation(raw: Any) -> EvalSpec:
             raise ModelError(f"[eval.columns]: {name} is {value!r}; expected a column's name, or a list of them")
         found.append((name, tuple(listed)))
     return EvalSpec(label, tuple(found))
-
-
-def write_model(spec: ModelSpec, skipped: list[str]) -> str:
-    """The text of a model.toml; `skipped` names tensors that were left out, as a comment."""
-    lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
-    if skipped:
-        lines += ["", "# Left out (not an embedding by its name or shape):", *(f"#   {_escape(s)}" for s in skipped)]
-    for t in spec.tables:
-        lines += [
-            "",
-            f"[tables.{_key(t.name)}]",
-            f'key = "{_escape(t.key)}"',
-            f'row_format = "{t.row_format.label}"',
-        ]
-        if t.raw is not None:
-            lines.append('ids = "raw"')
-            if t.raw.key is not None:
-                lines.append(f'id_key = "{_escape(t.raw.key)}"')
-        if t.missing != Missing():
-            vector = ", ".join(map(repr, t.missing.vector))
-            lines.append(f"missing = [{vector}]" if t.missing.policy == "constant" else f'missing = "{t.missing}"')
-    for f in spec.features:
-        lines += [
-            "",
-            f"[features.{_key(f.name)}]",
-            f'table = "{f.table}"',
-            f'pooling = "{f.pooling}"',
-            f'output = "{f.output}"',
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _escape(text: str) -> str:
-    """A basic string of TOML, without its quotes: JSON's escapes are among TOML's."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'

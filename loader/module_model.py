@@ -11,18 +11,16 @@ from pathlib import Path
 from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.checkpoint.rows import some
 from tableside.loader.errors import ModelError
-from tableside.loader.first_model import not_taken, reason, specification
-from tableside.loader.model import Feature, ModelSpec, RawIds, TableSpec
+from tableside.loader.first_model import FirstModel, not_taken, reason, shape, sizes_of, specification
+from tableside.loader.model import Feature, RawIds, TableSpec
 from tableside.loader.module_tables import ModuleTable, named_features, read_module
 from tableside.quant import RowFormat
 
 _COLLECTION = re.compile(r"(?:^|\.)(embedding_bags|embeddings)\.[^.]+\.weight$")
 
 
-def module_model(
-    module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path
-) -> tuple[ModelSpec, list[str]]:
-    """The specification of the module that the file `module` describes, and what is left out; else as `first_model`.
+def module_model(module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
+    """The specification of the module that the file `module` describes; else as `first_model`.
 
     ModelError: a table is not in the checkpoint with these rows and dim, or the file says nothing usable (`read_module`).
     """
@@ -43,12 +41,14 @@ def module_model(
             called = not_taken(table.name, tables)
             tables[called] = TableSpec(called, key, row_format, raw=RawIds(raw[key]) if key in raw else None)
             features += [Feature(feature, called, pooling) for feature, pooling in of_it]
-        skipped = [f"{k}: {reason(found, k)}" for k in found.skipped if k not in raw.values()]
+        left_out = [f"{k}: {reason(found, k)}" for k in found.skipped if k not in raw.values()]
         keys = {t.key for t in tables.values()}
-        skipped += [f"{k}: a matrix, which no embedding of {module.name} is" for k in found.matrices if k not in keys]
+        matrices = [(k, m) for k, m in found.matrices.items() if k not in keys]
+        left_out += [f"{k}: {shape(m)}, which no embedding of {module.name} is" for k, m in matrices]
+        sizes = sizes_of(found, tables.values())
     if problems:
         raise ModelError(f"{checkpoint} does not fit {module}:\n  " + "\n  ".join(problems))
-    return specification(checkpoint, name, folder, tables, features), skipped
+    return FirstModel(specification(checkpoint, name, folder, tables, features), left_out, sizes)
 
 
 def _key_of(found: Checkpoint, table: ModuleTable) -> str:

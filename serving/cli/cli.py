@@ -54,7 +54,7 @@ def _add_publishing(command: _AddCommand) -> None:
         metavar="FILE",
         help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
     )
-    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write (default: %(default)s)")
+    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write; -: print it (default: %(default)s)")
     p.add_argument("--name", help="the model's name (default: the checkpoint's)")
     p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")

@@ -11,6 +11,7 @@ from rich.text import Text
 from tableside.loader.load import Progress as LoadProgress
 
 console = Console(highlight=False, soft_wrap=True)
+errors = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 def mb(n: float) -> str:

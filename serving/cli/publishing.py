@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
 from tableside.loader.memory import available_bytes
-from tableside.loader.model import read_model, write_model
+from tableside.loader.model import ModelSpec, read_model
+from tableside.loader.model_text import write_model
 from tableside.loader.module_model import module_model
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
 from tableside.quant import RowFormat
-from tableside.serving.cli.output import console, mb, progress_bar
+from tableside.serving.cli.output import console, errors, mb, progress_bar
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, given
 
@@ -42,29 +44,39 @@ def _chosen(options: argparse.Namespace) -> list[Model]:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of HPS's ps.json."""
+    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of HPS's ps.json.
+
+    Notes go to stdout, or to stderr where the model.toml itself goes to stdout.
+    """
     out: Path = options.out
-    if out.exists() and not options.force:
+    is_printed = str(out) == "-"
+    if not is_printed and out.exists() and not options.force:
         raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
-    asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), out.resolve().parent)
-    if is_hps(options.checkpoint):
-        if options.from_module is not None:
-            raise ServingError("--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them out")
-        spec, notes = hps_model(*asked)
-        text = hps_text(spec, options.checkpoint, notes)
-        for note in notes:
-            console.print(note, markup=False)
-    else:
-        module: Path | None = options.from_module
-        spec, skipped = first_model(*asked) if module is None else module_model(module, *asked)
-        text = write_model(spec, skipped)
-        for line in skipped:
-            if line.endswith(IDS_ALONE):
-                console.print(f"left out: {line}", markup=False)
+    text, spec, notes = _first_text(options, Path.cwd() if is_printed else out.resolve().parent)
+    say = errors if is_printed else console
+    for note in notes:
+        say.print(note, markup=False)
+    if is_printed:
+        sys.stdout.write(text)
+        return 0
     out.write_text(text, encoding="utf-8")
     names = ", ".join(t.name for t in spec.tables)
     console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
     return 0
+
+
+def _first_text(options: argparse.Namespace, folder: Path) -> tuple[str, ModelSpec, list[str]]:
+    """The text of a first model.toml, what it says, and what a user should know of it. folder: where it will lie."""
+    asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), folder)
+    module: Path | None = options.from_module
+    if is_hps(options.checkpoint):
+        if module is not None:
+            raise ServingError("--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them out")
+        spec, notes = hps_model(*asked)
+        return hps_text(spec, options.checkpoint, notes), spec, notes
+    found = first_model(*asked) if module is None else module_model(module, *asked)
+    notes = [f"left out: {line}" for line in found.left_out if line.endswith(IDS_ALONE)]
+    return write_model(found.spec, found.left_out, found.sizes), found.spec, notes
 
 
 def manifest(options: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ import pytest
 
 from tableside.loader.errors import ModelError
 from tableside.loader.first_model import first_model
-from tableside.loader.model import ModelSpec, read_model, write_model
+from tableside.loader.model import ModelSpec, read_model
+from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
 TALL, FLAT = np.ones((8, 2), np.float32), np.ones((2, 2), np.float32)
@@ -15,26 +16,45 @@ TALL, FLAT = np.ones((8, 2), np.float32), np.ones((2, 2), np.float32)
 
 def propose(folder: Path, name: str | None = None, file: str = "c.npz", **tensors: np.ndarray) -> tuple[ModelSpec, list[str]]:
     np.savez(folder / file, **tensors)
-    return first_model(folder / file, name, RowFormat.INT4, folder)
+    return first_model(folder / file, name, RowFormat.INT4, folder)[:2]
 
 
-def test_names_decide_where_they_say_embedding(tmp_path: Path) -> None:
-    """Only tensors with "emb" in their names become tables; every other tensor is named with the reason."""
+def test_names_and_shapes_decide(tmp_path: Path) -> None:
+    """A name with "emb" in it, or four times as many rows as columns; every other tensor is named with why."""
     found = {"sparse.embedding_bags.user.weight": FLAT, "item_emb.weight": FLAT, "tall": TALL, "bias": np.ones(3, np.float32)}
-    spec, skipped = propose(tmp_path, **found)
-    assert {t.name: t.key for t in spec.tables} == {"user": "sparse.embedding_bags.user.weight", "item_emb": "item_emb.weight"}
+    spec, skipped = propose(tmp_path, **found, flat=FLAT)
+    keys = {"user": "sparse.embedding_bags.user.weight", "item_emb": "item_emb.weight", "tall": "tall"}
+    assert {t.name: t.key for t in spec.tables} == keys
     assert all(t.row_format is RowFormat.INT4 for t in spec.tables)
-    assert [(f.name, f.table, f.pooling) for f in spec.features] == [("user", "user", "sum"), ("item_emb", "item_emb", "sum")]
+    assert [(f.name, f.table, f.pooling) for f in spec.features] == [(t, t, "sum") for t in keys]
     assert any(line.startswith("bias: ") for line in skipped)
-    assert "tall: a matrix" in skipped
+    assert "flat: a matrix [2, 2] of fp32" in skipped
 
 
-def test_shapes_decide_where_no_name_does(tmp_path: Path) -> None:
-    """Matrices of at least four times as many rows as columns; all of them where none is so tall."""
-    spec, skipped = propose(tmp_path, tall=TALL, flat=FLAT)
-    assert [t.key for t in spec.tables] == ["tall"] and skipped == ["flat: a matrix"]
+def test_all_matrices_where_neither_name_nor_shape_says_so(tmp_path: Path) -> None:
+    """Nothing is tall or called an embedding."""
     spec, skipped = propose(tmp_path, file="d.npz", flat=FLAT, other=FLAT)
     assert [t.key for t in spec.tables] == ["flat", "other"] and not skipped
+
+
+def test_a_weight_with_a_bias_beside_it_is_a_linears(tmp_path: Path) -> None:
+    """However tall it is and whatever it is called; the bias of another module does not count."""
+    bias = np.ones(8, np.float32)
+    found = {"mlp.0.weight": TALL, "mlp.0.bias": bias, "emb_proj.weight": TALL, "emb_proj.bias": bias, "users.weight": TALL}
+    spec, skipped = propose(tmp_path, **found, bias=bias)
+    assert [t.key for t in spec.tables] == ["users.weight"]
+    assert "mlp.0.weight: a matrix [8, 2] of fp32, with a bias beside it, as a Linear has" in skipped
+    with pytest.raises(ModelError, match="without a bias beside it"):
+        propose(tmp_path, file="linear.npz", **{"mlp.0.weight": TALL, "mlp.0.bias": bias})
+
+
+def test_sizes_are_told(tmp_path: Path) -> None:
+    """Rows, dim and bytes before and after, and of a table that cannot be loaded so, why."""
+    np.savez(tmp_path / "c.npz", emb=np.ones((5000, 64), np.float16), emb_odd=np.ones((3, 3), np.float32))
+    sizes = first_model(tmp_path / "c.npz", None, RowFormat.INT4, tmp_path).sizes
+    packed = 5000 * RowFormat.INT4.row_bytes(64)
+    assert sizes["emb"] == f"5,000 rows x 64: 0.6 MB of fp16, {packed / 1e6:.1f} MB as int4"
+    assert sizes["emb_odd"].startswith("load refuses it: dim 3 does not fill whole bytes in int4")
 
 
 def test_tables_of_one_name_are_numbered(tmp_path: Path) -> None:
@@ -59,7 +79,7 @@ def test_the_path_is_relative_where_the_checkpoint_lies_below_the_folder(tmp_pat
     (tmp_path / "model.toml").write_text(write_model(spec, skipped))
     assert read_model(tmp_path / "model.toml").tables == spec.tables
     (tmp_path / "elsewhere").mkdir()
-    elsewhere, _ = first_model(tmp_path / "c.npz", None, RowFormat.INT8, tmp_path / "elsewhere")
+    elsewhere, *_ = first_model(tmp_path / "c.npz", None, RowFormat.INT8, tmp_path / "elsewhere")
     assert elsewhere.checkpoint == (tmp_path / "c.npz").resolve()
 
 

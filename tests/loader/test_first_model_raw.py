@@ -11,15 +11,17 @@ from support import rows_of, run_tableside
 
 from tableside.loader.errors import ModelError
 from tableside.loader.first_model import first_model
-from tableside.loader.model import ModelSpec, RawIds, read_model, write_model
+from tableside.loader.model import ModelSpec, RawIds, read_model
+from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
 MPZCH = Path(__file__).parent.parent / "fixtures" / "torchrec_mpzch"
 
 
 def propose(path: Path, folder: Path) -> tuple[ModelSpec, list[str]]:
-    spec, skipped = first_model(path, None, RowFormat.INT8, folder)
-    (folder / "model.toml").write_text(write_model(spec, skipped))
+    spec, skipped, sizes = first_model(path, None, RowFormat.INT8, folder)
+    (folder / "model.toml").write_text(write_model(spec, skipped, sizes))
+    assert all(f"# {size}\n" in (folder / "model.toml").read_text() for size in sizes.values())
     assert read_model(folder / "model.toml").tables == spec.tables  # what is written is read back the same
     return spec, skipped
 
@@ -36,7 +38,7 @@ def test_pairs_of_tensors(tmp_path: Path) -> None:
         "user": ("user.weight", RawIds("user.ids")),
         "item_emb": ("item_emb", None),
     }
-    assert "mlp: a matrix" in skipped and any(line.startswith("step: ") for line in skipped)
+    assert "mlp: a matrix [40, 4] of fp32" in skipped and any(line.startswith("step: ") for line in skipped)
     assert not any(line.startswith("user") for line in skipped)
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tableside.loader.errors import ModelError
-from tableside.loader.model import Feature, ModelSpec, TableSpec, parse_model, read_model, write_model
+from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, TableSpec, parse_model, read_model
+from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
 GOOD = {
@@ -34,6 +35,29 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
     (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix", 'evil\nname = "x"']))
     found = read_model(tmp_path / "model.toml")
     assert (found.tables, found.features) == (spec.tables, spec.features)
+
+
+def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) -> None:
+    """Each of the optional sections that a first model.toml explains is read once its `#` are taken away."""
+    tables = (TableSpec("a:b", "a", RowFormat.INT8), TableSpec("c", "c", RowFormat.FP16))
+    text = write_model(ModelSpec("m", Path("x.pt"), tables, (Feature("a:b", "a:b"), Feature("c", "c"))), [], {"c": "7 rows"})
+    assert "# 7 rows\n" in text and "# int2, int4, int8, fp8, fp16, fp32\n" in text and "# none, sum, mean\n" in text
+    lines = text.splitlines()
+    uncommented = [line.removeprefix("# ") for line in lines]
+    program, towers = (i for i, line in enumerate(lines) if line == "# [scorer]")
+    evaluation = lines.index("# [eval]")
+
+    def read(begin: int, end: int) -> ModelSpec:
+        chosen = [line for line in uncommented[begin:end] if "=" in line or line.startswith("[")]
+        (tmp_path / "model.toml").write_text("\n".join(lines + chosen))
+        return read_model(tmp_path / "model.toml")
+
+    assert read(program, towers).scorer == ScorerSpec("program", tmp_path / "scorer.pt2", (("user", "a:b"),))
+    assert read(towers, evaluation).scorer == ScorerSpec("cosine", features=("a:b", "c"))
+    assert read(evaluation, len(lines)).evaluation == EvalSpec("clicked", (("a:b", ("user_id",)),))
+    missing = [line.removeprefix("# ") if line.startswith("# missing") else line for line in lines]
+    (tmp_path / "model.toml").write_text("\n".join(missing))
+    assert read_model(tmp_path / "model.toml").tables == tables
 
 
 @pytest.mark.parametrize(

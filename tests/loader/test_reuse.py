@@ -17,7 +17,8 @@ from tableside.loader import header as headers
 from tableside.loader.errors import LoaderError, ModelError, SegmentError, VersionError
 from tableside.loader.header import Owner
 from tableside.loader.load import Loaded, LoadSettings, load
-from tableside.loader.model import ModelSpec, parse_model, write_model
+from tableside.loader.model import ModelSpec, parse_model
+from tableside.loader.model_text import write_model
 from tableside.loader.reuse import Reused
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.versions import Model

@@ -33,7 +33,10 @@ def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, mon
     assert 'key = "sparse.embedding_bags.user.weight"' in text
     assert "[tables.user]" in text
     assert "#   dense.weight: a matrix" in text
+    assert "# 100 rows x 16: 6,400 bytes of fp32," in text
     assert run_tableside("init", "model.pt").returncode == 1
+    printed = run_tableside("init", "model.pt", "--row-format", "int4", "--out", "-")
+    assert (printed.returncode, printed.stdout, printed.stderr) == (0, text, "")
 
     for version in (1, 2):
         found = run_tableside("load", "model.toml", root=root)
