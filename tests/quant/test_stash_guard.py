@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -44,6 +45,16 @@ def test_copies_and_pickles_are_refused_until_the_weights_are_back(made: Callabl
     assert torch.equal(copy.deepcopy(held)[0].weight, before)
     assert torch.equal(pickle.loads(pickle.dumps(held))[0].weight, before)
     assert not held[0]._forward_pre_hooks and not {"__deepcopy__", "_apply", "_stash_guards"} & vars(held[0]).keys()
+
+
+def test_a_module_is_not_sent_to_another_process_either() -> None:
+    """Through torch's queues, which do not ask a bare tensor."""
+    held = model()
+    restore = stash_embedding_weights(held)
+    with pytest.raises(StashError, match=REFUSED):
+        ForkingPickler.dumps(held)
+    restore()
+    ForkingPickler.dumps(held)
 
 
 def test_an_optimizer_is_not_copied_either() -> None:
@@ -94,9 +105,11 @@ class Fbgemm(torch.nn.Module):
         self.register_buffer("lxu_cache_weights", torch.arange(32.0, device=device).view(8, 4))
 
     def flush(self) -> float:
+        assert self.lxu_cache_weights.untyped_storage().nbytes() == 128, "the weights are away"
         return float(self.lxu_cache_weights.sum())
 
     def prefetch(self, row: int) -> float:
+        assert self.lxu_cache_weights.untyped_storage().nbytes() == 128, "the weights are away"
         return float(self.lxu_cache_weights[row].sum())
 
     split_embedding_weights = reset_cache_states = init_embedding_weights_uniform = flush

@@ -117,9 +117,10 @@ def test_points_by_the_times_of_steps(steps: list[StepTimes], found: tuple[Any, 
     assert (points.free_at, points.start_at) == found
 
 
-def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this step and of the one before."""
-    _, model, stashing, _ = train(True, steps=2)
+@pytest.mark.parametrize(("steps", "away"), [(2, 0), (0, 1)], ids=["the step before", "this step"])
+def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(monkeypatch: pytest.MonkeyPatch, steps: int, away: int) -> None:
+    """Of the step before at the first lookup, when nothing is away yet; of this step at its second one."""
+    _, model, stashing, _ = train(True, steps=steps)
     assert stashing is not None
     monkeypatch.setattr(Transfer, "is_done", lambda _: False)
     monkeypatch.setattr(stashing, "_timeout_s", 0.0)
@@ -127,6 +128,7 @@ def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(monkeypatch: pyt
         StashError, match=r"bytes of embedding weights were to be copied out .* ago and still are not; expected at most"
     ):
         model(torch.zeros(2, 2, dtype=torch.long, device=model.bag.weight.device))
+    assert model.away() == away
 
 
 def test_a_model_without_embeddings_is_refused() -> None:
