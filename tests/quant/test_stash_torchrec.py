@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tableside.quant.gpu.stash import StashError, embedding_weights, registry, stash_embedding_weights
-from tableside.quant.gpu.stash_find import lookups_in
 from tableside.quant.gpu.stash_training import TrainingStash
 
 pytest.importorskip("torchrec", reason="needs TorchRec")
@@ -30,9 +29,9 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     )
 
 
-def sizes(model: Any) -> list[int]:
-    """Bytes of each lookup's weights."""
-    return [sum(w.storage.nbytes() for w in embedding_weights([lookup])) for lookup in lookups_in(model).values()]
+def storages_of(model: Any) -> list[torch.UntypedStorage]:
+    """What holds FBGEMM's weights, by its own views of them. To be asked while they are there."""
+    return list({s._cdata: s for s in (w.untyped_storage() for w in tables_of(model))}.values())
 
 
 def trained(rank: int, stashes: bool, dense: str, pipelined: bool = False) -> dict[str, Any]:
@@ -40,6 +39,7 @@ def trained(rank: int, stashes: bool, dense: str, pipelined: bool = False) -> di
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
     model = sharded(dense)
+    storages = storages_of(model)
     stashing = TrainingStash(model, model.module.layers, timeout_s=60.0) if stashes else None
     optimizer, losses, found = optimizer_of(model), [], []
     if pipelined:
@@ -50,10 +50,10 @@ def trained(rank: int, stashes: bool, dense: str, pipelined: bool = False) -> di
         found = [registry.counts().stashes - before]
     for batch in () if pipelined else batches(rank, STEPS):
         loss, _ = model(batch)
-        before = sizes(model)
+        before = [s.nbytes() for s in storages]
         optimizer.zero_grad()
         loss.backward()
-        found.append((before, sizes(model)))
+        found.append((before, [s.nbytes() for s in storages]))
         optimizer.step()
         losses.append(loss.item())
     result = {"losses": losses, "found": found, "lookups": [] if stashing is None else list(stashing.lookups)}
