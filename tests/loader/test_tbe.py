@@ -101,7 +101,8 @@ def test_one_call_makes_a_module_of_features(publish: Publish, root: Path, where
 
 
 def test_one_call_takes_tables_and_another_pooling(publish: Publish, root: Path) -> None:
-    publish({"a": rows_of(50, 64)})
+    """A table that no feature has the name of; tables are summed where no pooling is named."""
+    publish({"a": rows_of(50, 64)}, features={"user": {"table": "a", "pooling": "mean"}})
     segment = Model(root, "demo").attach()
     ids = np.array([3, 9, 9])
     for pooling in (Pooling.SUM, Pooling.MEAN):
@@ -109,7 +110,8 @@ def test_one_call_takes_tables_and_another_pooling(publish: Publish, root: Path)
         wanted = choose("fbgemm").lookup(segment.tables["a"], ids, np.array([1, 2], np.int32), pooling=pooling)
         np.testing.assert_array_equal(found, wanted)
     half = fbgemm_module(segment, ["a"], half=True)(torch.from_numpy(ids), torch.tensor([0, 1, 3]))
-    assert half.dtype == torch.float16
+    summed = fbgemm_module(segment, ["a"], pooling=Pooling.SUM, half=True)(torch.from_numpy(ids), torch.tensor([0, 1, 3]))
+    assert half.dtype == torch.float16 and torch.equal(half, summed)
 
 
 def test_what_one_module_cannot_be_is_refused(publish: Publish, root: Path) -> None:
