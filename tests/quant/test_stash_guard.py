@@ -104,13 +104,16 @@ class Fbgemm(torch.nn.Module):
         self.register_buffer("weights_uvm", torch.ones(100))
         self.register_buffer("lxu_cache_weights", torch.arange(32.0, device=device).view(8, 4))
 
+    def cache(self) -> torch.Tensor:
+        there = self.lxu_cache_weights.untyped_storage().nbytes()  # pytest would print, and so read, what an assertion names
+        assert there == 128
+        return self.lxu_cache_weights
+
     def flush(self) -> float:
-        assert self.lxu_cache_weights.untyped_storage().nbytes() == 128, "the weights are away"
-        return float(self.lxu_cache_weights.sum())
+        return float(self.cache().sum())
 
     def prefetch(self, row: int) -> float:
-        assert self.lxu_cache_weights.untyped_storage().nbytes() == 128, "the weights are away"
-        return float(self.lxu_cache_weights[row].sum())
+        return float(self.cache()[row].sum())
 
     split_embedding_weights = reset_cache_states = init_embedding_weights_uniform = flush
 
