@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
     from torchrec.modules.embedding_configs import PoolingType
     from torchrec.modules.embedding_modules import get_embedding_names_by_table
+    from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
     from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedBags
     from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmbeddings
 
@@ -108,6 +110,20 @@ def test_a_mode_that_is_not_served_is_refused(model: str, tables: Tables) -> Non
     """max."""
     with pytest.raises(ModuleError, match="user_sum: mode 'max' is not served"):
         swap_embeddings(Plain(tables, mode="max"), "ads", MAPPING, root=model)
+
+
+def test_a_collection_that_maps_ids_itself_is_refused(model: str) -> None:
+    """TorchRec's managed collisions: the ids that come are not those of the rows."""
+    configs = [EmbeddingBagConfig(name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum"])]
+    maps = MCHManagedCollisionModule(ROWS, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=1)
+    holder = torch.nn.Module()
+    holder.ebc = ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=configs), ManagedCollisionCollection({"users": maps}, configs)
+    )
+    inner = holder.ebc._embedding_module
+    with pytest.raises(ModuleError, match="ManagedCollisionCollection maps or weighs ids itself, which is not served"):
+        swap_embeddings(holder, "ads", root=model)
+    assert holder.ebc._embedding_module is inner
 
 
 def test_what_holds_no_embeddings_is_said(model: str) -> None:
