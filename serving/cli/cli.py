@@ -14,7 +14,7 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.export import VALUE_FORMATS
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import compiling, evaluation, publishing, servers, shards
+from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing
 from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.generator import ARRIVALS
@@ -93,9 +93,9 @@ def _add_publishing(command: _AddCommand) -> None:
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 
-    command("list", publishing.list_models, "list models and versions in shared memory")
+    command("list", showing.list_models, "list models and versions in shared memory")
 
-    p = command("inspect", publishing.inspect, "show what a version holds")
+    p = command("inspect", showing.inspect, "show what a version holds")
     p.add_argument("model")
     p.add_argument("version", type=count(1), nargs="?")
 

@@ -1,29 +1,24 @@
-"""Commands about what is published: a checkpoint becomes versions, which are listed, checked, made live and removed."""
+"""Commands about what is published: a checkpoint becomes versions, which are checked, made live and removed."""
 
 import argparse
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
-
-from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.errors import VersionError
 from tableside.loader.first_model import IDS_ALONE, first_model
 from tableside.loader.hps import hps_model, hps_text, is_hps
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
-from tableside.loader.memory import available_bytes
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.model_text import write_model
 from tableside.loader.module_model import module_model
-from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged, models
 from tableside.quant import RowFormat
 from tableside.serving.cli.output import console, errors, mb, progress_bar
+from tableside.serving.cli.showing import describe_reused, describe_scorer
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, given
 
@@ -105,6 +100,8 @@ def load(options: argparse.Namespace) -> int:
     console.print(summary(loaded.header.source))
     if reused := describe_reused(loaded.header.source):
         console.print(reused)
+    for line in describe_scorer(loaded.header):
+        console.print(line, markup=False)
     if not options.no_activate:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
@@ -130,80 +127,6 @@ def describe_load(loaded: Loaded) -> str:
         f"({against}) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
         f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
     )
-
-
-def describe_reused(source: Mapping[str, Any]) -> str:
-    """A line about tables that were taken over from another version, of the source in a header; "" where none were."""
-    reused = source.get("reused")
-    if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
-        return ""
-    names = list(map(str, tables))
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"taken over from version {reused.get('version')}: {', '.join(names[:5])}{more}"
-
-
-def list_models(options: argparse.Namespace) -> int:
-    """Prints a line for each version, and how much shared memory is free."""
-    settings = _settings(options)
-    root = settings.root
-    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", box=None)
-    for model in models(root, settings.owner):
-        live = model.record().current
-        for version in model.versions():
-            try:
-                segment = model.attach(version, "header")
-            except SegmentError as error:
-                table.add_row(model.name, str(version), "damaged", str(error))
-                continue
-            h = segment.header
-            cells = (
-                "live" if version == live else "",
-                h.created,
-                str(len(h.tables)),
-                mb(segment.size),
-                mb(h.fp32_bytes),
-            )
-            table.add_row(model.name, str(version), *cells)
-        for version in model.loading_versions():
-            table.add_row(model.name, str(version), "loading")
-    console.print(table if table.row_count else f"nothing is published under {root}")
-    free = available_bytes(root if root.exists() else Path("/dev/shm"))
-    console.print(f"{mb(free)} of shared memory free")
-    return 0
-
-
-def inspect(options: argparse.Namespace) -> int:
-    """Prints the tables and features of a version."""
-    segment = _model(options).attach(options.version, "header")
-    h = segment.header
-    console.print(
-        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
-    )
-    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
-    if reused := describe_reused(h.source):
-        console.print(reused)
-    if (o := h.owner) is not None:
-        console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
-    table = Table("table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
-    for t in h.tables:
-        table.add_row(
-            t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
-            mb(t.bytes), t.key,
-        )  # fmt: skip
-    console.print(table)
-    table = Table("feature", "table", "pooling", "output", box=None)
-    for f in h.features:
-        table.add_row(f.name, f.table, f.pooling, f.output)
-    console.print(table)
-    return 0
-
-
-def _ids_of(t: StoredTable) -> str:
-    """How many ids a table has, for people; a table of raw ids has more rows, some of which no id has."""
-    if t.ids is None:
-        return f"{t.rows:,} row numbers"
-    kind = f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets" if t.ids.index else f"row numbers from {t.ids.first:,} on"
-    return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
 
 
 def verify(options: argparse.Namespace) -> int:
