@@ -93,11 +93,13 @@ def _add_publishing(command: _AddCommand) -> None:
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 
-    command("list", showing.list_models, "list models and versions in shared memory")
+    p = command("list", showing.list_models, "list models and versions in shared memory")
+    _add_json(p)
 
     p = command("inspect", showing.inspect, "show what a version holds")
     p.add_argument("model")
     p.add_argument("version", type=count(1), nargs="?")
+    _add_json(p)
 
     p = command("verify", publishing.verify, "read every byte of the versions and compare checksums")
     p.add_argument("model", nargs="?", help="(default: all models)")
@@ -186,6 +188,7 @@ def _add_evaluation(command: _AddCommand) -> None:
     )
     p.add_argument("--batch", type=count(1), default=4096, help="rows scored at once (default: %(default)s)")
     p.add_argument("--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    _add_json(p)
     p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
@@ -211,10 +214,17 @@ def _add_measuring(command: _AddCommand) -> None:
     )
     p.add_argument("--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
 
+    _add_json(p)
+
     p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
     p.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
     p.add_argument("--once", action="store_true", help="one table, and end")
+    _add_json(p)
+
+
+def _add_json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="print JSON, whose keys docs/operations.md lists")
 
 
 def _add_server(p: argparse.ArgumentParser) -> None:

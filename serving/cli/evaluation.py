@@ -5,13 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 from tableside.loader.load import LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.model import check_name, read_model
 from tableside.loader.versions import Model
-from tableside.serving.cli.output import console, progress_bar
+from tableside.serving.cli.output import console, errors, print_json, progress_bar
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, given
 
@@ -30,7 +31,8 @@ def evaluate(options: argparse.Namespace) -> int:
     names = [options.model, *([options.against] if options.against else [])]
     if any(name.endswith(".toml") for name in names):
         check_out(options.out)  # before what is loaded is noted there
-    candidates = [_candidate(name, root, owner, options.out) for name in names]
+    say = errors if options.json else console
+    candidates = [_candidate(name, root, owner, options.out, say) for name in names]
     for source in options.source or []:
         spec = read_model(source)
         candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
@@ -52,11 +54,14 @@ def evaluate(options: argparse.Namespace) -> int:
     )
     with progress_bar("evaluating") as progress:
         report = run(candidates, settings, server, progress)
-    _print_report(report)
+    if options.json:
+        print_json(report.figures())
+    else:
+        _print_report(report)
     return 3 if report.passed is False else 0
 
 
-def _candidate(text: str, root: Path, owner: str | None, out: Path) -> "Candidate":
+def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console) -> "Candidate":
     """The version that MODEL, MODEL@VERSION or a model.toml names. A model.toml is loaded, not activated, once for each `out`."""
     from tableside.serving.evaluation.sources import remember, remembered
     from tableside.serving.evaluation.work import Candidate
@@ -64,12 +69,12 @@ def _candidate(text: str, root: Path, owner: str | None, out: Path) -> "Candidat
     if text.endswith(".toml"):
         spec = read_model(Path(text))
         if (known := remembered(out, Path(text), spec, root)) is not None:
-            console.print(f"{text} was loaded as {spec.name} version {known} when this evaluation began")
+            say.print(f"{text} was loaded as {spec.name} version {known} when this evaluation began")
             return Candidate(spec.name, known, source=Path(text).resolve())
         with progress_bar(f"loading {spec.name}") as progress:
             loaded = load_model(spec, root, LoadSettings(activate=False), progress)
         remember(out, Path(text), spec, loaded.version)
-        console.print(f"loaded {loaded.model} version {loaded.version}, not activated")
+        say.print(f"loaded {loaded.model} version {loaded.version}, not activated")
         return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
     name, at, version = text.partition("@")
     if at and not version.isdecimal():

@@ -1,17 +1,35 @@
-"""What the commands print with: tables and lines for people on stdout, progress on stderr where that is a terminal."""
+"""What the commands print with: tables, lines and JSON on stdout, progress on stderr where that is a terminal.
+
+A table is as wide as a terminal. Elsewhere, in a pipe or a file, it is as wide as what it says, and nothing is cut.
+"""
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tableside.loader.load import Progress as LoadProgress
 
-console = Console(highlight=False, soft_wrap=True)
-errors = Console(highlight=False, soft_wrap=True, stderr=True)
+_UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
+
+
+def make_console(stderr: bool = False) -> Console:
+    """A console for lines and tables, of one of the two streams as it is now."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(highlight=False, soft_wrap=True, stderr=stderr, width=None if is_terminal else _UNCUT)
+
+
+console, errors = make_console(), make_console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout. A number that is not finite is null."""
+    print(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode(), flush=True)
 
 
 def mb(n: float) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
@@ -10,11 +11,12 @@ from rich.table import Table
 from tableside.serving import wire
 from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.generator import Load, merged, run, run_at_rate
-from tableside.serving.cli.output import console, mb
+from tableside.serving.cli.output import console, mb, print_json
 from tableside.serving.client import Client
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, given
 
+_LATENCIES = {"p50_ms": 50, "p99_ms": 99, "p99_9_ms": 99.9}
 _TURNS = 5  # of each form, where there are several
 
 
@@ -67,20 +69,36 @@ def bench(options: argparse.Namespace) -> int:
     shape = Shape(options.batch, options.ids, options.same, options.zipf)
     forms = FORMS if options.form == "both" else (options.form,)
     requests = {form: make_requests(described, options.url, shape, form, max_bytes=MAX_BYTES // len(forms)) for form in forms}
-    loads = _in_turns(options, requests)
     features = len(described["features"])
-    console.print(f"{options.model}: {features} features x {shape}")
-    console.print(_how(options, requests))
-    table = Table("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
-    for form, load in loads.items():
-        latencies = (f"{load.percentile_ms(p):.2f}" for p in (50, 99, 99.9))
-        ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
-        table.add_row(form, f"{load.requests_per_s:,.0f}", f"{ids_per_s:,.0f}", *latencies, str(load.failed))
-    console.print(table)
-    failures = [f"{form}: {load.failed} failed, the first of: {load.failure}" for form, load in loads.items() if load.failed]
-    for failure in failures:
-        console.print(failure, markup=False)
+    loads = [_measured(form, load, features, shape) for form, load in _in_turns(options, requests).items()]
+    failures = [load for load in loads if load["failed"]]
+    if options.json:
+        asked = {"batch": shape.batch, "ids": shape.ids, "same": shape.same, "zipf": shape.zipf, "rate": options.rate}
+        asked |= {"arrivals": options.arrivals, "concurrency": options.concurrency, "seconds": options.seconds}
+        print_json({"model": options.model, "url": options.url, "features": features, **asked, "forms": loads})
+    else:
+        console.print(f"{options.model}: {features} features x {shape}")
+        console.print(_how(options, requests))
+        console.print(_loads_table(loads))
+        for load in failures:
+            console.print(f"{load['form']}: {load['failed']} failed, the first of: {load['failure']}", markup=False)
     return 1 if failures else 0
+
+
+def _loads_table(loads: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
+    for load in loads:
+        rates = (f"{load[key]:,.0f}" for key in ("requests_per_s", "ids_per_s"))
+        table.add_row(load["form"], *rates, *(f"{load[key]:.2f}" for key in _LATENCIES), str(load["failed"]))
+    return table
+
+
+def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, Any]:
+    """What a form's load gave: an entry of `forms` in JSON (docs/operations.md)."""
+    ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
+    counts = {"requests": load.requests, "failed": load.failed, "failure": load.failure or None}
+    latencies = {key: load.percentile_ms(percent) for key, percent in _LATENCIES.items()}
+    return {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s, **latencies, **counts}
 
 
 def _in_turns(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:

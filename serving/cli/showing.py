@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,45 +10,57 @@ from rich.markup import escape
 from rich.table import Table
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.header import Header, ScorerInput, StoredScorer
+from tableside.loader.header import Header, StoredScorer
 from tableside.loader.memory import available_bytes
 from tableside.loader.nearest import did_you_mean
+from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, models
-from tableside.serving.cli.output import console, mb
+from tableside.serving.cli.output import console, mb, print_json
 from tableside.serving.settings import RootSettings, given
+
+_UNKNOWN = dict.fromkeys(("state", "created", "tables", "bytes", "fp32_bytes", "scorer", "error"))
 
 
 def list_models(options: argparse.Namespace) -> int:
     """Prints a line for each version, and how much shared memory is free."""
     settings = RootSettings(**given(options, RootSettings))
     root = settings.root
-    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", "scorer", box=None)
-    for model in models(root, settings.owner):
-        live = model.record().current
-        for version in model.versions():
-            try:
-                segment = model.attach(version, "header")
-            except SegmentError as error:
-                table.add_row(model.name, str(version), "damaged", escape(str(error)))
-                continue
-            h = segment.header
-            cells = (
-                "live" if version == live else "",
-                h.created,
-                str(len(h.tables)),
-                mb(segment.size),
-                mb(h.fp32_bytes),
-                escape(_scorer_cell(h.scorer)),
-            )
-            table.add_row(model.name, str(version), *cells)
-        for version in model.loading_versions():
-            table.add_row(model.name, str(version), "loading")
-    console.print(table if table.row_count else f"nothing is published under {root}")
+    versions = [v for model in models(root, settings.owner) for v in _versions(model)]
     free = available_bytes(root if root.exists() else Path("/dev/shm"))
+    if options.json:
+        print_json({"root": str(root), "free_bytes": free, "versions": versions})
+        return 0
+    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", "scorer", box=None)
+    for v in versions:
+        cells = [v["model"], str(v["version"]), "" if v["state"] == "published" else v["state"]]
+        if v["error"] is not None:
+            cells.append(escape(v["error"]))
+        elif v["created"] is not None:
+            cells += [v["created"], str(v["tables"]), mb(v["bytes"]), mb(v["fp32_bytes"]), escape(_scorer_text(v["scorer"]))]
+        table.add_row(*cells)
+    console.print(table if table.row_count else f"nothing is published under {root}")
     console.print(f"{mb(free)} of shared memory free")
     return 0
+
+
+def _versions(model: Model) -> Iterator[dict[str, Any]]:
+    """What `list` says of a model's versions, by its keys in JSON (docs/operations.md)."""
+    live = model.record().current
+    for version in model.versions():
+        unknown: dict[str, Any] = {"model": model.name, "version": version, **_UNKNOWN}
+        try:
+            segment = model.attach(version, "header")
+        except SegmentError as error:
+            yield {**unknown, "state": "damaged", "error": str(error)}
+            continue
+        h = segment.header
+        sizes = {"tables": len(h.tables), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
+        state = "live" if version == live else "published"
+        yield {**unknown, "state": state, "created": h.created, **sizes, "scorer": _scorer(h.scorer)}
+    for version in model.loading_versions():
+        yield {"model": model.name, "version": version, **_UNKNOWN, "state": "loading"}
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -55,6 +68,9 @@ def inspect(options: argparse.Namespace) -> int:
     settings = RootSettings(**given(options, RootSettings))
     segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
     h = segment.header
+    if options.json:
+        print_json(_version(segment))
+        return 0
     console.print(
         f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
     )
@@ -63,23 +79,54 @@ def inspect(options: argparse.Namespace) -> int:
         console.print(reused)
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
+    for table in _tables(h):
+        console.print(table)
+    return 0
+
+
+def _tables(h: Header) -> Iterator[Table]:
+    """What a version holds, for people."""
     table = Table("table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
     for t in h.tables:
         table.add_row(
             t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
             mb(t.bytes), escape(t.key),
         )  # fmt: skip
-    console.print(table)
+    yield table
     table = Table("feature", "table", "pooling", "output", box=None)
     for f in h.features:
         table.add_row(f.name, f.table, f.pooling, f.output)
-    console.print(table)
+    yield table
     if h.scorer is not None:
         table = Table(f"{h.scorer.kind} scorer's input", "feature", "width", box=None)
         for i in h.scorer.inputs:
             table.add_row(escape(i.name), i.feature or "(dense: a request brings it)", str(i.width))
-        console.print(table)
-    return 0
+        yield table
+
+
+def _version(segment: Segment) -> dict[str, Any]:
+    """What `inspect` says, by its keys in JSON (docs/operations.md)."""
+    h = segment.header
+    tables = [
+        {
+            **{name: getattr(t, name) for name in ("name", "key", "rows", "dim", "row_format", "row_bytes", "bytes")},
+            "ids": t.rows if t.ids is None else t.ids.count,
+            "is_raw": t.ids is not None and t.ids.index is not None,
+            "first_id": 0 if t.ids is None else t.ids.first,
+            "backfilled": 0 if t.ids is None else t.ids.backfilled,
+            "missing": "error" if t.ids is None else t.ids.missing,
+        }
+        for t in h.tables
+    ]
+    return {
+        **{"model": h.model, "version": h.version, "created": h.created, "path": str(segment.path)},
+        **{"bytes": segment.size, "fp32_bytes": h.fp32_bytes},
+        **{"checkpoint": h.source.get("path"), "load_seconds": h.load.get("seconds"), "verification": summary(h.source)},
+        "owner": None if h.owner is None else asdict(h.owner),
+        "tables": tables,
+        "features": [asdict(f) for f in h.features],
+        "scorer": _scorer(h.scorer),
+    }
 
 
 def _ids_of(t: StoredTable) -> str:
@@ -104,7 +151,7 @@ def describe_scorer(header: Header) -> Iterator[str]:
     """Lines about what a version's scorer takes: its inputs, those that no feature gives, and the features that none takes."""
     if (scorer := header.scorer) is None:
         return
-    yield f"scorer {_scorer_cell(scorer)}"
+    yield f"scorer {_scorer_text(_scorer(scorer))}"
     taken = {i.feature for i in scorer.inputs if i.feature is not None}
     unused = [f.name for f in header.features if f.name not in taken]
     for i in scorer.inputs:
@@ -117,14 +164,17 @@ def describe_scorer(header: Header) -> Iterator[str]:
         yield f"feature {name} is not scored: no input of the scorer is called like it, or given it by inputs of [scorer]"
 
 
-def _scorer_cell(scorer: StoredScorer | None) -> str:
-    """A scorer's kind and its inputs, for people: program(user, item=clicked, dense context)."""
-    if scorer is None:
-        return ""
-    return f"{scorer.kind}({', '.join(map(_input, scorer.inputs))})"
+def _scorer(scorer: StoredScorer | None) -> dict[str, Any] | None:
+    """A scorer's kind and inputs, by their keys in JSON; feature: None: a request brings the input as a dense tensor."""
+    return None if scorer is None else {"kind": scorer.kind, "inputs": [asdict(i) for i in scorer.inputs]}
 
 
-def _input(i: ScorerInput) -> str:
-    if i.feature is None:
-        return f"dense {i.name}"
-    return i.name if i.name == i.feature else f"{i.name}={i.feature}"
+def _scorer_text(scorer: Mapping[str, Any] | None) -> str:
+    """The same for people: program(user, item=clicked, dense context)."""
+    return "" if scorer is None else f"{scorer['kind']}({', '.join(_input(**i) for i in scorer['inputs'])})"
+
+
+def _input(name: str, feature: str | None, width: int) -> str:
+    if feature is None:
+        return f"dense {name}"
+    return name if name == feature else f"{name}={feature}"

@@ -3,42 +3,65 @@
 import argparse
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from tableside.serving.cli.output import console, print_json
 from tableside.serving.client import Client
 
 Samples = Mapping[tuple[str, str], float]  # name of a sample, one label's value -> the sum of all with it
 _LABELS = ("model", "table", "device")
 
-console = Console(highlight=False)
+# Rates, by their keys in JSON, in the order of the tables' columns.
+_OF_MODELS = {
+    "requests_per_s": "tableside_requests_total",
+    "refused_per_s": "tableside_requests_total_refused",
+    "ids_per_s": "tableside_ids_total",
+    "ids_without_row_per_s": "tableside_ids_without_row_total",
+    "row_bytes_per_s": "tableside_row_bytes_total",
+}
+_OF_TABLES = {
+    "ids_per_s": "tableside_cache_ids_total",
+    "fetched_rows_per_s": "tableside_cache_fetched_rows_total",
+    "bus_bytes_per_s": "tableside_cache_bus_bytes_total",
+    "in_place_ids_per_s": "tableside_cache_in_place_ids_total",
+}
+_OF_CACHES = {
+    "admitted_rows_per_s": "tableside_cache_inserted_rows_total",
+    "evicted_rows_per_s": "tableside_cache_evicted_rows_total",
+    "staged_only_rows_per_s": "tableside_cache_padded_rows_total",
+    "no_free_slot_rows_per_s": "tableside_cache_locked_out_rows_total",
+}
 
 
 def top(options: argparse.Namespace) -> int:
-    """Prints rates of a server, once or until it is interrupted."""
+    """Prints rates of a server, once or until it is interrupted; as JSON a line for each look."""
     with Client(options.url) as client:
         looks = _looks(client, options.seconds)
-        if options.once:
-            console.print(next(looks))
-            return 0
-        with Live(console=console, auto_refresh=False) as live:
-            try:
-                for shown in looks:
-                    live.update(shown, refresh=True)
-            except KeyboardInterrupt:
+        try:
+            if options.json or options.once:
+                for found in islice(looks, 1 if options.once else None):
+                    print_json(found) if options.json else console.print(tables(found))
                 return 0
+            with Live(console=console, auto_refresh=False) as live:
+                for found in looks:
+                    live.update(tables(found), refresh=True)
+        except KeyboardInterrupt:
+            return 0
     return 0
 
 
-def _looks(client: Client, seconds: float) -> Iterator[Group]:
+def _looks(client: Client, seconds: float) -> Iterator[dict[str, Any]]:
     before, began = samples(client.metrics()), time.monotonic()
     while True:
         time.sleep(seconds)
         now, at = samples(client.metrics()), time.monotonic()
-        yield tables(before, now, at - began)
+        yield rates(before, now, at - began)
         before, began = now, at
 
 
@@ -53,43 +76,53 @@ def samples(text: str) -> Samples:
     return found
 
 
-def tables(before: Samples, now: Samples, seconds: float) -> Group:
-    """Tables of what happened in a second between two looks, and of what is held now."""
+def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
+    """What happened in a second between two looks, and what is held now: what `--json` prints (docs/operations.md)."""
 
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds
 
+    def of(label: str, counters: Mapping[str, str]) -> dict[str, float]:
+        return {key: rate(name, label) for key, name in counters.items()}
+
+    def labels(sample: str) -> list[str]:
+        return sorted(label for name, label in now if name == sample)
+
+    tables, caches = [], []
+    for table in labels("tableside_cache_ids_total"):
+        looked_up = of(table, _OF_TABLES)
+        ids, hits = looked_up["ids_per_s"], rate("tableside_cache_hits_total", table)
+        tables.append({"table": table, **looked_up, "hit_fraction": hits / ids if ids else None})
+    for device in labels("tableside_cache_slots"):
+        slots, occupied = now["tableside_cache_slots", device], now["tableside_cache_occupied_slots", device]
+        held = {"device": device, "slots": slots, "occupied_fraction": occupied / max(1.0, slots)}
+        caches.append({**held, **of(device, _OF_CACHES)})
+    models = [{"model": m, **of(m, _OF_MODELS)} for m in labels("tableside_version")]
+    return {"seconds": seconds, "models": models, "cached_tables": tables, "caches": caches}
+
+
+def tables(found: Mapping[str, Any]) -> Group:
+    """`rates` as tables."""
     models = Table("model", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None)
-    for name in sorted(label for sample, label in now if sample == "tableside_version"):
-        requests = "tableside_requests_total"
-        counts = (requests, f"{requests}_refused", "tableside_ids_total", "tableside_ids_without_row_total")
-        models.add_row(name, *(f"{rate(c, name):,.0f}" for c in counts), f"{rate('tableside_row_bytes_total', name) / 1e6:,.1f}")
+    for m in found["models"]:
+        models.add_row(m["model"], *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]), f"{m['row_bytes_per_s'] / 1e6:,.1f}")
     parts = [models]
-    cached = sorted(label for sample, label in now if sample == "tableside_cache_ids_total")
-    if cached:
+    if found["cached_tables"]:
         shown = Table("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s", box=None)
-        for name in cached:
-            ids, hits = rate("tableside_cache_ids_total", name), rate("tableside_cache_hits_total", name)
+        for t in found["cached_tables"]:
             shown.add_row(
-                name,
-                f"{ids:,.0f}",
-                f"{hits / ids:.3f}" if ids else "-",
-                f"{rate('tableside_cache_fetched_rows_total', name):,.0f}",
-                f"{rate('tableside_cache_bus_bytes_total', name) / 1e6:,.1f}",
-                f"{rate('tableside_cache_in_place_ids_total', name):,.0f}",
+                t["table"],
+                f"{t['ids_per_s']:,.0f}",
+                "-" if t["hit_fraction"] is None else f"{t['hit_fraction']:.3f}",
+                f"{t['fetched_rows_per_s']:,.0f}",
+                f"{t['bus_bytes_per_s'] / 1e6:,.1f}",
+                f"{t['in_place_ids_per_s']:,.0f}",
             )
         parts.append(shown)
-    if devices := sorted(label for sample, label in now if sample == "tableside_cache_slots"):
+    if found["caches"]:
         shown = Table("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s", box=None)
-        for name in devices:
-            slots = now["tableside_cache_slots", name]
-            events = ("inserted", "evicted", "padded", "locked_out")
-            occupied = now["tableside_cache_occupied_slots", name] / max(1.0, slots)
-            shown.add_row(
-                name,
-                f"{slots:,.0f}",
-                f"{occupied:.1%}",
-                *(f"{rate(f'tableside_cache_{e}_rows_total', name):,.0f}" for e in events),
-            )
+        for c in found["caches"]:
+            counts = (f"{c[key]:,.0f}" for key in _OF_CACHES)
+            shown.add_row(c["device"], f"{c['slots']:,.0f}", f"{c['occupied_fraction']:.1%}", *counts)
         parts.append(shown)
     return Group(*parts)

@@ -70,6 +70,11 @@ class Report:
     ids_without_row_total: tuple[WithoutRow, ...]
     ne_increase: float | None
     passed: bool | None
+    max_ne_increase: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as OUT/report.json has it (docs/scoring.md)."""
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
 
     @property
     def rows_per_s(self) -> float:
@@ -275,7 +280,7 @@ def _report(
     if settings.max_ne_increase is not None:
         passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
     names = tuple(map(str, job.candidates))
-    report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), increase, passed)
-    figures = {**asdict(report), "rows_per_s": report.rows_per_s, "max_ne_increase": settings.max_ne_increase}
-    write_record(settings.out / "report.json", figures)
+    judged = (increase, passed, settings.max_ne_increase)
+    report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), *judged)
+    write_record(settings.out / "report.json", report.figures())
     return report

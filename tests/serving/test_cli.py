@@ -1,6 +1,7 @@
 """The command line, as a user types it."""
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from json_keys import documented_keys, keys_of
 from support import rows_of, run_tableside
 
 from tableside.loader.errors import VersionError
@@ -199,6 +201,11 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
     assert found.returncode == 0, found.stderr
     assert "the same in every bag" in found.stdout
     assert "100 requests/s due at even times" in found.stdout
+    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--json")
+    told = json.loads(found.stdout)
+    assert found.returncode == 0 and told["features"] == 4 and keys_of(told) == documented_keys("bench")
+    (form,) = told["forms"]
+    assert form["requests"] > 0 and form["ids_per_s"] == pytest.approx(form["requests_per_s"] * 4 * 32 * 20)
 
 
 def test_bench_tells_why_requests_fail(server: Any) -> None:
@@ -206,6 +213,9 @@ def test_bench_tells_why_requests_fail(server: Any) -> None:
     found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--form", "compact")
     assert found.returncode == 1
     assert "failed, the first of: 400: {" in found.stdout
+    command = ("bench", "demo", "--url", server.url, "--seconds", 0.2, "--form", "compact", "--json")
+    found = run_tableside(*command)
+    assert found.returncode == 1 and json.loads(found.stdout)["forms"][0]["failure"].startswith("400: {")
 
 
 def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import tables
 import torch
+from json_keys import documented_keys, keys_of
 from raw_demo import DemoTable, publish_raw, random_ids
 from scorers import Ctr, exported
 from support import is_running, rows_of, run_tableside, until
@@ -210,6 +211,11 @@ def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     assert "FAILED: the increase of NE is larger" in int2.stdout
     report = json.loads((tmp_path / "int2" / "report.json").read_text())
     assert report["candidates"] == ["ctr@3", "ctr@1"] and report["passed"] is False
+    told = evaluate(root, "ctr@3", path, "--out", tmp_path / "told", *gate, "--json")
+    assert told.returncode == 3 and told.stdout.count("\n") == 1, told.stderr
+    assert keys_of(json.loads(told.stdout)) == documented_keys("eval")
+    written = json.loads((tmp_path / "told" / "report.json").read_text())
+    assert json.loads(told.stdout) == {key: value for key, value in written.items() if key != "xxh3"}  # its checksum
     assert report["ne_increase"] == pytest.approx(report["overall"][0]["ne"] - report["overall"][1]["ne"])
     assert Model(root, "ctr").current() == 1
 

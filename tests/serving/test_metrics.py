@@ -1,6 +1,7 @@
 """Metrics: every number, after kills and with damaged files, and no label that a request can invent."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from json_keys import documented_keys, keys_of
 from prometheus_client.metrics import MetricWrapperBase
 from rich.console import Console
 from support import run_tableside, until
@@ -130,6 +132,8 @@ def test_top_shows_rates(start: Start) -> None:
     server = start()
     result = run_tableside("top", "--url", server.url, "--once", "--seconds", "0.2")
     assert result.returncode == 0 and "requests/s" in result.stdout and "demo" in result.stdout
+    shown = run_tableside("top", "--url", server.url, "--once", "--seconds", "0.2", "--json").stdout
+    assert [m["model"] for m in json.loads(shown)["models"]] == ["demo"] and shown.count("\n") == 1
     before = top.samples(
         'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 90\n'
     )
@@ -140,8 +144,9 @@ def test_top_shows_rates(start: Start) -> None:
         'tableside_cache_hits_total{table="ads/user"} 150\ntableside_cache_slots{device="cuda:0"} 8\n'
         'tableside_cache_occupied_slots{device="cuda:0"} 6\n'
     )
+    assert keys_of(top.rates(before, now, 2.0)) == documented_keys("top")
     console = Console(width=120, file=io.StringIO())
-    console.print(top.tables(before, now, 2.0))
+    console.print(top.tables(top.rates(before, now, 2.0)))
     shown = console.file.getvalue().split()  # type: ignore[attr-defined]
     for value in ("ads", "5", "2", "ads/user", "100", "0.750", "cuda:0", "75.0%"):
         assert value in shown

@@ -1,11 +1,13 @@
 """What the commands say of published versions: their tables, features and scorers."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from json_keys import documented_keys, keys_of
 from scorers import Ctr, exported
-from support import rows_of
+from support import rows_of, run_tableside
 
 from tableside.serving.cli.cli import main
 
@@ -56,3 +58,39 @@ def test_a_load_whose_scorer_takes_all_says_no_more(folder: Path, capsys: pytest
     write("kind = 'dot'\nfeatures = ['user', 'item']", "user", "item")
     said = say(capsys, "load", "m.toml")
     assert "scorer dot(user, item)\n" in said and "not scored" not in said and "dense" not in said
+
+
+def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The documented_keys keys and no others, with what was loaded; a damaged and an unfinished version have them too."""
+    write("kind = 'dot'\nfeatures = ['user', 'item']", "user", "item")
+    for _ in range(2):
+        say(capsys, "load", "m.toml")
+    (root / "m" / "7.segment.partial").touch(mode=0o600)
+    (root / "m" / "1.damaged").touch(mode=0o600)
+    text = say(capsys, "list", "--json")
+    listed = json.loads(text)
+    assert text.count("\n") == 1 and keys_of(listed) == documented_keys("list") | documented_keys("scorer")
+    assert [(v["version"], v["state"]) for v in listed["versions"]] == [(1, "damaged"), (2, "live"), (7, "loading")]
+    assert len({frozenset(v) for v in listed["versions"]}) == 1
+    assert "activate another version" in listed["versions"][0]["error"] and listed["versions"][2]["bytes"] is None
+    found = json.loads(say(capsys, "inspect", "m", "--json"))
+    keys = documented_keys("inspect") | documented_keys("inspect`: `tables") | documented_keys("scorer")
+    assert keys_of(found) == keys - {"number", "owners"}  # of an owner, which this version has not
+    assert {t["name"]: (t["rows"], t["dim"], t["ids"], t["is_raw"]) for t in found["tables"]} == {
+        "user": (100, 8, 100, False),
+        "item": (50, 8, 50, False),
+        "contexts": (9, 8, 9, False),
+    }
+    assert found["scorer"]["inputs"][1] == {"name": "item", "feature": "item", "width": 8}
+    assert found["bytes"] == (root / "m" / "2.segment").stat().st_size and found["owner"] is None
+
+
+def test_nothing_is_cut_in_a_pipe(folder: Path, root: Path) -> None:
+    """A key of two hundred characters stands whole in one line."""
+    key = "a_long_name." * 20
+    np.savez("c.npz", **{key: rows_of(4, 8)})
+    Path("m.toml").write_text(f"name = 'm'\ncheckpoint = 'c.npz'\n[tables.t]\nkey = '{key}'\n")
+    assert run_tableside("load", "m.toml", root=root).returncode == 0
+    shown = run_tableside("inspect", "m", root=root).stdout
+    (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["t"] and key in line)
+    assert "int8" in line
