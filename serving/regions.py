@@ -1,0 +1,311 @@
+"""Regions of shared memory that clients registered, as a worker reads and writes them.
+
+A region is a part of an object of POSIX shared memory: a file in /dev/shm that its client made. A worker opens a region when a
+request names it first, and never maps it: `pread` of a truncated object returns fewer bytes, where a mapping would end the worker
+with SIGBUS. So bytes are copied once on their way in and once on their way out, and a client that writes meanwhile changes
+nothing that was checked.
+
+An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that is not reserved. A
+region ends when it is unregistered, and when its object loses its name. Nothing of that is told apart in errors, which would
+otherwise say what lies in /dev/shm.
+"""
+
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tableside.serving.errors import ApiError, Kind, bad_request, short
+from tableside.serving.region_registry import RegionRegistry, Registered
+
+FOLDER = "/dev/shm"
+RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
+_MOST_NAME_BYTES = 255
+_LARGEST = (1 << 62) - 1
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class RegionLimits(NamedTuple):
+    """Of all regions of a server together: how many, and their bytes."""
+
+    regions: int
+    bytes: int
+
+
+class Region:
+    """A region that this process has open. It is closed with the last request that uses it. Any thread may use it."""
+
+    def __init__(self, fd: int, entry: Registered) -> None:
+        """fd: of the region's object, which this object owns from now on."""
+        self.entry = entry
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    @cached_property
+    def label(self) -> str:
+        """What errors call it: the name that the client gave it."""
+        return f"shared memory region {short(self.entry.name)}"
+
+    def holds(self, offset: int, size: int) -> bool:
+        """Whether `size` bytes from byte `offset` on lie in the region."""
+        return min(offset, size) >= 0 and offset + size <= self.entry.byte_size
+
+    def check(self) -> None:
+        """ApiError: the object is shorter than it was when it was registered, or has lost its name."""
+        found = os.fstat(self._fd)
+        if not found.st_nlink:
+            raise gone(self.entry.name)
+        if found.st_size < self.entry.offset + self.entry.byte_size:
+            raise self._truncated()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills `into` from byte `offset` of the region on. ApiError: the object ends before that."""
+        at = self.entry.offset + offset
+        while into.nbytes:
+            count = os.preadv(self._fd, [into], at)
+            if not count:
+                raise self._truncated()
+            into, at = into[count:], at + count
+
+    def write(self, offset: int, values: memoryview) -> None:
+        """Writes `values` from byte `offset` of the region on. ApiError: the object was truncated, or there is no memory."""
+        self.check()
+        at = self.entry.offset + offset
+        while values.nbytes:
+            try:
+                count = os.pwrite(self._fd, values, at)
+            except OSError as error:
+                message = f"{self.label} takes no more bytes ({error.strerror}); free shared memory, then try again"
+                raise ApiError(507, Kind.TOO_LARGE, message) from None
+            values, at = values[count:], at + count
+
+    def _truncated(self) -> ApiError:
+        return bad_request(
+            f"{self.label}: its object is shorter than the {self.entry.byte_size:,} bytes from byte {self.entry.offset:,} on "
+            "that were registered; unregister it, and register it as it is"
+        )
+
+
+class Slice(NamedTuple):
+    """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer: from `at` on."""
+
+    region: Region
+    offset: int
+    size: int
+    at: int
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """Device, inode and byte of the object, for what lies before what. Two regions may be parts of one object."""
+        entry = self.region.entry
+        return entry.device, entry.inode, entry.offset + self.offset
+
+
+def joined(slices: Iterable[Slice]) -> list[Slice]:
+    """The same bytes in fewer slices: those that follow each other in a region and in the buffer are one. Empty ones go."""
+    found: list[Slice] = []
+    for one in slices:
+        if not one.size:
+            continue
+        if found:
+            last = found[-1]
+            if last.region is one.region and last.offset + last.size == one.offset and last.at + last.size == one.at:
+                found[-1] = last._replace(size=last.size + one.size)
+                continue
+        found.append(one)
+    return found
+
+
+def overlap(slices: Sequence[Slice]) -> bool:
+    """Whether any two slices have a byte of an object in common. Empty ones have none."""
+    ends: tuple[int, int, int] | None = None
+    for span, size in sorted((s.span, s.size) for s in slices if s.size):
+        if ends is not None and span < ends:
+            return True
+        ends = (*span[:2], span[2] + size)
+    return False
+
+
+def read(slices: Iterable[Slice], into: memoryview) -> None:
+    """Fills a buffer's parts from regions. ApiError: an object was truncated meanwhile."""
+    for one in slices:
+        one.region.read(one.offset, into[one.at : one.at + one.size])
+
+
+def write(slices: Iterable[Slice], buffer: memoryview) -> None:
+    """Writes a buffer's parts into regions. ApiError: an object was truncated or lost its name meanwhile, or memory is full."""
+    for one in slices:
+        one.region.write(one.offset, buffer[one.at : one.at + one.size])
+
+
+class Regions:
+    """The regions of a server, as one of its workers uses them. Any thread may call."""
+
+    def __init__(self, registry: RegionRegistry, limits: RegionLimits, *, until_disconnected: bool = False) -> None:
+        """until_disconnected: a region ends with the connection that registered it."""
+        self._registry, self._limits = registry, limits
+        self.until_disconnected = until_disconnected
+        self._worker = _process(os.getpid()) if until_disconnected else ""
+        self._folder = os.open(FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._folder)
+        self._device = os.fstat(self._folder).st_dev
+        self._lock = threading.Lock()
+        self._generation = -1
+        self._entries: dict[str, Registered] = {}
+        self._open: dict[str, Region] = {}
+
+    # ---- registering ----
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> Registered:
+        """Registers a region for all workers.
+
+        ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too many regions.
+        """
+        if not name or len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
+            raise bad_request(f"the region's name is {short(name)}; expected 1 to {_MOST_NAME_BYTES} bytes")
+        if not 0 <= offset <= _LARGEST or not 1 <= byte_size <= _LARGEST:
+            raise bad_request(
+                f"shared memory region {short(name)}: offset is {short(offset)} and byte_size {short(byte_size)}; expected an "
+                "offset from 0 and a byte_size from 1"
+            )
+        fd = self._open_object(name, key)
+        found = os.fstat(fd)
+        entry = Registered(name, key, offset, byte_size, found.st_dev, found.st_ino, self._worker)
+        region = Region(fd, entry)
+        if found.st_size < offset + byte_size:
+            raise bad_request(
+                f"shared memory region {short(name)}: its object ends before offset {offset:,} + byte_size {byte_size:,}"
+            )
+        self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
+        with self._lock:
+            self._refresh()
+            if self._entries.get(name) == entry:
+                self._open[name] = region
+        return entry
+
+    def _with_room(self, entries: list[Registered], new: Registered) -> list[Registered]:
+        """ApiError: a region of that name is there, or the new one is one too many."""
+        if any(e.name == new.name for e in entries):
+            raise bad_request(f"shared memory region {short(new.name)} is registered already; unregister it first")
+        if len(entries) >= self._limits.regions:
+            raise bad_request(
+                f"{len(entries)} shared memory regions are registered, the limit (max_client_shm_regions); unregister some",
+                Kind.TOO_LARGE,
+            )
+        if (size := sum(e.byte_size for e in entries) + new.byte_size) > self._limits.bytes:
+            raise bad_request(
+                f"all shared memory regions would have {size:,} bytes; the limit is {self._limits.bytes:,} "
+                "(max_client_shm_bytes): unregister some, or register fewer bytes",
+                Kind.TOO_LARGE,
+            )
+        return entries
+
+    def unregister(self, name: str | None) -> None:
+        """Unregisters a region, or all of them. One that is not registered is none to unregister. Requests under way go on."""
+        self._registry.change(lambda entries: [e for e in entries if name is not None and e.name != name])
+        with self._lock:
+            self._refresh()
+
+    def forget(self, entry: Registered) -> None:
+        """Unregisters a region where it is still the one that was registered so."""
+        self._registry.change(lambda entries: [e for e in entries if e != entry])
+
+    def status(self, name: str | None) -> list[Registered]:
+        """A region, or all of them. ApiError: none is called so."""
+        with self._lock:
+            self._refresh()
+            if name is None:
+                return list(self._entries.values())
+            if name not in self._entries:
+                raise gone(name)
+            return [self._entries[name]]
+
+    # ---- using ----
+
+    def find(self, name: str) -> Region:
+        """A region that is registered, and as long as it was then. ApiError: it is not."""
+        with self._lock:
+            self._refresh()
+            region = self._open.get(name)
+            if region is None:
+                if (entry := self._entries.get(name)) is None:
+                    raise gone(name)
+                fd = self._open_object(name, entry.key)
+                region = Region(fd, entry)
+                found = os.fstat(fd)
+                if (found.st_dev, found.st_ino) != (entry.device, entry.inode):
+                    raise gone(name)
+                self._open[name] = region
+        region.check()
+        return region
+
+    def look(self) -> None:
+        """Closes what was unregistered; unregisters what lost its name, or the connection that it was to last for."""
+        with self._lock:
+            self._refresh()
+            entries = list(self._entries.values())
+        if over := [e for e in entries if not self._is_named(e) or not _lives(e.worker)]:
+            self._registry.change(lambda now: [e for e in now if e not in over])
+            with self._lock:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        """Takes the list where it changed. The caller holds the lock."""
+        if self._registry.generation == self._generation:
+            return
+        self._generation, entries = self._registry.read()
+        self._entries = {e.name: e for e in entries}
+        self._open = {n: r for n, r in self._open.items() if self._entries.get(n) == r.entry}
+
+    def _open_object(self, name: str, key: str) -> int:
+        """A descriptor of the object that a key names. ApiError: there is none that a client may name."""
+        file = key.lstrip("/")  # as shm_open takes it
+        if not file or "/" in file or "\0" in file or file.startswith(RESERVED):
+            raise _no_object(name)
+        try:
+            fd = os.open(file, _OPEN, dir_fd=self._folder)
+        except (OSError, UnicodeEncodeError):
+            raise _no_object(name) from None
+        found = os.fstat(fd)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or found.st_nlink != 1 or found.st_dev != self._device:
+            os.close(fd)
+            raise _no_object(name)
+        return fd
+
+    def _is_named(self, entry: Registered) -> bool:
+        """Whether the key still names the object that was registered."""
+        try:
+            found = os.stat(entry.key.lstrip("/"), dir_fd=self._folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (entry.device, entry.inode)
+
+
+def gone(name: Any) -> ApiError:
+    """400: no region of that name is registered."""
+    return bad_request(f"shared memory region {short(name)} is not registered, or its object was removed; register it")
+
+
+def _no_object(name: str) -> ApiError:
+    return bad_request(
+        f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX shared memory that the "
+        "server's user owns, by a name without slashes that is not reserved"
+    )
+
+
+def _process(pid: int) -> str:
+    """A process by its PID and when it started, as a PID alone may be given again; "" where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return f"{pid} {fields[19]}" if fields[0] not in "ZX" else ""
+
+
+def _lives(worker: str) -> bool:
+    return not worker or _process(int(worker.split()[0])) == worker
