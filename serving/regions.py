@@ -25,7 +25,7 @@ from tableside.serving.region_registry import RegionRegistry, Registered
 FOLDER = "/dev/shm"
 RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
 _MOST_NAME_BYTES = 255
-_LARGEST = (1 << 62) - 1
+LARGEST = (1 << 62) - 1  # offset and size of a region
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -167,7 +167,7 @@ class Regions:
         """
         if not name or len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
             raise bad_request(f"the region's name is {short(name)}; expected 1 to {_MOST_NAME_BYTES} bytes")
-        if not 0 <= offset <= _LARGEST or not 1 <= byte_size <= _LARGEST:
+        if not 0 <= offset <= LARGEST or not 1 <= byte_size <= LARGEST:
             raise bad_request(
                 f"shared memory region {short(name)}: offset is {short(offset)} and byte_size {short(byte_size)}; expected an "
                 "offset from 0 and a byte_size from 1"

@@ -14,6 +14,7 @@ from tableside.quant import choose
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.metrics_files import metrics_folder
+from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
@@ -82,7 +83,7 @@ def serve(
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-            config = WorkerConfig(settings, make)
+            config = WorkerConfig(settings, make, RegionRegistry() if settings.allow_client_shm else None)
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})")).run()
     finally:
         sock.close()

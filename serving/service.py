@@ -17,6 +17,8 @@ from tableside.serving.errors import Kind, ServingError, bad_request, not_found,
 from tableside.serving.executors import CpuExecutor, Executor
 from tableside.serving.metrics import ERRORS, SWAPS
 from tableside.serving.placement import Placer
+from tableside.serving.region_registry import RegionRegistry
+from tableside.serving.regions import RegionLimits, Regions
 from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings
@@ -35,10 +37,12 @@ def _log_end(watcher: asyncio.Task[None]) -> None:
 class Service:
     """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`, `in_flight`).
 
-    Belongs to one event loop. executor: there from `start` on.
+    Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients registered; None: not
+    allowed.
     """
 
     executor: Executor
+    regions: Regions | None = None
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -69,8 +73,16 @@ class Service:
         self._watcher: asyncio.Task[None] | None = None
         self._attaching = asyncio.Lock()
 
+    def share_regions(self, registry: RegionRegistry) -> None:
+        """Allows the regions of a registry that all workers share."""
+        s = self.settings
+        limits = RegionLimits(s.max_client_shm_regions, s.max_client_shm_bytes)
+        self.regions = Regions(registry, limits, until_disconnected=s.client_shm_until == "disconnected")
+
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
+        if self.settings.allow_client_shm and self.regions is None:
+            self.share_regions(RegionRegistry())  # this worker is the only one
         self.placer.open()
         self.executor = self._new_executor()
         for engine in self.engines.values():
@@ -119,6 +131,8 @@ class Service:
         """Takes new versions into service while requests run. It goes on whatever a published file holds."""
         while True:
             await asyncio.sleep(self.settings.poll_s)
+            if self.regions is not None:
+                self.regions.look()
             for engine in self.engines.values():
                 version = None
                 try:

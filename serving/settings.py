@@ -100,6 +100,18 @@ class ServerSettings(RootSettings):
     body_timeout_s: float = Field(8, gt=0, description="seconds from the end of the headers to the end of the body")
     write_timeout_s: float = Field(8, gt=0, description="seconds that a client may refuse to read its response")
     idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open between two requests")
+    allow_client_shm: bool = Field(
+        False, description="clients on this host may register shared memory of the server's user, for inputs and outputs"
+    )
+    max_client_shm_regions: int = Field(64, ge=1, le=1024, description="regions of shared memory that clients may register")
+    max_client_shm_bytes: ByteSize = Field(
+        ByteSize(4 << 30), ge=4096, description="bytes of all regions of shared memory that clients may register, as 512MiB"
+    )
+    client_shm_until: Literal["unregistered", "disconnected"] = Field(
+        "unregistered",
+        description="a region lasts until it is unregistered, or only until the connection closes that registered it; in either "
+        "case until its object is removed",
+    )
     scrub_hours: float = Field(
         24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
     )
@@ -164,7 +176,9 @@ def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *
             "default": None,
             "help": f"{field.description} (default: {field.default}; {PREFIX}{name.upper()})",
         }
-        if get_origin(field.annotation) is Literal:
+        if field.annotation is bool:
+            options["action"] = "store_true"
+        elif get_origin(field.annotation) is Literal:
             options["choices"] = get_args(field.annotation)
             options["type"] = lambda value: ALIASES.get(value, value)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop
@@ -54,8 +55,9 @@ def make_application(settings: ServerSettings) -> Any:
 class WorkerConfig(uvicorn.Config):
     """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and protocol class there."""
 
-    def __init__(self, settings: ServerSettings, make: MakeApplication) -> None:
-        self.settings, self._make = settings, make
+    def __init__(self, settings: ServerSettings, make: MakeApplication, registry: RegionRegistry | None = None) -> None:
+        """registry: of the shared memory that clients register; None: they may not."""
+        self.settings, self._make, self._registry = settings, make, registry
         super().__init__(
             functools.partial(make, settings),
             factory=True,
@@ -75,13 +77,16 @@ class WorkerConfig(uvicorn.Config):
 
     def on(self, device: str, sharing: int) -> "WorkerConfig":
         """This configuration for a worker on one device, which `sharing` workers share."""
-        return WorkerConfig(self.settings.model_copy(update={"devices": (device,), "sharing": sharing}), self._make)
+        settings = self.settings.model_copy(update={"devices": (device,), "sharing": sharing})
+        return WorkerConfig(settings, self._make, self._registry)
 
     def load(self) -> None:
         super().load()
         from tableside.serving.http.connection import limited_protocol
 
         app = self.loaded_app
+        if self._registry is not None:
+            app.service.share_regions(self._registry)
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
 
 

@@ -10,6 +10,7 @@
  * skeleton(header) -> int that headers of one skeleton share, or None: the header is not simple (see `scan`)
  * spans(header) -> list of (start, end, is_id) of its numbers and its id, or None
  * template(words, text) -> a template; words: int64, see `read_words`; text: the pieces of header and response
+ * numbers(template, header) -> None, or the header's numbers, int64 as bytes, in order; the id counts as one, of any value
  * match(template, body, header_bytes) -> None, or (places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets,
  *   dense, rows):
  *   places: int64 [features, fields of Place], as bytes · row_bytes: of the rows that are read · out_bytes: of the output buffer
@@ -596,10 +597,24 @@ done:
     return result;
 }
 
+static PyObject *py_numbers(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_buffer header;
+    PyObject *result = NULL;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "numbers takes 2 arguments, got %zd", n);
+    const template *t = PyCapsule_GetPointer(args[0], NAME);
+    if (!t || PyObject_GetBuffer(args[1], &header, PyBUF_SIMPLE)) return NULL;
+    request r = {.t = t, .body = header.buf, .header_bytes = header.len, .body_bytes = header.len};
+    if (walk(&r)) result = PyBytes_FromStringAndSize((const char *)t->numbers, t->n.holes * 8);
+    else result = Py_None, Py_INCREF(result);
+    PyBuffer_Release(&header);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"skeleton", py_skeleton, METH_O, NULL},
     {"spans", py_spans, METH_O, NULL},
     {"template", (PyCFunction)(void (*)(void))py_template, METH_FASTCALL, NULL},
+    {"numbers", (PyCFunction)(void (*)(void))py_numbers, METH_FASTCALL, NULL},
     {"match", (PyCFunction)(void (*)(void))py_match, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -15,6 +15,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
+AT_CLOSE = (
+    "tableside.at_close"  # of a dict in its scope: what is called when its connection closes, by a key of whoever put it there
+)
 JSON_BESIDE_BYTES = 1 << 16  # a longer JSON text is parsed on the thread beside the event loop
 JSON_TYPE = (b"content-type", b"application/json")
 

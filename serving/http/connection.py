@@ -25,7 +25,7 @@ import functools
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tableside.serving import metrics
 from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.errors import ApiError
-from tableside.serving.http.asgi import HOLD, JSON_TYPE, retry_after
+from tableside.serving.http.asgi import AT_CLOSE, HOLD, JSON_TYPE, retry_after
 from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.late_timer import LateTimer
 from tableside.serving.settings import ServerSettings
@@ -140,6 +140,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
         self._parts: list[bytes] = []  # of the body that is being read
         self._unsent: list[Hold] = []  # of responses that the client has not read yet
+        self._at_close: dict[Any, Callable[[], None]] = {}
         self._door_tasks: set[asyncio.Task[None]] = set()
 
     # ---- the connection ----
@@ -162,6 +163,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        for call in self._at_close.values():
+            call()
         self._deadline.end()
         self.idle.pop(self, None)
         for request in self._open:
@@ -314,7 +317,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expects
         scope = cast(dict[str, Any], self.scope)
         self.headers = scope["headers"] = headers
-        scope[HOLD] = request.hold
+        scope[HOLD], scope[AT_CLOSE] = request.hold, self._at_close
         super().on_headers_complete()
 
     def _ask_door(self) -> None:

@@ -6,15 +6,20 @@ number means: a dimension of an input, or its size. `_headers.c` compares a head
 does, and writes the places of its features and the response's JSON. Where that fails for any reason the slow path is asked, which
 answers or says what is wrong.
 
+Where tensors lie in regions of shared memory, the regions' names are part of the skeleton, and offsets and sizes are numbers. Of
+such a header a template takes the numbers first, copies what lies in regions behind the header, as if it had come in the body,
+and then goes on as with any other.
+
 A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask, and it is simple:
 its numbers are plain digits, its strings have no escapes. A version's templates are kept in `TEMPLATE_BYTES`, those not used
 for longest go first. They go with the version: it is the key of a weak dictionary, and no template holds it.
 """
 
 import re
+import struct
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,10 +27,12 @@ import orjson
 
 from tableside.loader.model import SCORE
 from tableside.quant import Place
-from tableside.serving.http import kjt
+from tableside.serving.http import kjt, shm
+from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.places import KJT, OFFSETS, SEQUENCES, DenseInput, Output, scores_at
+from tableside.serving.regions import Regions
 from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
@@ -58,6 +65,13 @@ class _Source:
     row_bytes: int | None
 
 
+class _Shared(NamedTuple):
+    """Where the tensors of a header are that names regions: inputs as they come, outputs as the response shows them."""
+
+    inputs: RegionParts
+    outputs: RegionParts
+
+
 @dataclass(frozen=True, eq=False)
 class Template:
     """What the headers of one skeleton mean for one version. size: bytes of what it was made of."""
@@ -70,12 +84,33 @@ class Template:
     size: int
     scorer: Scorer | None
     sources: tuple[_Source, ...]
+    shared: _Shared | None = None
 
-    def match(self, body: Any, header_bytes: int) -> InferRequest | None:
-        """The infer request of a body whose header is the template's but for its numbers; None: it is another."""
-        found = _headers.match(self.compiled, body, header_bytes)
-        if found is None:
+    def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
+        """The infer request of a body whose header is the template's but for its numbers; None: it is another.
+
+        known: the regions that it may name. ApiError: one of them is gone, or was truncated.
+        """
+        if self.shared is None:
+            found = _headers.match(self.compiled, body, header_bytes)
+            return None if found is None else self._request(body, found)
+        header = memoryview(body)[:header_bytes]
+        if known is None or (held := _headers.numbers(self.compiled, header)) is None:
             return None
+        numbers = struct.unpack(f"{len(held) // 8}q", held)
+        if (gathered := self.shared.inputs.gather(numbers, header, memoryview(body)[header_bytes:], known)) is None:
+            return None
+        if (found := _headers.match(self.compiled, gathered.body, gathered.header_bytes)) is None:
+            return None
+        infer = self._request(gathered.body, found)
+        assert infer.parts is not None
+        if (into := self.shared.outputs.into(numbers, infer.parts, known)) is None:
+            return None
+        in_body = self.shared.outputs.in_body
+        parts = tuple(ends for ends, is_sent in zip(infer.parts, in_body, strict=True) if is_sent)
+        return infer._replace(parts=parts, has_binary=any(in_body), into=into, region_bytes=gathered.region_bytes)
+
+    def _request(self, body: Any, found: tuple[Any, ...]) -> InferRequest:
         places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets, dense, rows = found
         plan, is_small = self.planners.plan(places, out_bytes, ids, self.scorer is not None)
         request = Request(
@@ -142,23 +177,26 @@ class Templates:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[ServedVersion, _OfVersion] = WeakKeyDictionary()
 
-    def match(self, served: ServedVersion, body: Any, header_bytes: int) -> InferRequest | None:
-        """What a body means by a template, or None."""
+    def match(self, served: ServedVersion, body: Any, header_bytes: int, regions: Regions | None = None) -> InferRequest | None:
+        """What a body means by a template, or None. regions: that it may name; None: it may name none.
+
+        ApiError: a region that it names is gone, or was truncated.
+        """
         known = self._known.get(served)
         if known is None or known.latest is None:
             return None
-        if (found := known.latest.match(body, header_bytes)) is not None:
+        if (found := known.latest.match(body, header_bytes, regions)) is not None:
             return found
         skeleton = _headers.skeleton(memoryview(body)[:header_bytes])
         if skeleton is None or (template := known.by_skeleton.get(skeleton)) is None:
             return None
         known.by_skeleton.move_to_end(skeleton)
         known.latest = template
-        return template.match(body, header_bytes)
+        return template.match(body, header_bytes, regions)
 
     def learn(self, served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> None:
         """Makes a template of a header that the slow path understood, if its skeleton came before."""
-        if _headers is None or not infer.head or any(output.is_mask for output, _ in infer.outputs):
+        if _headers is None or not infer.head or any(sent.output.is_mask for sent in infer.outputs):
             return
         if (skeleton := _headers.skeleton(head)) is None:
             return
@@ -194,6 +232,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
     sources = _sources(served, scorer, request.features, apart)
     unpooled = [b for b in bound if not b.is_pooled] if together else []
     told, literals, shown = answer
+    shared = _shared(marked, infer)
     words = [
         len(spans),
         next((k for k, (_, _, is_id) in enumerate(spans) if is_id), -1),
@@ -208,7 +247,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         int(together),
         apart,
         unpooled[0].precision.bytes if unpooled else 0,
-        int(infer.parts is None),
+        int(infer.parts is None and shared is None),
         int(bool(unpooled)),
         *map(len, pieces),
         *(word for tensor in tensors for word in tensor),
@@ -228,7 +267,16 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         8 * len(words) + len(text),
         scorer,
         sources,
+        shared,
     )
+
+
+def _shared(marked: dict[str, Any], infer: InferRequest) -> _Shared | None:
+    """Where the tensors of a header are; None: it names no region."""
+    by_name = {entry["name"]: entry.get("parameters", {}) for entry in marked.get("outputs", [])}
+    inputs = RegionParts([entry["parameters"] for entry in marked["inputs"]])
+    outputs = RegionParts([by_name.get(sent.output.feature, {}) for sent in infer.outputs])
+    return _Shared(inputs, outputs) if inputs.names or outputs.names else None
 
 
 def _tensors(
@@ -247,7 +295,9 @@ def _tensors(
         else:
             role, owner, width = _ROLES[part], features.index(feature), 0
         item = DTYPES[entry["datatype"]].itemsize
-        holes = (shape[0], shape[1] if len(shape) == 2 else 0, entry["parameters"]["binary_data_size"])
+        parameters = entry["parameters"]
+        size_hole = parameters[shm.SIZE] if shm.REGION in parameters else parameters["binary_data_size"]
+        holes = (shape[0], shape[1] if len(shape) == 2 else 0, size_hole)
         found.append((role, owner, item, len(shape), *holes, width))
     return found
 
@@ -276,7 +326,7 @@ def _answer(infer: InferRequest, features: int) -> tuple[list[tuple[int, int]], 
     response = orjson.loads(infer.head)
     numbers = {name: k for k, name in enumerate(infer.request.features)}
     special = {SCORE: features, KJT: features + 1, SEQUENCES: features + 2, OFFSETS: features + 3}
-    is_kjt = any(o.feature in (KJT, SEQUENCES) for o, _ in infer.outputs)
+    is_kjt = any(sent.output.feature in (KJT, SEQUENCES) for sent in infer.outputs)
     told: list[tuple[int, int]] = []
     shown = []
 
@@ -286,12 +336,12 @@ def _answer(infer: InferRequest, features: int) -> tuple[list[tuple[int, int]], 
 
     if "id" in response:
         response["id"] = str(mark(_ID, 0))
-    for (output, _), entry in zip(infer.outputs, response["outputs"], strict=True):
+    for (output, _, into), entry in zip(infer.outputs, response["outputs"], strict=True):
         is_score = infer.request.scoring is not None and output == infer.request.scoring.output
         number = special[output.feature] if is_score or is_kjt else numbers[output.feature]
         shown.append(number)
         entry["shape"][0] = mark(_COUNT, number)
-        entry["parameters"]["binary_data_size"] = mark(_BYTES, number)
+        entry["parameters"]["binary_data_size" if into is None else shm.SIZE] = mark(_BYTES, number)
     text = orjson.dumps(response)
     marks = re.findall(rb"%d\d*" % (_MARK // 10**4), text)  # whatever looks like a mark
     if marks != [b"%d" % (_MARK + k) for k in range(len(told))]:

@@ -1,12 +1,14 @@
 """The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
-model configuration extensions. It is an ASGI application of its own, as the path that a lookup takes must be short.
+model configuration extensions, and Triton's system shared memory where the server allows it (`serving.http.shm`). It is an ASGI
+application of its own, as the path that a lookup takes must be short.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
     GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
-    POST /v2/repository/index
+    POST /v2/repository/index               /v2/systemsharedmemory/...
 """
 
+import functools
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -14,8 +16,9 @@ from typing import Any
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
-from tableside.serving.http import kjt, v2_request
+from tableside.serving.http import kjt, shm, v2_request
 from tableside.serving.http.asgi import (
+    AT_CLOSE,
     JSON_BESIDE_BYTES,
     JSON_TYPE,
     Receive,
@@ -30,6 +33,7 @@ from tableside.serving.http.asgi import (
     read_body,
     respond,
     respond_json,
+    too_large,
 )
 from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.templates import Templates
@@ -61,6 +65,8 @@ class V2:
             with holding(scope, self.service.in_flight) as hold:
                 await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
             await respond_json(send, self._index())
+        elif path[:1] == [shm.PATH]:
+            await self._share(scope, receive, send, path[1:])
         else:
             _check_method(scope, "GET")
             await self._get(send, path)
@@ -68,7 +74,7 @@ class V2:
     async def _get(self, send: Send, path: list[str]) -> None:
         match path:
             case []:
-                await respond_json(send, _server_metadata())
+                await respond_json(send, _server_metadata(self.service.regions is not None))
             case ["health", "live"]:
                 await respond(send, 200, ())
             case ["health", "ready"]:
@@ -100,6 +106,23 @@ class V2:
             case _:
                 raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
 
+    async def _share(self, scope: Scope, receive: Receive, send: Send, path: list[str]) -> None:
+        body = None
+        if scope["method"] == "POST":
+            with holding(scope, self.service.in_flight) as hold:
+                body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
+        regions = self.service.regions
+        found, registered = shm.answer(regions, path, body)
+        if regions is not None and registered is not None and regions.until_disconnected and AT_CLOSE in scope:
+            at_close = scope[AT_CLOSE]
+            for entry in [e for e in at_close if e not in regions.status(None)]:
+                del at_close[entry]
+            at_close[registered] = functools.partial(regions.forget, registered)
+        if found is None:  # an empty body, as Triton answers: its client reads none, and would close a connection that has more
+            await respond(send, 200, ())
+        else:
+            await respond_json(send, found)
+
     async def _infer(self, scope: Scope, receive: Receive, send: Send, named: list[str]) -> None:
         with holding(scope, self.service.in_flight) as hold:
             body = await read_body(scope, receive, self.service.settings.max_body_bytes, hold)
@@ -115,54 +138,88 @@ class V2:
         ApiError, from here or from the coroutine: the request is refused.
         """
         started = time.perf_counter()
-        if len(named) != 1 or header_length is None:
+        if len(named) != 1 or (header_length is None and self.service.regions is None):
             return self.infer(named, header_length, body, hold)
         served = self.service.live(named[0])
-        infer = self._templates.match(served, body, _parse_length(header_length, len(body)))
+        infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
         if infer is None:
             return self.infer(named, header_length, body, hold)
-        hold.grow(infer.request.out_bytes)
+        hold.grow(infer.request.out_bytes + infer.region_bytes)
         times = started, time.perf_counter()
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
             return self._run(served, infer, len(body), times)
+        if not infer.is_inline:
+            return self._write(served, infer, answer, len(body), times)
         return self._encode(served, infer, answer, len(body), times)
 
     async def infer(self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold) -> Response:
         """The response to an infer request. ApiError: it is refused."""
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        infer = await self._understand(served, header_length, body)
+        infer = await self._understand(served, header_length, body, hold)
         check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         return await self._run(served, infer, len(body), (started, time.perf_counter()))
 
     async def _run(self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float]) -> Response:
         answer = await self.service.executor.run(infer.request, infer.inputs)
+        if not infer.is_inline:
+            return await self._write(served, infer, answer, body_bytes, times)
         return self._encode(served, infer, answer, body_bytes, times)
+
+    async def _write(
+        self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
+    ) -> Response:
+        """As `_encode`, where so much is written into regions that it is done beside the event loop."""
+        looked_up = time.perf_counter()
+        encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
+        return self._answered(served, infer, answer, encoded, body_bytes, (*times, looked_up))
 
     def _encode(
         self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
     ) -> Response:
         """The response to a request that was looked up. times: when the request was begun and understood."""
         looked_up = time.perf_counter()
-        head, parts = v2_request.encode(infer, answer.buffer)
+        encoded = v2_request.encode(infer, answer.buffer)
+        return self._answered(served, infer, answer, encoded, body_bytes, (*times, looked_up))
+
+    def _answered(
+        self,
+        served: ServedVersion,
+        infer: InferRequest,
+        answer: Answer,
+        encoded: tuple[bytes, list[Any]],
+        body_bytes: int,
+        times: tuple[float, float, float],
+    ) -> Response:
+        """Counts a request that is answered; its response. times: when it was begun, understood and looked up."""
+        head, parts = encoded
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
-        stages = Stages(*times, looked_up, time.perf_counter())
+        stages = Stages(*times, time.perf_counter())
         self._metrics[served.header.model].answered(infer.request, body_bytes, stages, answer.unfound)
         if infer.has_binary:
             return Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
         return Response(200, (JSON_TYPE,), [head])
 
-    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes) -> InferRequest:
+    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold) -> InferRequest:
         """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
-        length = len(body) if header_length is None else _parse_length(header_length, len(body))
-        if (known := self._templates.match(served, body, length)) is not None:
+        settings, regions = self.service.settings, self.service.regions
+        length = _json_bytes(header_length, body)
+        if (known := self._templates.match(served, body, length, regions)) is not None:
+            hold.grow(known.region_bytes)
             return known
-        check_json_size(length, self.service.settings.max_json_bytes)
+        check_json_size(length, settings.max_json_bytes)
         head, binary = body[:length], memoryview(body)[length:]
         is_large = length > JSON_BESIDE_BYTES
-        header, infer = await self.service.beside(_parse, served, head, binary) if is_large else _parse(served, head, binary)
+        header = await self.service.beside(json_object, head) if is_large else json_object(head)
+        if regions is not None and (region_bytes := shm.input_bytes(header)):
+            if region_bytes > settings.max_body_bytes:
+                raise too_large(settings.max_body_bytes)
+            hold.grow(region_bytes)
+            is_large = is_large or region_bytes > shm.INLINE_BYTES
+        arguments = served, header, binary, regions
+        infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
         self._templates.learn(served, head, header, infer)
         return infer
 
@@ -218,11 +275,6 @@ class V2:
         ]
 
 
-def _parse(served: ServedVersion, head: bytes, binary: memoryview) -> tuple[dict[str, Any], InferRequest]:
-    header = json_object(head)
-    return header, v2_request.understand(served, header, binary)
-
-
 def _check_method(scope: Scope, expected: str) -> None:
     if scope["method"] != expected and not (expected == "GET" and scope["method"] == "HEAD"):
         raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {short(scope['path'])}: expected {expected}")
@@ -237,8 +289,15 @@ def _parse_length(value: bytes, size: int) -> int:
     return int(value)
 
 
-def _server_metadata() -> dict[str, Any]:
+def _json_bytes(header_length: bytes | None, body: bytes) -> int:
+    """Of a request's JSON: all of its body where its headers do not say."""
+    return len(body) if header_length is None else _parse_length(header_length, len(body))
+
+
+def _server_metadata(has_regions: bool) -> dict[str, Any]:
     extensions = ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
+    if has_regions:
+        extensions.append("system_shared_memory")
     return {"name": "tableside", "version": VERSION, "extensions": extensions}
 
 

@@ -1,6 +1,7 @@
 """The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what its response is.
 
 With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
+Tensors may lie in regions of shared memory instead (`serving.http.shm`).
 This is the slow path: it understands any header, and says what is wrong with one. Headers that differ from an earlier one in
 their numbers alone do not come here (`serving.http.templates`).
 """
@@ -13,22 +14,36 @@ import numpy as np
 import orjson
 
 from tableside.loader.model import SCORE
+from tableside.serving import regions
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http import kjt
+from tableside.serving.http import kjt, shm
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
+from tableside.serving.regions import Regions, Slice
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
+
+
+class Sent(NamedTuple):
+    """How an output is sent: as bytes, or as JSON, or `into` a region, as bytes."""
+
+    output: Output
+    is_binary: bool
+    into: Slice | None = None
+
+    @property
+    def is_json(self) -> bool:
+        return not self.is_binary and self.into is None
 
 
 class InferRequest(NamedTuple):
     """What an infer request asks for, laid out, with its input buffer and how its outputs are sent.
 
-    head: the response's JSON, where every output is sent as bytes; else empty. parts: (start, end) of the output buffer, which
+    head: the response's JSON, where no output is sent as JSON; else empty. parts: (start, end) of the output buffer, which
     follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
-    outputs: those that are sent, each with whether it is sent as bytes; () where head and parts say it all. json_bytes: of the
-    vectors and masks that are sent as JSON.
+    outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the vectors and masks that are sent
+    as JSON. into: which parts of the output buffer are written into regions. region_bytes: that inputs had in regions.
     """
 
     request: Request
@@ -38,18 +53,25 @@ class InferRequest(NamedTuple):
     offsets: tuple[int, bytes] | None
     has_binary: bool = True
     json_bytes: int = 0
-    outputs: tuple[tuple[Output, bool], ...] = ()
+    outputs: tuple[Sent, ...] = ()
     request_id: str = ""
+    into: tuple[Slice, ...] = ()
+    region_bytes: int = 0
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether what is written into regions is so little that nothing else needs to wait for it."""
+        return not self.into or sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
-def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> InferRequest:
-    """Understands a header that the bytes `binary` follow.
+def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known: Regions | None = None) -> InferRequest:
+    """Understands a header that the bytes `binary` follow. known: regions that it may name; None: it may name none.
 
     ApiError names the input or output, what it said and what was expected.
     """
     dense = {} if served.scorer is None else served.scorer.dense
-    tensors, sent = _inputs(header, len(binary), dense)
-    tensors, inputs = widened(tensors, binary if sent is None else sent)
+    tensors, sent = _inputs(header, binary, dense, known)
+    tensors, inputs = widened(tensors, sent)
     of_features = [t for t in tensors if t.name not in dense]
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
     together = kjt.is_kjt(served, [t.name for t in of_features])
@@ -61,22 +83,23 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any) -> In
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
     request = served.lay_out(features, given, score, together, found=_wants_found(header))
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
-    outputs = _outputs(header, request, served.features, masks)
+    outputs = _outputs(header, request, served.features, masks, known)
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
-    all_binary = all(binary for _, binary in outputs)
-    in_order = tuple(o for o, _ in outputs) == request.outputs
+    is_whole = all(sent.is_binary for sent in outputs) and tuple(sent.output for sent in outputs) == request.outputs
     return InferRequest(
         request,
         inputs,
-        orjson.dumps(_response(request, request_id, outputs, None)) if all_binary else b"",
-        None if in_order and all_binary else tuple((o.at, o.at + o.bytes) for o, binary in outputs if binary and o.bytes),
+        b"" if any(sent.is_json for sent in outputs) else orjson.dumps(_response(request, request_id, outputs, None)),
+        None if is_whole else tuple((o.at, o.at + o.bytes) for o, is_binary, _ in outputs if is_binary and o.bytes),
         _offsets(request, served, features),
-        any(binary for _, binary in outputs),
-        sum(o.json_bytes for o, binary in outputs if not binary),
+        any(sent.is_binary for sent in outputs),
+        sum(sent.output.json_bytes for sent in outputs if sent.is_json),
         outputs,
         request_id,
+        tuple(regions.joined(sent.into for sent in outputs if sent.into is not None)),
+        shm.input_bytes(header),
     )
 
 
@@ -106,14 +129,14 @@ def _wants_found(header: dict[str, Any]) -> set[str]:
     return {feature for n in names if isinstance(n, str) and (feature := masked_feature(n)) is not None}
 
 
-def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int]) -> tuple[list[Tensor], bytes | None]:
-    """The tensors, and their values where they came as JSON."""
+def _inputs(header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None) -> tuple[list[Tensor], Any]:
+    """The tensors, and the buffer that their values lie in: `binary` where all came in the body, as bytes."""
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
     tensors: list[Tensor] = []
-    arrays: list[bytes] = []
-    at = 0
+    sources: list[bytes | Slice | None] = []  # JSON's values, a part of a region, or the next bytes of the body
+    at = body_bytes = 0
     for entry in raw:
         name = entry.get("name")
         if not isinstance(name, str):
@@ -123,23 +146,52 @@ def _inputs(header: dict[str, Any], binary_bytes: int, dense: Mapping[str, int])
         if name in dense:
             check_dense(tensor, dense[name], {t.name for t in tensors})
         parameters = _parameters(entry, f"input {short(name)}")
-        if "shared_memory_region" in parameters:
-            raise bad_request(f"input {short(name)}: shared memory regions are not supported; send the tensor in the body")
-        if "data" in entry:
-            arrays.append(_inline(tensor, entry, parameters))
+        if (part := _in_region(tensor, entry, parameters, known)) is not None:
+            sources.append(part)
+        elif "data" in entry:
+            sources.append(_inline(tensor, entry, parameters))
         else:
             _check_binary(tensor, parameters)
+            sources.append(None)
+            body_bytes += tensor.bytes
         tensors.append(tensor)
         at += tensor.bytes
-    if arrays and len(arrays) != len(tensors):
+    if None in sources and any(isinstance(source, bytes) for source in sources):
         raise bad_request("inputs: some have data and some binary_data_size; send all tensors one way")
-    if arrays:
-        if binary_bytes:
-            raise bad_request(f"{binary_bytes} bytes follow the JSON, but no input has a binary_data_size")
-        return tensors, b"".join(arrays)
-    if at != binary_bytes:
-        raise bad_request(f"the inputs' binary_data_size add up to {at} bytes, but {binary_bytes} follow the JSON")
-    return tensors, None
+    if body_bytes != len(binary):
+        if None not in sources:
+            raise bad_request(f"{len(binary)} bytes follow the JSON, but no input has a binary_data_size")
+        raise bad_request(f"the inputs' binary_data_size add up to {body_bytes} bytes, but {len(binary)} follow the JSON")
+    if not any(isinstance(source, Slice) for source in sources):
+        return tensors, binary if None in sources else b"".join(source for source in sources if isinstance(source, bytes))
+    return tensors, _gathered(tensors, sources, memoryview(binary), at)
+
+
+def _in_region(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None) -> Slice | None:
+    """Where an input lies in a region; None: it does not."""
+    where = f"input {short(tensor.name)}"
+    if (part := shm.part_of(parameters, where, known)) is None:
+        return None
+    region, offset, size = part
+    if "data" in entry or "binary_data_size" in parameters:
+        raise bad_request(f"{where} has a {shm.REGION} and data or a binary_data_size; send one of them")
+    if size != tensor.bytes:
+        raise bad_request(f"{where}: {shm.SIZE} is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes")
+    return Slice(region, offset, size, tensor.at)
+
+
+def _gathered(tensors: Sequence[Tensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int) -> memoryview:
+    """A buffer of `size` bytes with the values of tensors some of which lie in regions."""
+    buffer = np.empty(size, np.uint8).data
+    body_at = 0
+    for tensor, source in zip(tensors, sources, strict=True):
+        if isinstance(source, Slice):
+            continue
+        values = binary[body_at : body_at + tensor.bytes] if source is None else source
+        buffer[tensor.at : tensor.at + tensor.bytes] = values
+        body_at += tensor.bytes if source is None else 0
+    regions.read(regions.joined(source for source in sources if isinstance(source, Slice)), buffer)
+    return buffer
 
 
 def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
@@ -172,33 +224,48 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
 
 
 def _outputs(
-    header: dict[str, Any], request: Request, features: Container[str], masks: Sequence[str]
-) -> tuple[tuple[Output, bool], ...]:
-    """What the response shows, and which of it as bytes. features: of the model; masks: that could be asked for."""
+    header: dict[str, Any], request: Request, features: Container[str], masks: Sequence[str], known: Regions | None
+) -> tuple[Sent, ...]:
+    """What the response shows, and how. features: of the model; masks: that could be asked for."""
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
     by_name = {o.feature: o for o in request.outputs}
     asked = header.get("outputs", [])
     if not isinstance(asked, list) or not all(isinstance(o, dict) for o in asked):
         raise bad_request("outputs: expected a list of objects")
     if not asked:
-        return tuple((o, binary_default) for o in request.outputs)
-    chosen: dict[str, tuple[Output, bool]] = {}
+        return tuple(Sent(o, binary_default) for o in request.outputs)
+    chosen: dict[str, Sent] = {}
     for entry in asked:
         name = entry.get("name")
         if not isinstance(name, str) or name not in by_name:
-            known = ", ".join(dict.fromkeys([*by_name, *masks]))
+            given = ", ".join(dict.fromkeys([*by_name, *masks]))
             feature = masked_feature(name) or name if isinstance(name, str) else None
             if isinstance(feature, str) and feature in features:
                 raise bad_request(f"output {short(name)} was asked for without its input; send {feature} or {feature}.values")
-            raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {known}")
+            raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {given}")
         if name in chosen:
             raise bad_request(f"output {short(name)} is asked for twice")
         parameters = _parameters(entry, f"output {short(name)}")
-        for unsupported in ("classification", "shared_memory_region"):
-            if unsupported in parameters:
-                raise bad_request(f"output {short(name)}: {unsupported} is not supported")
-        chosen[name] = (by_name[name], _flag(parameters, "binary_data", binary_default))
+        if "classification" in parameters:
+            raise bad_request(f"output {short(name)}: classification is not supported")
+        into = _into_region(by_name[name], parameters, known)
+        chosen[name] = Sent(by_name[name], into is None and _flag(parameters, "binary_data", binary_default), into)
+    if regions.overlap([sent.into for sent in chosen.values() if sent.into is not None]):
+        raise bad_request("outputs: two of them have bytes of shared memory in common; give each output bytes of its own")
     return tuple(chosen.values())
+
+
+def _into_region(output: Output, parameters: dict[str, Any], known: Regions | None) -> Slice | None:
+    """Where an output is written in a region; None: it is not."""
+    where = f"output {short(output.feature)}"
+    if (part := shm.part_of(parameters, where, known)) is None:
+        return None
+    region, offset, size = part
+    if _flag(parameters, "binary_data", False):
+        raise bad_request(f"{where} has a {shm.REGION} and binary_data; ask for one of them")
+    if size < output.bytes:
+        raise bad_request(f"{where}: {shm.SIZE} is {size}, but {output.datatype} {list(output.shape)} has {output.bytes} bytes")
+    return Slice(region, offset, output.bytes, output.at)
 
 
 def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
@@ -211,18 +278,20 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
 def _response(
     request: Request,
     request_id: str,
-    outputs: Sequence[tuple[Output, bool]],
+    outputs: Sequence[Sent],
     buffer: Buffer | None,
 ) -> dict[str, Any]:
     described = []
-    for output, binary in outputs:
+    for output, is_binary, into in outputs:
         entry: dict[str, Any] = {
             "name": output.feature,
             "datatype": output.datatype,
             "shape": list(output.shape),
         }
-        if binary:
+        if is_binary:
             entry["parameters"] = {"binary_data_size": output.bytes}
+        elif into is not None:
+            entry["parameters"] = {shm.REGION: into.region.entry.name, shm.SIZE: output.bytes}
         else:
             assert buffer is not None
             values = output.view(buffer)
@@ -233,10 +302,14 @@ def _response(
 
 
 def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
-    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the buffer."""
+    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the buffer.
+
+    What goes into regions is written. ApiError: a region does not take it any more.
+    """
     if infer.offsets is not None:
         at, values = infer.offsets
         buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
+    regions.write(infer.into, buffer.data)
     head = infer.head or orjson.dumps(
         _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )

@@ -1,0 +1,103 @@
+"""Triton's system shared memory extension: the requests that register regions, and the parameters of tensors that lie in them.
+
+    GET  /v2/systemsharedmemory[/region/{r}]/status
+    POST /v2/systemsharedmemory/region/{r}/register      {"key": ..., "offset": ..., "byte_size": ...}
+    POST /v2/systemsharedmemory[/region/{r}]/unregister
+
+A tensor in a region has `shared_memory_region` and `shared_memory_byte_size` among its parameters, and `shared_memory_offset`
+where that is not 0. An input has exactly so many bytes; an output has at most so many, and the answer says how many it has.
+(github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
+from tableside.serving.http.asgi import json_object
+from tableside.serving.region_registry import Registered
+from tableside.serving.regions import Region, Regions
+
+REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+PATH = "systemsharedmemory"
+INLINE_BYTES = 4 << 20  # in regions up to which they are read and written on the event loop: some 0.4 ms
+
+
+def answer(regions: Regions | None, path: Sequence[str], body: bytes | None) -> tuple[Any, Registered | None]:
+    """What a request under PATH is answered, None for nothing, and the region that it registered, if it did.
+
+    path: behind PATH. body: None: a GET.
+
+    ApiError: regions are not allowed here, there is no such path, or what it asks for is refused.
+    """
+    if regions is None:
+        raise _not_allowed("")
+    name = "/".join(path[1:-1]) if path[:1] == ["region"] and len(path) > 2 else None
+    match path[-1:], body:
+        case ["status"], None if name is not None or len(path) == 1:
+            return [_described(entry) for entry in regions.status(name)], None
+        case ["unregister"], bytes() if name is not None or len(path) == 1:
+            regions.unregister(name)
+            return None, None
+        case ["register"], bytes() if name is not None:
+            return None, _register(regions, name, json_object(body))
+    raise not_found(f"{short('/'.join(('/v2', PATH, *path)))} is not a path of this server, or not with this method")
+
+
+def _register(regions: Regions, name: str, asked: dict[str, Any]) -> Registered:
+    key = asked.get("key")
+    if not isinstance(key, str):
+        raise bad_request(f"shared memory region {short(name)}: key is no string; expected the name of a shared memory object")
+    offset, size = (_count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size"))
+    return regions.register(name, key, offset, size)
+
+
+def _described(entry: Registered) -> dict[str, Any]:
+    return {"name": entry.name, "key": entry.key, "offset": entry.offset, "byte_size": entry.byte_size}
+
+
+def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> tuple[Region, int, int] | None:
+    """The region, offset and size that a tensor's parameters name; None: it lies in none. where: what errors call the tensor.
+
+    ApiError: they are not of these types, or the region is not there or does not hold so much.
+    """
+    if not any(p in parameters for p in (REGION, SIZE, OFFSET)):
+        return None
+    if regions is None:
+        raise _not_allowed(f"{where}: ")
+    name = parameters.get(REGION)
+    if not isinstance(name, str):
+        raise bad_request(f"{where}: {REGION} is {short(name)}; expected the name of a registered region")
+    size, offset = _count(parameters.get(SIZE), SIZE, where), _count(parameters.get(OFFSET, 0), OFFSET, where)
+    region = regions.find(name)
+    if not region.holds(offset, size):
+        raise bad_request(
+            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.label}, which has "
+            f"{region.entry.byte_size:,} bytes"
+        )
+    return region, offset, size
+
+
+def _count(value: Any, field: str, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise bad_request(f"{where}: {field} is {short(value)}; expected a number of bytes")
+    return value
+
+
+def input_bytes(header: dict[str, Any]) -> int:
+    """Bytes that a header's inputs say they have in regions, before anything of it is checked."""
+    inputs = header.get("inputs")
+    found = 0
+    for entry in inputs if isinstance(inputs, list) else ():
+        parameters = entry.get("parameters") if isinstance(entry, dict) else None
+        size = parameters.get(SIZE) if isinstance(parameters, dict) else None
+        found += size if type(size) is int and size > 0 else 0
+    return found
+
+
+def _not_allowed(where: str) -> ApiError:
+    return ApiError(
+        400,
+        Kind.BAD_REQUEST,
+        f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm is off); send "
+        "tensors in the body, or start it with --allow-client-shm",
+    )
