@@ -31,7 +31,7 @@ from tableside.loader.model import parse_model
 ROWS, SHARD_ROWS, DIM = 12_000, 60, 8
 SHARDS = ROWS // SHARD_ROWS
 VICTIMS = ("worker", "forkserver", "main")
-_MARK = "TABLESIDE_CAMPAIGN"  # in the environment of every process of a run
+_MARK = "CAMPAIGN_OF_TABLESIDE"  # in the environment of every process of a run
 _GO_ON = 0.9  # the chance that a run is disturbed once more
 _PAUSE_S = 0.5  # between two disturbances, on average; an undisturbed run takes some 3 s
 GOALS: Mapping[str, Goal] = {

@@ -1,17 +1,33 @@
 """What a user who mistyped a name probably meant, for the end of an error."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """ "; did you mean 'x'?", or "" where nothing is like the name. prefix: of the names, which does not count."""
+    found = nearest(name.removeprefix(prefix), [k.removeprefix(prefix) for k in known])
+    return "" if found is None else f"; did you mean {prefix + found!r}?"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is most like `name`, whatever their case; None where none is."""
-    by_case = {k.lower(): k for k in known}
-    found = get_close_matches(name.lower(), by_case, 1, 0.7)
-    return by_case[found[0]] if found else None
+    """The one of `known` that the fewest slips of a keyboard make of `name`, the first of several; case does not count.
+
+    None: each takes more than a slip for every three characters, and more than one.
+    """
+    slips = [(_distance(name.lower(), k.lower()), k) for k in known]
+    best = min(slips, key=lambda pair: pair[0], default=None)
+    return best[1] if best is not None and best[0] <= max(1, len(name) // 3) else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?", or "" where nothing is like the name."""
-    found = nearest(name, known)
-    return "" if found is None else f"; did you mean {found!r}?"
+def _distance(a: str, b: str) -> int:
+    """How many characters inserted, left out, replaced or swapped with the next one make b of a (optimal string alignment)."""
+    before: list[int] = []
+    row: list[int] = [*range(len(b) + 1)]
+    for i, x in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, y in enumerate(b, 1):
+            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and (x, a[i - 2]) == (b[j - 2], y):
+                best = min(best, earlier[j - 2] + 1)
+            row.append(best)
+    return row[-1]

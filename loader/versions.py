@@ -21,6 +21,7 @@ from pathlib import Path
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.folder import Folder, make_folder, open_to_group
 from tableside.loader.model import NAME, check_name
+from tableside.loader.nearest import did_you_mean
 from tableside.loader.partial import PartialTensor, partial_tensor
 from tableside.loader.record import Record, flip, intended, read_record, reserve_room, write_next
 from tableside.loader.segment import Segment, Verify
@@ -116,10 +117,13 @@ class Model:
         return segment
 
     def _missing(self, what: str) -> VersionError:
-        known = ", ".join(map(str, self.versions())) or "none"
-        return VersionError(
-            f"model {self.name!r} in {self.root}: {what} (versions there: {known}); publish one with: tableside load model.toml"
-        )
+        versions, hint = self.versions(), ""
+        if not versions:
+            with contextlib.suppress(PermissionError):  # another user's root, in which only the models that one may read are open
+                hint = did_you_mean(self.name, [m.name for m in models(self.root, self.owner)])
+        known = ", ".join(map(str, versions)) or "none"
+        remedy = hint or "; publish one with: tableside load model.toml"
+        return VersionError(f"model {self.name!r} in {self.root}: {what} (versions there: {known}){remedy}")
 
     # ---- actions ----
 

@@ -4,16 +4,22 @@ The command line is built from these fields (`add_options`): `drain_s` becomes `
 """
 
 import argparse
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from tableside.loader.nearest import did_you_mean
 from tableside.loader.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER
+from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
+_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE"}  # variables that setup.py and the images read
+_SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
 
@@ -44,7 +50,7 @@ class ServerSettings(RootSettings):
         "and some as zero_copy, in shared memory read by the GPU, or with the CPU; auto: hbm where the budget holds all tables, "
         "else the smallest ones, the others cached; uvm is an old name of zero_copy",
     )
-    hbm_budget: ByteSize | None = Field(
+    hbm_budget: Bytes | None = Field(
         None,
         description="GPU memory for a worker's tables and cache, as 8GiB; not set: two fifths of the GPU for all of its workers",
     )
@@ -72,23 +78,23 @@ class ServerSettings(RootSettings):
         "until the scrubber or `tableside verify` finds it",
     )
     poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
-    max_body_bytes: int = Field(64 << 20, ge=1024, description="largest request body")
-    max_response_bytes: int = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
-    max_scorer_bytes: ByteSize = Field(
-        ByteSize(2 << 30), ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
+    max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
+    max_response_bytes: Bytes = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
+    max_scorer_bytes: Bytes = Field(
+        2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
     )
     scorer_timeout_s: float = Field(
         10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
     )
-    max_json_bytes: int = Field(
+    max_json_bytes: Bytes = Field(
         4 << 20, ge=1024, description="largest JSON body, JSON header of a binary one, and vectors of a JSON response"
     )
-    max_in_flight_bytes: ByteSize = Field(
-        ByteSize(1 << 30), ge=1 << 20, description="bodies and responses that a worker holds; beyond, requests get 503"
+    max_in_flight_bytes: Bytes = Field(
+        1 << 30, ge=1 << 20, description="bodies and responses that a worker holds; beyond, requests get 503"
     )
     max_waiting: int = Field(1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503")
     max_wait_s: float = Field(1.0, gt=0, description="seconds that a request waits for its turn before it gets 503")
-    max_header_bytes: int = Field(16 << 10, ge=256, description="largest request line and headers together")
+    max_header_bytes: Bytes = Field(16 << 10, ge=256, description="largest request line and headers together")
     max_connections: int = Field(
         1024, ge=1, description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503"
     )
@@ -165,6 +171,19 @@ class ServerSettings(RootSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value
+
+
+def unknown_variables(names: Iterable[str]) -> Iterator[str]:
+    """For each variable of the environment that begins like a setting and is none: what is wrong with it, and the remedy."""
+    known = {f"{PREFIX}{name.upper()}" for name, field in ServerSettings.model_fields.items() if not field.exclude}
+    for name in sorted(names):
+        if not name.upper().startswith(PREFIX) or name.upper() in known | _OTHERS:
+            continue
+        if _SERVICE_LINK.fullmatch(name):
+            remedy = "; Kubernetes sets it for a Service that is called so: set enableServiceLinks: false for the pod"
+        else:
+            remedy = did_you_mean(name.upper(), sorted(known), PREFIX) or "; unset it (tableside serve --help names all settings)"
+        yield f"the environment has {name}, which is no setting{remedy}"
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from tableside.serving.sizes import parse_bytes
+
 
 def count(least: int, remedy: str = "") -> Callable[[str], int]:
     """An argument that is a whole number of at least `least`. remedy: what a user may want instead, for the error."""
@@ -54,6 +56,14 @@ def url(text: str) -> str:
     if not usable:
         raise _unexpected(text, "an address such as http://127.0.0.1:8000")
     return text.rstrip("/")
+
+
+def size(text: str) -> int:
+    """A number of bytes, as `serving.sizes` reads it."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _number(text: str, is_inside: Callable[[float], bool], expected: str) -> float:

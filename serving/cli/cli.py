@@ -4,6 +4,7 @@ An error is one line on stderr and exit code 1. A wrong command line ends with 2
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +16,22 @@ from tableside.loader.export import VALUE_FORMATS
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing
-from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, url
+from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.generator import ARRIVALS
+from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.top import top as show_top
 from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import RootSettings, ServerSettings, add_options
+from tableside.serving.settings import RootSettings, ServerSettings, add_options, unknown_variables
 
 _KEEP = count(0, "0 keeps the live version alone")
 _AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
+    top = Parser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
     top.add_argument("--version", action="version", version=f"tableside {VERSION}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -68,9 +70,10 @@ def _add_publishing(command: _AddCommand) -> None:
     p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
     p.add_argument(
         "--max-memory",
-        default="64M",
+        type=size,
+        default="64MiB",
         metavar="BYTES",
-        help="most private memory for buffers, such as 256M (default: %(default)s)",
+        help="most private memory for buffers, such as 256MiB (default: %(default)s)",
     )
     p.add_argument(
         "--backend",
@@ -235,12 +238,16 @@ def _add_server(p: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = parser().parse_args(arguments)
+    if unknown := [*unknown_variables(os.environ)]:
+        print(*(f"tableside: {line}" for line in unknown), sep="\n", file=sys.stderr)
+        return 2
     try:
         return int(options.run(options))
     except ValidationError as error:
         for problem in error.errors():
             name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
-            print(f"tableside: {name}: {problem['msg']} (found {problem['input']!r})", file=sys.stderr)
+            message = problem["msg"].removeprefix("Value error, ")
+            print(f"tableside: {name}: {message} (found {problem['input']!r})", file=sys.stderr)
         return 2
     except (LoaderError, QuantError, ServingError, ClientError, FeatureError) as error:
         print(f"tableside: {error}", file=sys.stderr)

@@ -1,7 +1,6 @@
 """Commands about what is published: a checkpoint becomes versions, which are checked, made live and removed."""
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def load(options: argparse.Namespace) -> int:
     root = _settings(options).root
     settings = LoadSettings(
         options.threads,
-        parse_bytes(options.max_memory),
+        options.max_memory,
         options.backend,
         not options.no_activate,
         options.group,
@@ -106,14 +105,6 @@ def load(options: argparse.Namespace) -> int:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
     return 0
-
-
-def parse_bytes(text: str) -> int:
-    """ "256M" -> 268435456. ServingError: not a number with K, M or G."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ServingError(f"{text!r} is not a number of bytes; expected such as 256M or 2G")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 
 def describe_load(loaded: Loaded) -> str:

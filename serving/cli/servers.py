@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 from rich.table import Table
 
+from tableside.loader.nearest import did_you_mean
 from tableside.serving import wire
 from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.generator import Load, merged, run, run_at_rate
@@ -63,9 +64,10 @@ def score(options: argparse.Namespace) -> int:
 def bench(options: argparse.Namespace) -> int:
     """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
     with Client(options.url) as client:
-        described = next((m for m in client.models() if m["name"] == options.model), None)
-    if described is None:
-        raise ServingError(f"model {options.model!r} is not served at {options.url}")
+        served = {m["name"]: m for m in client.models()}
+    if (described := served.get(options.model)) is None:
+        hint = did_you_mean(options.model, served)
+        raise ServingError(f"model {options.model!r} is not served at {options.url}, which has {', '.join(served)}{hint}")
     shape = Shape(options.batch, options.ids, options.same, options.zipf)
     forms = FORMS if options.form == "both" else (options.form,)
     requests = {form: make_requests(described, options.url, shape, form, max_bytes=MAX_BYTES // len(forms)) for form in forms}

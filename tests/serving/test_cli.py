@@ -18,6 +18,7 @@ from support import rows_of, run_tableside
 
 from tableside.loader.errors import VersionError
 from tableside.loader.versions import Model
+from tableside.serving.cli.cli import main
 
 
 def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,6 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
         (("verify", "nope"), "model 'nope'"),
         (("activate", "../x", "1"), "model name '../x'"),
         (("remove", "nope", "1"), "version 1 is not published"),
-        (("load", "x.toml", "--max-memory", "lots"), "'lots' is not a number of bytes"),
         (("lookup", "m", "user=x", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
         (("lookup", "m", "user=1", "--url", "http://127.0.0.1:9"), "cannot be reached"),
     ],
@@ -143,7 +143,70 @@ def test_arguments_out_of_range_are_exit_code_2(arguments: tuple[str, ...], root
     found = run_tableside(*arguments, root=root)
     assert found.returncode == 2
     assert "Traceback" not in found.stderr
-    assert ("found '" in found.stderr and "expected" in found.stderr) or "invalid choice" in found.stderr
+    assert "found '" in found.stderr and "expected" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "m", "--prot", "80"), "serve: error: found --prot 80, which means nothing here; did you mean '--port'?"),
+        (("load", "m.toml", "--onyl=t"), "found --onyl=t, which means nothing here; did you mean '--only'?"),
+        (("list", "all"), "found all, which means nothing here; tableside list --help says what does"),
+        (("lod", "m.toml"), "did you mean 'load'?"),
+        (("serve", "m", "--placement", "hmb"), "found 'hmb'; expected one of: auto, hbm, cached,"),
+        (("load", "m.toml", "--max-memory", "lots"), "--max-memory: 'lots' is not a number of bytes; expected such as 64MiB"),
+        (("serve", "m", "--max-body-bytes", "3Q"), "--max-body-bytes: '3Q' is not a number of bytes; expected such as 64MiB"),
+    ],
+)
+def test_a_wrong_command_line_says_what_was_meant(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("TABLESIDE_WOKRERS", "which is no setting; did you mean 'TABLESIDE_WORKERS'?"),
+        ("tableside_Wokrers", "which is no setting; did you mean 'TABLESIDE_WORKERS'?"),
+        ("TABLESIDE_COLOUR", "which is no setting; unset it"),
+        ("TABLESIDE_SHARING", "which is no setting"),
+        ("TABLESIDE_SERVICE_HOST", "set enableServiceLinks: false for the pod"),
+        ("TABLESIDE_METRICS_PORT_8000_TCP_ADDR", "set enableServiceLinks: false for the pod"),
+    ],
+)
+def test_an_unknown_variable_is_refused(
+    name: str, remedy: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command, before it does anything; settings in any case, and what an image sets, are taken."""
+    monkeypatch.setenv("tableside_root", str(root))
+    monkeypatch.setenv("TABLESIDE_IMAGE", "cpu")
+    assert code_of("list") == 0
+    assert f"nothing is published under {root}" in capsys.readouterr().out
+    monkeypatch.setenv(name, "2")
+    assert code_of("list") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"tableside: the environment has {name}, ") and remedy in said
+
+
+def test_a_mistyped_model_is_answered_with_the_nearest(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "t.npy", rows_of(10, 8))
+    (tmp_path / "m.toml").write_text('name = "clicks"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    assert code_of("load", str(tmp_path / "m.toml"), "--root", str(root)) == 0
+    assert code_of("inspect", "clikcs", "--root", str(root)) == 1
+    assert "no version is live (versions there: none); did you mean 'clicks'?\n" in capsys.readouterr().err
+    assert code_of("inspect", "other", "--root", str(root)) == 1
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def code_of(*arguments: str) -> int:
+    """The exit code of a command that runs in this process."""
+    try:
+        return main([*arguments])
+    except SystemExit as error:
+        assert isinstance(error.code, int)
+        return error.code
 
 
 def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:
