@@ -44,7 +44,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tableside.loader.errors import ModelError
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.files import read_regular
 from tableside.quant import Pooling, QuantError, RowFormat
 
@@ -164,12 +165,24 @@ def read_model(path: Path) -> ModelSpec:
         raise ModelError(f"{path} does not exist; write one with: tableside init CHECKPOINT")
     try:
         raw = tomllib.loads(read_regular(path, _LIMIT_BYTES, "model.toml", ModelError).decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: {error}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError, ModelError) as error:
+        what = str(error) if isinstance(error, ModelError) else f"{path}: {error}"
+        raise ModelError(_instead(path) or what) from error
     try:
         return parse_model(raw, path.parent)
     except (ModelError, QuantError) as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def _instead(path: Path) -> str | None:
+    """What a user should give instead of a path that is no model.toml, where that can be told."""
+    if os.path.isfile(path / "model.toml"):
+        return f"{path} is a folder; expected the model.toml in it: {path / 'model.toml'}"
+    try:
+        with open_checkpoint(path):
+            return f"{path} is a checkpoint; expected a model.toml, which `tableside init {path}` writes"
+    except CheckpointError:
+        return None
 
 
 def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:

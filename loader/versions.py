@@ -63,6 +63,14 @@ class Model:
         """Published versions that `mark_damaged` named."""
         return self._numbers(_DAMAGED)
 
+    def check_known(self) -> None:
+        """VersionError: no version was ever published, and none is being loaded."""
+        try:
+            with self.opened():
+                return
+        except FileNotFoundError:
+            raise self._missing("it was never published") from None
+
     def path(self, version: int) -> Path:
         return self.folder / f"{version}{_SEGMENT}"
 

@@ -12,6 +12,7 @@ from tableside.loader.load import LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.model import check_name, read_model
 from tableside.loader.versions import Model
+from tableside.serving.cli.models import check_no_path
 from tableside.serving.cli.output import console, errors, print_json, progress_bar
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, given
@@ -76,6 +77,7 @@ def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console
         remember(out, Path(text), spec, loaded.version)
         say.print(f"loaded {loaded.model} version {loaded.version}, not activated")
         return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
+    check_no_path(text)
     name, at, version = text.partition("@")
     if at and not version.isdecimal():
         raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")

@@ -14,27 +14,12 @@ from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.model_text import write_model
 from tableside.loader.module_model import module_model
 from tableside.loader.verification import summary
-from tableside.loader.versions import Model, damaged, models
+from tableside.loader.versions import Model, damaged
 from tableside.quant import RowFormat
+from tableside.serving.cli.models import chosen, published, root_settings
 from tableside.serving.cli.output import console, errors, mb, progress_bar
 from tableside.serving.cli.showing import describe_reused, describe_scorer
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import RootSettings, given
-
-
-def _settings(options: argparse.Namespace) -> RootSettings:
-    return RootSettings(**given(options, RootSettings))
-
-
-def _model(options: argparse.Namespace) -> Model:
-    settings = _settings(options)
-    return Model(settings.root, options.model, settings.owner)
-
-
-def _chosen(options: argparse.Namespace) -> list[Model]:
-    """The model that is named, or all models."""
-    settings = _settings(options)
-    return [_model(options)] if options.model else models(settings.root, settings.owner)
 
 
 def init(options: argparse.Namespace) -> int:
@@ -84,7 +69,7 @@ def manifest(options: argparse.Namespace) -> int:
 def load(options: argparse.Namespace) -> int:
     """Loads a checkpoint and publishes a version; removes older versions beyond --keep."""
     spec = read_model(options.model)
-    root = _settings(options).root
+    root = root_settings(options).root
     settings = LoadSettings(
         options.threads,
         options.max_memory,
@@ -122,15 +107,17 @@ def describe_load(loaded: Loaded) -> str:
 
 def verify(options: argparse.Namespace) -> int:
     """Reads every byte of the versions. Exit code 1: one of them is damaged."""
-    chosen = _chosen(options)
+    named = chosen(options)
     if options.model and options.version is not None:
-        chosen[0].attach(options.version)
+        named[0].attach(options.version)
         console.print(f"{options.model} version {options.version}: whole")
         return 0
-    if options.model and not chosen[0].versions():
-        chosen[0].current()
+    if options.model and not named[0].versions():
+        named[0].current()
+    if not named:
+        console.print(f"nothing is published under {root_settings(options).root}")
     bad = 0
-    for model in chosen:
+    for model in named:
         errors = damaged(model)
         for version in model.versions():
             console.print(f"{model.name} version {version}: {errors.get(version, 'whole')}")
@@ -140,14 +127,14 @@ def verify(options: argparse.Namespace) -> int:
 
 def activate(options: argparse.Namespace) -> int:
     """Makes a version the live one."""
-    _model(options).activate(options.version)
+    published(options).activate(options.version)
     console.print(f"{options.model} version {options.version} is live; servers take it within a second")
     return 0
 
 
 def remove(options: argparse.Namespace) -> int:
     """Removes a version or a model."""
-    model = _model(options)
+    model = published(options)
     if options.all and options.version is not None:
         raise VersionError("--all removes every version; leave the version or --all out")
     if options.all:
@@ -162,7 +149,7 @@ def remove(options: argparse.Namespace) -> int:
 
 def gc(options: argparse.Namespace) -> int:
     """Removes what killed loads left, and old versions."""
-    removed = [p for m in _chosen(options) for p in m.collect(options.keep)]
+    removed = [p for m in chosen(options) for p in m.collect(options.keep)]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")

@@ -9,9 +9,9 @@ from tableside.loader.export import export as export_tensor
 from tableside.loader.reshard import Holding, ReshardSettings
 from tableside.loader.reshard import reshard as reshard_model
 from tableside.loader.versions import Model
+from tableside.serving.cli.models import check_no_path, published, root_settings
 from tableside.serving.cli.output import console, mb, progress_bar
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import RootSettings, given
 
 
 def export(options: argparse.Namespace) -> int:
@@ -19,8 +19,7 @@ def export(options: argparse.Namespace) -> int:
     to: Path = options.to
     if to.exists() and not options.force:
         raise ServingError(f"{to} exists; choose another file, or --force to replace it")
-    settings = RootSettings(**given(options, RootSettings))
-    tensor = Model(settings.root, options.model, settings.owner).tensor(options.table, options.version)
+    tensor = published(options).tensor(options.table, options.version)
     with progress_bar(options.table) as progress:
         written = export_tensor(tensor, to, options.format, progress, options.name)
     console.print(f"wrote {written.path}: {written.rows:,} rows of dim {written.dim} in {options.format}, {mb(written.bytes)}")
@@ -29,7 +28,8 @@ def export(options: argparse.Namespace) -> int:
 
 def reshard(options: argparse.Namespace) -> int:
     """Publishes a model's owners; prints what each had and has."""
-    roots = RootSettings(**given(options, RootSettings))
+    check_no_path(options.model)
+    roots = root_settings(options)
     settings = ReshardSettings(options.from_owners, options.version, not options.no_activate, options.group, roots.owner)
     done = reshard_model(roots.root, options.model, options.owners, settings)
     table = Table("", "model", "version", "rows", "ids", "bytes", box=None)

@@ -17,15 +17,15 @@ from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, models
+from tableside.serving.cli.models import published, root_settings
 from tableside.serving.cli.output import console, mb, print_json
-from tableside.serving.settings import RootSettings, given
 
 _UNKNOWN = dict.fromkeys(("state", "created", "tables", "bytes", "fp32_bytes", "scorer", "error"))
 
 
 def list_models(options: argparse.Namespace) -> int:
     """Prints a line for each version, and how much shared memory is free."""
-    settings = RootSettings(**given(options, RootSettings))
+    settings = root_settings(options)
     root = settings.root
     versions = [v for model in models(root, settings.owner) for v in _versions(model)]
     free = available_bytes(root if root.exists() else Path("/dev/shm"))
@@ -65,8 +65,7 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
 
 def inspect(options: argparse.Namespace) -> int:
     """Prints the tables and features of a version."""
-    settings = RootSettings(**given(options, RootSettings))
-    segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
+    segment = published(options).attach(options.version, "header")
     h = segment.header
     if options.json:
         print_json(_version(segment))

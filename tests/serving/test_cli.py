@@ -20,6 +20,8 @@ from tableside.loader.errors import VersionError
 from tableside.loader.versions import Model
 from tableside.serving.cli.cli import main
 
+DCP = Path(__file__).parents[1] / "fixtures" / "torchrec_dcp"
+
 
 def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """init, load, list, inspect, verify, activate, gc, remove: each says what it did."""
@@ -84,6 +86,15 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
         (("init", "nothing.pt"), "checkpoint nothing.pt does not exist"),
         (("inspect", "nope"), "model 'nope'"),
         (("verify", "nope"), "model 'nope'"),
+        (("gc", "nope"), "it was never published (versions there: none); publish one with: tableside load model.toml"),
+        (("load", "t.npy"), "t.npy is a checkpoint; expected a model.toml, which `tableside init t.npy` writes"),
+        (("load", "folder"), "folder is a folder; expected the model.toml in it: folder/model.toml"),
+        (("load", "dcp"), "dcp is a checkpoint; expected a model.toml, which `tableside init dcp` writes"),
+        (("load", "/"), "/: model.toml is a folder; expected a regular file"),
+        (("inspect", "x.toml"), "x.toml is a file; expected the name of the model that it describes: m"),
+        (("export", "t.npy", "t", "--to", "o.npz"), "t.npy is a file; expected the name of a published model, which `tableside"),
+        (("reshard", "./dcp", "--owners", "2"), "./dcp is a file; expected the name of a published model"),
+        (("eval", "t.npy", "data.jsonl", "--out", "o"), "t.npy is a file; expected the name of a published model"),
         (("activate", "../x", "1"), "model name '../x'"),
         (("remove", "nope", "1"), "version 1 is not published"),
         (("lookup", "m", "user=x", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
@@ -95,6 +106,10 @@ def test_mistakes_are_one_line_and_exit_code_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
+    Path("folder").mkdir()
+    Path("folder/model.toml").touch()
+    np.save("t.npy", rows_of(10, 8))
+    Path("dcp").symlink_to(DCP)
     found = run_tableside(*arguments, root=root)
     assert found.returncode == 1
     assert message in found.stderr
