@@ -54,7 +54,7 @@ def ps_json(path: Path, *models: Any, **others: Any) -> Path:
 def test_a_ps_json_becomes_a_model(tmp_path: Path) -> None:
     """Paths, names and defaults; the cache's share as a budget; the rest by name. What is written is read back the same."""
     path = ps_json(tmp_path / "ps.json", wdl(tmp_path / "models" / "1"), persistent_db={}, update_source={})
-    spec, notes = hps_model(path, None, RowFormat.FP16, tmp_path)
+    spec, notes = hps_model(path, None, RowFormat.FP32, tmp_path)
     assert (spec.name, spec.checkpoint) == ("hps_wdl", Path("models/1"))
     assert [(t.name, t.key, t.raw) for t in spec.tables] == [
         ("table1", "wdl0_sparse_2000.model", RawIds()),
@@ -62,7 +62,7 @@ def test_a_ps_json_becomes_a_model(tmp_path: Path) -> None:
     ]
     assert [t.missing for t in spec.tables] == [Missing("zero"), Missing("constant", (0.25,) * 16)]
     assert spec.features == (Feature("table1", "table1", "none"), Feature("table2", "table2", "none"))
-    packed = 20_000 * sum(RowFormat.FP16.row_bytes(dim) for dim in DIMS)
+    packed = 20_000 * sum(RowFormat.FP32.row_bytes(dim) for dim in DIMS)
     assert notes == [
         f"gpucacheper 0.5: tableside serve --devices 0,1 --hbm-budget {-(-packed // 2 // 2**20)}MiB, and more for the ids",
         "volatile_db, persistent_db: all rows lie in shared memory, in no database",
