@@ -110,8 +110,8 @@ class ServerSettings(RootSettings):
         False, description="clients on this host may register shared memory of the server's user, for inputs and outputs"
     )
     max_client_shm_regions: int = Field(64, ge=1, le=1024, description="regions of shared memory that clients may register")
-    max_client_shm_bytes: ByteSize = Field(
-        ByteSize(4 << 30), ge=4096, description="bytes of all regions of shared memory that clients may register, as 512MiB"
+    max_client_shm_bytes: Bytes = Field(
+        4 << 30, ge=4096, description="bytes of all regions of shared memory that clients may register, as 512MiB"
     )
     client_shm_until: Literal["unregistered", "disconnected"] = Field(
         "unregistered",
