@@ -57,7 +57,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Header:
-    """What a version is. source: the checkpoint it was read from (path, files); load: seconds and source_bytes.
+    """What a version is. source: the checkpoint it was read from (path, files), and a digest of its model.toml (spec); load:
+    seconds and source_bytes.
 
     owner: None: the version is whole.
     """

@@ -24,6 +24,7 @@ from tableside.loader.checkpoint.rows import DTYPES, fingerprint
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.header import Header, plan_tables
 from tableside.loader.model import ModelSpec
+from tableside.loader.origin import spec_digest
 from tableside.loader.plan import PlannedTable, Sources, plan
 from tableside.loader.raw_ids import RawWriter
 from tableside.loader.reuse import Piece, Reused
@@ -82,6 +83,7 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
         model = Model(root, spec.name)
         reused = Reused(spec, settings.only, model, backend)
         sources = Sources(reused.others, checkpoint)
+        digest = spec_digest(spec)  # before the program is read, so that a change in between is found later
         scorer, program = stored_scorer(spec, sources.dims | reused.dims)
         with model.loading(settings.group) as version:
             reused.check_is_live(model)
@@ -93,6 +95,7 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                 checks = Verification(checkpoint, sources.matrices)
                 source = {
                     "path": str(spec.checkpoint),
+                    "spec": digest,
                     "files": checkpoint.fingerprint(sources.matrices.values()) | fingerprint(sources.paths),
                     "verified": checks.describe()
                     | {name: dict(k.verification) for name, k in sources.keyed.items()}

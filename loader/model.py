@@ -180,7 +180,10 @@ def _instead(path: Path) -> str | None:
         return f"{path} is a folder; expected the model.toml in it: {path / 'model.toml'}"
     try:
         with open_checkpoint(path):
-            return f"{path} is a checkpoint; expected a model.toml, which `tableside init {path}` writes"
+            return (
+                f"{path} is a checkpoint; expected a model.toml, which `tableside init {path}` writes; "
+                f"to serve it at once: tableside serve {path}"
+            )
     except CheckpointError:
         return None
 

@@ -54,7 +54,7 @@ def serve(
     LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
     """
     if not settings.models:
-        raise ServingError("no model is named; expected: tableside serve MODEL [MODEL ...]")
+        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ...")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)

@@ -155,8 +155,14 @@ def _add_shards(command: _AddCommand) -> None:
 
 
 def _add_serving(command: _AddCommand) -> None:
-    p = command("serve", servers.serve, "serve published models over HTTP")
-    p.add_argument("models", nargs="*", metavar="MODEL", default=None)
+    p = command("serve", servers.serve, "serve models over HTTP; those that are named by a path are loaded first")
+    p.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        default=None,
+        help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
+    )
     add_options(p, ServerSettings, skip=("models", "sharing"))
 
     p = command("lookup", servers.lookup, "look ids up on a running server and print the vectors")

@@ -12,6 +12,7 @@ from tableside.loader.nearest import did_you_mean
 from tableside.serving import wire
 from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.generator import Load, merged, run, run_at_rate
+from tableside.serving.cli.models import load_where_named
 from tableside.serving.cli.output import console, mb, print_json
 from tableside.serving.client import Client
 from tableside.serving.errors import ServingError
@@ -22,12 +23,13 @@ _TURNS = 5  # of each form, where there are several
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serves until a signal ends the server."""
+    """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
     from tableside.serving.server import serve as run
 
     if options.models == []:
         options.models = None
-    return run(ServerSettings(**given(options, ServerSettings)))
+    settings = ServerSettings(**given(options, ServerSettings))
+    return run(settings.model_copy(update={"models": load_where_named(settings.models, settings)}))
 
 
 def lookup(options: argparse.Namespace) -> int:
