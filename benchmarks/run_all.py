@@ -23,6 +23,7 @@ BENCHMARKS = (
     "workers.py",
     "http_lookup.py",
     "client.py",
+    "client_shm.py",
     "eval_pool.py",
     "eval_pool.py --shape criteo",
 )
