@@ -18,6 +18,8 @@ from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing
 from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, url
 from tableside.serving.cli.bench import FORMS
+from tableside.serving.cli.completion import SHELLS
+from tableside.serving.cli.completion import completion as print_completion
 from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.top import top as show_top
@@ -38,12 +40,15 @@ def parser() -> Parser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=text, description=text)
         p.set_defaults(run=run)
-        if name not in ("serve", "init", "manifest", "lookup", "bench", "top"):
+        if name not in ("serve", "init", "manifest", "lookup", "bench", "top", "completion"):
             add_options(p, RootSettings)
         return p
 
     for add in (_add_publishing, _add_shards, _add_serving, _add_evaluation, _add_measuring):
         add(command)
+    p = command("completion", print_completion, "print a script with which a shell completes commands, options and models")
+    p.add_argument("shell", choices=SHELLS, help="source <(tableside completion bash); fish: a file in its folder of completions")
+    p.set_defaults(parser=parser)
     return top
 
 

@@ -24,7 +24,11 @@ class Parser(argparse.ArgumentParser):
 
     def option_names(self) -> list[str]:
         """Its options as they are typed, "--json"."""
-        return [name for action in self._actions for name in action.option_strings]
+        return [name for action in self.options() for name in action.option_strings]
+
+    def options(self) -> list[argparse.Action]:
+        """Its options, in order."""
+        return [action for action in self._actions if action.option_strings]
 
     def positionals(self) -> list[argparse.Action]:
         """Its arguments that are no options, in order."""
