@@ -37,12 +37,11 @@ def is_live(spec: ModelSpec, model: Model) -> bool:
 
     LoaderError: the checkpoint or the program cannot be read.
     """
-    live = model.record().current
-    if not live or live in model.damaged_versions():
+    if not (live := model.record().current):
         return False
     try:
         header = model.attach(live, "header").header
-    except SegmentError:
+    except SegmentError:  # it is damaged, or is known to be
         return False
     source = header.source
     if source.get("spec") != spec_digest(spec) or "reused" in source or header.owner is not None:
