@@ -48,10 +48,12 @@ class InProcess:
     """The worker's ASGI application in this process, without HTTP."""
 
     def __init__(self, root: Path) -> None:
-        logging.getLogger("tableside").setLevel(logging.CRITICAL)
+        self._log = logging.getLogger("tableside")
+        self._level_before = self._log.level
         self.app = Application(ServerSettings.model_validate({"models": ("demo",), "root": root}))
 
     async def __aenter__(self) -> "InProcess":
+        self._log.setLevel(logging.CRITICAL)  # refusals are what is asked for
         self._ended, started = asyncio.Event(), asyncio.Event()
         first = True
 
@@ -74,6 +76,7 @@ class InProcess:
     async def __aexit__(self, *error: object) -> None:
         self._ended.set()
         await self._life
+        self._log.setLevel(self._level_before)
 
     async def ask(self, case: Case) -> tuple[int, dict[bytes, bytes], bytes]:
         """(status, headers, body); raises what leaves the application."""

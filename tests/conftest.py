@@ -75,6 +75,8 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a developer's environment reaches a test, nor what a worker of an earlier test did to the log."""
-    monkeypatch.setattr(logging.getLogger("tableside"), "propagate", True)
+    log = logging.getLogger("tableside")
+    monkeypatch.setattr(log, "propagate", True)
+    log.setLevel(logging.NOTSET)
     for name in [n for n in os.environ if n.startswith("TABLESIDE_")]:
         monkeypatch.delenv(name)
