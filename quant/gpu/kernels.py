@@ -2,7 +2,7 @@
 them where there is no GPU."""
 
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu import lookup_kernel, resolve_kernel
+from tableside.quant.gpu import lookup_kernel, resolve_kernel, tensor_kernel
 from tableside.quant.gpu.layout import LaunchConfig
 from tableside.quant.gpu.resolve import resolve_block
 from tableside.quant.gpu.tables import KernelKey
@@ -20,10 +20,12 @@ def bag_starts() -> Kernel:
     return Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
 
 
-def lookup(key: KernelKey, config: LaunchConfig, *, pooled: bool, is_weighted: bool, is_indirect: bool) -> Kernel:
-    """Looks up the jobs of a launch."""
+def lookup(
+    key: KernelKey, config: LaunchConfig, *, pooled: bool, is_weighted: bool, is_indirect: bool, of_tensors: bool = False
+) -> Kernel:
+    """Looks up the jobs of a launch. of_tensors: jobs of `quant.gpu.tensors`."""
     return Kernel(
-        lookup_kernel.lookup,
+        tensor_kernel.look_up if of_tensors else lookup_kernel.lookup,
         config.warps,
         FORMATS=key.formats,
         POOLED=pooled,

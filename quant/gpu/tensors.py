@@ -22,7 +22,7 @@ from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import LookupKind, Pooling, Precision
 from tableside.quant.device.launch import Kernel
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu import tensor_kernel
+from tableside.quant.gpu import kernels, tensor_kernel
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 from tableside.quant.gpu.layout import LaunchConfig, aligned, check_size
@@ -89,7 +89,8 @@ class _Sent(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids: of jobs without IDS"""
+    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids: of a job without
+    IDS."""
 
     inputs: int = 0
     asked: int = 0
@@ -389,18 +390,13 @@ class TensorLookup:
         key = (staged.config, staged.is_weighted)
         if (kernel := self._kernels.get(key)) is None:
             self._check_not_capturing()
-            config = staged.config
-            kernel = self._kernels[key] = Kernel(
-                tensor_kernel.look_up,
-                config.warps,
-                FORMATS=self._key.formats,
-                POOLED=self._is_pooled,
-                WEIGHTED=staged.is_weighted,
-                INDIRECT=self._is_indirect,
-                WHOLE_WORDS=self._key.whole_words,
-                UNROLL=config.unroll,
-                COLUMNS=config.block_columns,
-                LANES=config.lanes,
+            kernel = self._kernels[key] = kernels.lookup(
+                self._key,
+                staged.config,
+                pooled=self._is_pooled,
+                is_weighted=staged.is_weighted,
+                is_indirect=self._is_indirect,
+                of_tensors=True,
             )
         return kernel
 
