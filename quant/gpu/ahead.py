@@ -71,9 +71,9 @@ def kernels_of(wanted: WantedKernels) -> dict[str, Any]:
 
 
 def compile_all(
-    wanted: WantedKernels, arch: int, jobs: int, progress: Callable[[Compiled, int], None] | None = None
+    wanted: WantedKernels, arch: int, jobs: int, progress: Callable[[int, int], None] | None = None
 ) -> list[Compiled]:
-    """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told of each, and how many there are.
+    """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done, of how many.
 
     QuantError: the compiler does not know the architecture, or refuses a kernel.
     """
@@ -90,7 +90,7 @@ def compile_all(
                     f"sm_{arch}: {error}; name an architecture that this Triton knows, such as sm_80 or sm_90"
                 ) from error
             if progress is not None:
-                progress(done[-1], len(names))
+                progress(len(done), len(names))
     return done
 
 

@@ -1,7 +1,6 @@
 """`tableside compile`: the kernels that a model needs on a GPU, compiled before it is served there."""
 
 import argparse
-import itertools
 import os
 import re
 import subprocess
@@ -38,9 +37,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
     settings = RootSettings(**given(options, RootSettings))
     segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
     with progress_bar(f"sm_{arch}") as progress:
-        count = itertools.count(1)
-        told = None if progress is None else lambda _, total: progress(next(count), total)
-        compiled = compile_all(_wanted(segment, options.placement), arch, options.jobs or len(os.sched_getaffinity(0)), told)
+        jobs = options.jobs or len(os.sched_getaffinity(0))
+        compiled = compile_all(_wanted(segment, options.placement), arch, jobs, progress)
     table = Table("kernel", "s", box=None)
     for one in sorted(compiled):
         table.add_row(one.name, f"{one.seconds:.1f}")
