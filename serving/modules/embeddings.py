@@ -269,7 +269,7 @@ class Embeddings(PublishedModule):
         else:
             packed = keyed.packed_of(inputs, order, by_offsets=False, is_weighted=False)
             jagged = keyed.host_jagged(", ".join(inputs.keys()), packed)
-            given = keyed.ids_of(jagged, packed.features, order)
+            given = keyed.ids_of(jagged, order)
         vectors = look_up(attached, self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)

@@ -129,13 +129,10 @@ def host_keyed(attached: Attached, key: str, names: tuple[str, ...], output: tor
     return found
 
 
-def ids_of(jagged: Jagged, features: int, order: list[int] | None) -> list[Given]:
+def ids_of(jagged: Jagged, order: list[int] | None) -> list[Given]:
     """The ids of each feature, for a lookup that is not pooled. Weights are left aside, as by TorchRec's EmbeddingCollection."""
-    starts, counts = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
-    found = []
-    for at in range(features) if order is None else order:
-        found.append(Given(Form.IDS, jagged.values[starts[at] : starts[at] + counts[at]], None, None))
-    return found
+    starts, _ = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
+    return ids_between(jagged.values, [*starts, jagged.values.numel()], order)
 
 
 def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[Given]:
