@@ -37,10 +37,10 @@ class DeviceLookup:
         if not backend.is_interpreted and torch.cuda.is_current_stream_capturing():
             raise ModuleError("a first call of a module cannot be captured; call it once like this before")
         self._backend, self._pending, self._streams = backend, attached.pending, attached.streams
-        self._names, self._bound = names, [attached.served.features[name] for name in names]
-        self._dims = [b.table.dim for b in self._bound]
+        bound = [attached.served.features[name] for name in names]
+        self._names, self._dims = names, [b.table.dim for b in bound]
         self._is_even = len(set(self._dims)) == 1
-        kinds = [LookupKind(b.table, b.pooling, _PRECISIONS[output]) for b in self._bound]
+        kinds = [LookupKind(b.table, b.pooling, _PRECISIONS[output]) for b in bound]
         try:
             self.lookup = TensorLookup(backend, names, kinds, attached.pending.reports_of(backend))
         except QuantError as error:

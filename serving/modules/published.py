@@ -33,7 +33,6 @@ from tableside.serving.version import BoundFeature, ServedVersion
 logger = logging.getLogger("tableside")
 
 POLL_S = 0.2
-_NEVER = 1 << 62
 _LONGEST_END_S = 5.0  # for which the end of the process waits, where a version is just being taken
 
 
@@ -75,8 +74,6 @@ class Published:
         backend = choose(s.backend)
         placer = Placer(s, backend)
         placer.open()
-        if placer.gpu is not None:
-            placer.gpu.gather_from = _NEVER  # inputs are on the device, and the CPU does not see them
         model = Model(s.root, self.source.model, s.owner)
         return Engine(
             model, backend, placer, threads=self.threads, verify=s.verify, max_response_bytes=s.max_response_bytes, scores=False
