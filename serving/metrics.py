@@ -145,6 +145,18 @@ class ModelMetrics:
                 tally.add(count)
 
 
+class MetricsOfModels(dict[str, ModelMetrics]):
+    """The counters of each model that is served by one protocol, made when it first counts."""
+
+    def __init__(self, protocol: str) -> None:
+        super().__init__()
+        self._protocol = protocol
+
+    def __missing__(self, model: str) -> ModelMetrics:
+        made = self[model] = ModelMetrics(model, self._protocol)
+        return made
+
+
 class GpuMetrics:
     """The histograms of one device. Their labels are resolved once."""
 

@@ -14,9 +14,10 @@ from tableside.quant import choose
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.metrics_files import metrics_folder
+from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import needs_torch
-from tableside.serving.settings import ServerSettings
+from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
 
@@ -53,7 +54,8 @@ def serve(
 
     LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
     """
-    if not settings.models:
+    token = admin_token(settings)
+    if not settings.models and token is None:
         raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ...")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
@@ -71,7 +73,7 @@ def serve(
         )
     sock = bind(settings)
     host, port = sock.getsockname()[:2]
-    what = f"{', '.join(settings.models)} on http://{f'[{host}]' if ':' in host else host}:{port}"
+    what = f"{', '.join(settings.models) or 'no model yet'} on http://{f'[{host}]' if ':' in host else host}:{port}"
     where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
     how = f"{settings.workers} workers, lookups on {where}"
     try:
@@ -83,7 +85,8 @@ def serve(
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-            config = WorkerConfig(settings, make, RegionRegistry() if settings.allow_client_shm else None)
+            registry = RegionRegistry() if settings.allow_client_shm else None
+            config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})")).run()
     finally:
         sock.close()

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
 
@@ -55,9 +56,15 @@ def make_application(settings: ServerSettings) -> Any:
 class WorkerConfig(uvicorn.Config):
     """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and protocol class there."""
 
-    def __init__(self, settings: ServerSettings, make: MakeApplication, registry: RegionRegistry | None = None) -> None:
-        """registry: of the shared memory that clients register; None: they may not."""
-        self.settings, self._make, self._registry = settings, make, registry
+    def __init__(
+        self,
+        settings: ServerSettings,
+        make: MakeApplication,
+        registry: RegionRegistry | None = None,
+        models: ModelList | None = None,
+    ) -> None:
+        """registry: of the shared memory that clients register; None: they may not. models: to serve; None: the settings'."""
+        self.settings, self._make, self._registry, self._models = settings, make, registry, models
         super().__init__(
             functools.partial(make, settings),
             factory=True,
@@ -78,7 +85,7 @@ class WorkerConfig(uvicorn.Config):
     def on(self, device: str, sharing: int) -> "WorkerConfig":
         """This configuration for a worker on one device, which `sharing` workers share."""
         settings = self.settings.model_copy(update={"devices": (device,), "sharing": sharing})
-        return WorkerConfig(settings, self._make, self._registry)
+        return WorkerConfig(settings, self._make, self._registry, self._models)
 
     def load(self) -> None:
         super().load()
@@ -87,6 +94,8 @@ class WorkerConfig(uvicorn.Config):
         app = self.loaded_app
         if self._registry is not None:
             app.service.share_regions(self._registry)
+        if self._models is not None:
+            app.service.models = self._models
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
 
 

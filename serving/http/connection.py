@@ -285,7 +285,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(405, "CONNECT: this server is no proxy")
+            self._refuse(405, "CONNECT: this server is no proxy")  # its Allow: `_plain_answer`
             return
         if self.parser.should_upgrade():
             self._offers_upgrade = True  # `_parse` goes on from here, with another parser
@@ -541,6 +541,8 @@ def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
     """The bytes of an error response that comes from the connection and not from the application."""
     body = orjson.dumps({"error": message})
     headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *retry_after(status)]
+    if status == 405:
+        headers.append((b"allow", b"GET, HEAD, POST"))
     if not keep_alive:
         headers.append((b"connection", b"close"))
     return STATUS_LINE[status] + b"\r\n".join([*(name + b": " + value for name, value in headers), b"", body])

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from tableside.serving import metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short, wrong_method
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
     JSON_TYPE,
@@ -24,15 +24,15 @@ from tableside.serving.http.asgi import (
     Send,
     check_json_answer,
     check_json_size,
+    error_response,
     holding,
     read_body,
     respond,
     respond_error,
-    retry_after,
 )
 from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
-from tableside.serving.metrics import ModelMetrics, Stages
+from tableside.serving.metrics import MetricsOfModels, Stages
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 
@@ -104,13 +104,15 @@ class V1:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._counts = {name: ModelMetrics(name, "v1") for name in service.engines}
+        self._counts = MetricsOfModels("v1")
         self._layouts = Layouts()
         self._app = _make_fastapi(service, self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         score = _IS_SCORE.get(scope["path"])
         if score is None or scope["type"] != "http" or scope["method"] != "POST":
+            if scope["type"] == "http" and scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}  # whoever sends the answer leaves its body out
             await self._app(scope, receive, send)
         else:
             await self._answer_or_refuse(scope, receive, send, score)
@@ -245,17 +247,16 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
         metrics.refused(_model_of(http.scope), "v1", error.kind, error.lacking)
-        headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
-        return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
+        return _refusal(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
-        return _json(
-            {"error": f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"},
-            error.status_code,
-        )
+        if error.status_code == 405:
+            return _refusal(wrong_method(http.method, http.url.path, *(error.headers or {}).get("Allow", "GET").split(", ")))
+        what = f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"
+        return _json({"error": what}, error.status_code)
 
     @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: HttpRequest, error: Exception) -> Response:
@@ -265,6 +266,11 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(Disconnected)
     async def disconnected(http: HttpRequest, error: Disconnected) -> Response:
         return Response(status_code=400)  # no one reads it
+
+
+def _refusal(error: ApiError) -> Response:
+    status, headers, parts = error_response(error)
+    return Response(parts[0], status, {name.decode(): value.decode() for name, value in headers})
 
 
 def _json(value: Any, status: int = 200) -> Response:
