@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 GETS = ("/v1/models", "/health", "/metrics", "/openapi.json", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/demo")
-GETS += tuple(f"/v2/models/demo/{what}" for what in ("ready", "config", "stats", "versions/1")) + ("/v2/models/stats",)
+GETS += (*(f"/v2/models/demo/{what}" for what in ("ready", "config", "stats", "versions/1")), "/v2/models/stats")
 POSTS = ("/v1/lookup", "/v1/score", "/v2/models/demo/infer", "/v2/repository/index", "/v2/repository/models/demo/load")
 
 

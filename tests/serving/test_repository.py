@@ -1,10 +1,9 @@
-"""The model repository extension: models are loaded and unloaded in every worker, by operators, through an unchanged tritonclient."""
+"""The model repository extension: operators load and unload models in every worker, through an unchanged tritonclient."""
 
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -39,7 +38,7 @@ def answers(server: Server, model: str, count: int = 30) -> list[int]:
 
 
 def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
-    """When the call returns all workers have followed: none refuses the model that is loaded, none answers the one that is gone."""
+    """When a call returns all workers have followed: none refuses the model that is loaded, none answers the one that is gone."""
     with triton.InferenceServerClient(f"127.0.0.1:{both.port}") as client:
         assert "model_repository" in client.get_server_metadata()["extensions"]
         assert client.get_model_repository_index(headers=OPERATOR) == [
@@ -96,7 +95,11 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_all_as_it_was(both: Server,
     (root / "other" / "1.segment").write_bytes(b"no segment")
     (root / "other" / "1.segment").chmod(0o400)
     with triton.InferenceServerClient(f"127.0.0.1:{both.port}") as client:
-        for name, message in (("other", "cannot be loaded"), ("nothing", "no version of it is live on this host"), ("..", "expected letters")):
+        for name, message in (
+            ("other", "cannot be loaded"),
+            ("nothing", "no version of it is live on this host"),
+            ("..", "expected letters"),
+        ):
             with pytest.raises(InferenceServerException, match=message):
                 client.load_model(name, headers=OPERATOR)
         with pytest.raises(InferenceServerException, match="model 'nothing' is not served here"):
