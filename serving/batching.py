@@ -109,6 +109,10 @@ class Batcher(Executor):
     def close(self) -> None:
         self._thread.shutdown()
 
+    def count(self) -> None:
+        if self._lost is None and self._backend.cache is not None:
+            self._cache_metrics.update(self._backend.cache.statistics())
+
     def end_if_lost(self) -> bool:
         if self._lost is None and self._backend.is_lost():
             logger.critical("%s is lost to this worker, which ends; the supervisor replaces it", self._backend.description)

@@ -74,6 +74,11 @@ class Engine:
         return self._served
 
     @property
+    def live(self) -> int:
+        """The version that was live at the last look; 0: nobody looked yet."""
+        return self._live
+
+    @property
     def is_usable(self) -> bool:
         """Whether requests are answered; False where the served rows were found damaged and there is no other version."""
         return self._unusable is None

@@ -26,6 +26,7 @@ from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.version import ServedVersion
+from tableside.serving.worker_gauges import Now
 
 logger = logging.getLogger("tableside")
 
@@ -144,6 +145,11 @@ class Service:
             self._scrubber.stop()
         self._beside.shutdown()
         self.executor.close()
+
+    def now(self, connections: int = 0, in_flight: int = 0) -> Now:
+        """What this worker does at this moment. connections, in_flight: of its door."""
+        waiting, held = self.slots.waiting, self.in_flight.held
+        return Now(float(self.ready), in_flight, waiting, connections, held, self.settings.max_connections)
 
     async def _watch(self) -> None:
         """Takes new versions into service while requests run. It goes on whatever a published file holds."""

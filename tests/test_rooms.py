@@ -52,7 +52,7 @@ SERVING = (
     *("__init__", "errors", "sizes", "settings", "client", "wire", "shared_list", "model_list", "region_registry", "regions"),
     *("scorer", "program", "scorers", "id_indexes", "placement"),
     *("places", "scores", "request", "version", "engine"),
-    *("shared_counts", "metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
+    *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "admission", "executors", "batching"),
     *("scrub", "service", "evaluation", "modules"),
     *("http", "worker", "supervisor", "server", "preload", "cli"),
 )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -102,11 +103,11 @@ class Health(BaseModel):
 class V1:
     """ASGI: answers everything but /v2. Lookups and scores go a short path; FastAPI describes them, and answers the rest."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tell: Callable[[], None] = lambda: None) -> None:
         self._service = service
         self._counts = MetricsOfModels("v1")
         self._layouts = Layouts()
-        self._app = _make_fastapi(service, self)
+        self._app = _make_fastapi(service, self, tell)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         score = _IS_SCORE.get(scope["path"])
@@ -181,12 +182,12 @@ def _model_of(scope: Scope) -> str:
     return str(scope.get(_MODEL, metrics.UNKNOWN))
 
 
-def make_app(service: Service) -> V1:
-    """The application of a worker, but for /v2."""
-    return V1(service)
+def make_app(service: Service, tell: Callable[[], None]) -> V1:
+    """The application of a worker, but for /v2. tell: brings what this worker counts up to date, before a scrape."""
+    return V1(service, tell)
 
 
-def _make_fastapi(service: Service, v1: V1) -> FastAPI:
+def _make_fastapi(service: Service, v1: V1, tell: Callable[[], None]) -> FastAPI:
     """FastAPI's part. Requests of /v1/lookup and /v1/score go by it; it describes them, and refuses other methods."""
     app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
     _answer_errors(app)
@@ -211,6 +212,7 @@ def _make_fastapi(service: Service, v1: V1) -> FastAPI:
 
     @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
     async def prometheus() -> Response:
+        tell()
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
         return Response(text, media_type="text/plain; version=0.0.4")
 
