@@ -111,6 +111,8 @@ class Batcher(Executor):
 
     def count(self) -> None:
         if self._lost is None and self._backend.cache is not None:
+            if not self._is_running:
+                self._backend.cache.recount()
             self._cache_metrics.update(self._backend.cache.statistics())
 
     def end_if_lost(self) -> bool:

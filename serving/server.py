@@ -66,6 +66,11 @@ def serve(
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
+    if settings.traces:
+        require("--traces", "opentelemetry.sdk", extra="otel")
+        from tableside.serving.http.tracing import exporter_named
+
+        exporter_named(settings.traces)
     if len(settings.devices) > settings.workers:
         raise ServingError(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "

@@ -120,6 +120,12 @@ class ServerSettings(RootSettings):
         description="a region lasts until it is unregistered, or only until the connection closes that registered it; in either "
         "case until its object is removed",
     )
+    log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
+    traces: str = Field(
+        "",
+        description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
+        "tableside[otel], and OTEL_* variables set it up; empty: no spans",
+    )
     admin_token: SecretStr | None = Field(
         None,
         min_length=TOKEN_LENGTH,

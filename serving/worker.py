@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from tableside.serving.logs import log_config
 from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
@@ -76,7 +77,7 @@ class WorkerConfig(uvicorn.Config):
             date_header=False,
             server_header=False,
             proxy_headers=False,
-            log_config=_log_config(),
+            log_config=log_config(settings.log_format),
             timeout_keep_alive=settings.idle_timeout_s,
             timeout_graceful_shutdown=settings.shutdown_timeout_s,
             backlog=2048,
@@ -97,22 +98,6 @@ class WorkerConfig(uvicorn.Config):
         if self._models is not None:
             app.service.models = self._models
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
-
-
-def _log_config() -> dict[str, Any]:
-    line = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
-    handler = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
-    loggers = {
-        name: {"handlers": ["stderr"], "level": level, "propagate": False}
-        for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))
-    }
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": line},
-        "handlers": {"stderr": handler},
-        "loggers": loggers,
-    }
 
 
 class WorkerProcess:

@@ -77,12 +77,17 @@ class Application:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
+        spans = None
         try:
             await self.service.start()
         except (LoaderError, QuantError, ServingError, OSError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         self._gauges = metrics.gauges()
+        if self.service.settings.traces:
+            from tableside.serving.http.tracing import SpanWriter  # of an extra
+
+            spans = self.door.traffic.spans = SpanWriter.named(self.service.settings.traces)
         telling = asyncio.create_task(self._go_on_telling())
         await send({"type": "lifespan.startup.complete"})
         await receive()
@@ -90,4 +95,6 @@ class Application:
         await asyncio.gather(telling, return_exceptions=True)
         await self.service.stop()
         self._gauges.close()
+        if spans is not None:
+            await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector
         await send({"type": "lifespan.shutdown.complete"})
