@@ -207,6 +207,9 @@ MODULES = {
     "pydantic-settings": "pydantic_settings",
     "fbgemm-gpu-cpu": "fbgemm_gpu",
     "pyyaml": "yaml",
+    "fastapi-offline": "fastapi_offline",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 
 BY_NAME = {"uvloop"}  # uvicorn imports it, as the workers' configuration names it
@@ -235,7 +238,7 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "ray") for r in EXTRAS[name]])
+    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray") for r in EXTRAS[name]])
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
 

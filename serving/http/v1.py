@@ -9,11 +9,12 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from fastapi.responses import PlainTextResponse
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, Field
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 
-from tableside.serving import metrics
+from tableside.serving import VERSION, metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short, wrong_method
 from tableside.serving.http.asgi import (
@@ -32,6 +33,7 @@ from tableside.serving.http.asgi import (
     respond_error,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.openapi import POSTS, complete, refusals, takes
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
 from tableside.serving.metrics import MetricsOfModels, Stages
 from tableside.serving.service import Service
@@ -98,6 +100,12 @@ class Health(BaseModel):
 
     status: str
     models: dict[str, int]
+
+
+class Models(BaseModel):
+    """What a server serves: name, version, tables, features and more of each model."""
+
+    models: list[dict[str, Any]]
 
 
 class V1:
@@ -189,56 +197,70 @@ def make_app(service: Service, tell: Callable[[], None]) -> V1:
 
 def _make_fastapi(service: Service, v1: V1, tell: Callable[[], None]) -> FastAPI:
     """FastAPI's part. Requests of /v1/lookup and /v1/score go by it; it describes them, and refuses other methods."""
-    app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
+    app: FastAPI = FastAPIOffline(
+        title="Tableside",
+        summary="Quantized embedding tables from shared memory",
+        version=VERSION,
+        redoc_url=None,
+        static_url="/docs/files",
+    )
+    refused = refusals(*POSTS)
+    draining: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "It drains"}, **refusals(405)}
     _answer_errors(app)
 
-    @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=_takes(LookupRequest), summary="Look ids up")
+    @app.post(
+        "/v1/lookup",
+        response_model=LookupResponse,
+        openapi_extra=takes(LookupRequest),
+        responses=refused,
+        summary="Look ids up",
+    )
     async def lookup(http: HttpRequest) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
 
-    @app.post("/v1/score", response_model=ScoreResponse, openapi_extra=_takes(ScoreRequest), summary="Score rows")
+    @app.post(
+        "/v1/score",
+        response_model=ScoreResponse,
+        openapi_extra=takes(ScoreRequest),
+        responses=refused,
+        summary="Score rows",
+    )
     async def score(http: HttpRequest) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
 
-    @app.get("/v1/models", summary="What is served")
+    @app.get("/v1/models", summary="What is served", response_model=Models, responses=refusals(405))
     async def models() -> Response:
-        return _json({"models": [_describe(service, name) for name in service.engines]})
+        return _json({"models": [_describe_model(service, name) for name in service.engines]})
 
-    @app.get("/health", response_model=Health, summary="Whether this worker takes requests")
+    @app.get("/health", response_model=Health, summary="Whether this worker takes requests", responses=draining)
     async def health() -> Response:
         status = "ready" if service.ready else "draining"
         versions = {name: engine.attached().version for name, engine in service.engines.items()}
         return _json({"status": status, "models": versions}, 200 if service.ready else 503)
 
-    @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
+    @app.get(
+        "/metrics",
+        summary="Prometheus metrics, summed over all workers",
+        response_class=PlainTextResponse,
+        responses=refusals(405),
+    )
     async def prometheus() -> Response:
         tell()
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    _describe_bodies(app, LookupRequest, ScoreRequest)
+    _describe(app, LookupRequest, ScoreRequest)
     return app
 
 
-_SCHEMAS = "#/components/schemas/"
-
-
-def _takes(schema: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body: a reference to a schema that `_describe_bodies` adds."""
-    content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _describe_bodies(app: FastAPI, *taken: type[BaseModel]) -> None:
-    """Adds the schemas of bodies to /openapi.json. FastAPI does not know them, as bodies are parsed here."""
+def _describe(app: FastAPI, *taken: type[BaseModel]) -> None:
+    """Completes /openapi.json: with the schemas of bodies, which FastAPI does not know as they are parsed here, and with /v2."""
     described = app.openapi
-    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in taken]
-    _, definitions = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
 
     def openapi() -> dict[str, Any]:
+        is_new = app.openapi_schema is None
         found = described()
-        found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        return found
+        return complete(found, taken) if is_new else found
 
     app.openapi = openapi  # type: ignore[method-assign]
 
@@ -279,7 +301,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _describe(service: Service, name: str) -> dict[str, Any]:
+def _describe_model(service: Service, name: str) -> dict[str, Any]:
     served = service.engines[name].attached()
     header, placements = served.header, served.placed.placements
     return {
