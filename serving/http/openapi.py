@@ -49,7 +49,8 @@ def takes(schema: type[BaseModel]) -> Json:
 
 def complete(found: Json, taken: Sequence[type[BaseModel]]) -> Json:
     """What FastAPI described, with the schemas of bodies, which are parsed here, and with /v2."""
-    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in (*taken, Refusal)]
+    schemas: list[type[BaseModel]] = [*taken, Refusal]
+    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in schemas]
     _, definitions = models_json_schema(modes, ref_template=SCHEMAS + "{model}")
     components = found.setdefault("components", {})
     components.setdefault("schemas", {}).update({**definitions["$defs"], **_SCHEMAS_OF_V2})
@@ -186,10 +187,10 @@ def _v2() -> Iterator[tuple[str, str, Json]]:
 
 def _repository() -> Iterator[tuple[str, str, Json]]:
     tag = "Model repository"
-    index = {"requestBody": {"required": False, **_json(_object(ready=_BOOL))}, "security": [{}, *_OPERATOR]}
+    index: Json = {"requestBody": {"required": False, **_json(_object(ready=_BOOL))}, "security": [{}, *_OPERATOR]}
     yield "/v2/repository/index", "post", _operation(tag, "Which models there are", ref("RepositoryIndex"), *POSTS, **index)
     for action, summary in (("load", "Serve a published model"), ("unload", "Let a model go")):
-        body = {"requestBody": {"required": False, **_json(_object(parameters=_PARAMETERS))}, "security": _OPERATOR}
+        body: Json = {"requestBody": {"required": False, **_json(_object(parameters=_PARAMETERS))}, "security": _OPERATOR}
         told = _operation(tag, summary, None, 401, 403, *POSTS, parameters=(_MODEL,), **body)
         yield f"/v2/repository/models/{{model}}/{action}", "post", told
 

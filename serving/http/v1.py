@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from tableside.serving import VERSION, metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short, wrong_method
+from tableside.serving.http import static_page
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
     JSON_TYPE,
@@ -103,8 +104,9 @@ class Health(BaseModel):
 
 
 class Models(BaseModel):
-    """What a server serves: name, version, tables, features and more of each model."""
+    """What a server serves: of itself its version, devices and doors; of each model its version, tables, features and more."""
 
+    server: dict[str, Any]
     models: list[dict[str, Any]]
 
 
@@ -230,7 +232,9 @@ def _make_fastapi(service: Service, v1: V1, tell: Callable[[], None]) -> FastAPI
 
     @app.get("/v1/models", summary="What is served", response_model=Models, responses=refusals(405))
     async def models() -> Response:
-        return _json({"models": [_describe_model(service, name) for name in service.engines]})
+        return _json(
+            {"server": _describe_server(service), "models": [_describe_model(service, name) for name in service.engines]}
+        )
 
     @app.get("/health", response_model=Health, summary="Whether this worker takes requests", responses=draining)
     async def health() -> Response:
@@ -249,6 +253,7 @@ def _make_fastapi(service: Service, v1: V1, tell: Callable[[], None]) -> FastAPI
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
         return Response(text, media_type="text/plain; version=0.0.4")
 
+    static_page.add_to(app)
     _describe(app, LookupRequest, ScoreRequest)
     return app
 
@@ -276,7 +281,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
-        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
+        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
         if error.status_code == 405:
             return _refusal(wrong_method(http.method, http.url.path, *(error.headers or {}).get("Allow", "GET").split(", ")))
         what = f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"
@@ -301,6 +306,13 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
+def _describe_server(service: Service) -> dict[str, Any]:
+    doors = ["HTTP: /v1 (JSON), /v2 (Open Inference Protocol)"]
+    if service.regions is not None:
+        doors.append("shared memory of clients")
+    return {"version": VERSION, "devices": list(service.settings.devices), "doors": doors}
+
+
 def _describe_model(service: Service, name: str) -> dict[str, Any]:
     served = service.engines[name].attached()
     header, placements = served.header, served.placed.placements
@@ -319,6 +331,7 @@ def _describe_model(service: Service, name: str) -> dict[str, Any]:
                 "row_format": t.row_format,
                 "rows": t.rows,
                 "dim": t.dim,
+                "bytes": t.bytes,
                 "placement": placements[t.name],
                 **describe_ids(t),
             }
