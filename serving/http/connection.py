@@ -399,10 +399,10 @@ class _LimitedProtocol(HttpToolsProtocol):
             task.add_done_callback(self._door_tasks.discard)
             return
         cycle.response_started = cycle.response_complete = True
-        request = self._open[0]
-        request.status = int(head[9:12])  # behind "HTTP/1.1 "
-        if request.trace.request_id is not None:
-            head += b"%s: %s\r\n" % (REQUEST_ID, request.trace.request_id)
+        answered = self._open[0]
+        answered.status = int(head[9:12])  # behind "HTTP/1.1 "
+        if answered.trace.request_id is not None:
+            head += b"%s: %s\r\n" % (REQUEST_ID, answered.trace.request_id)
         self.transport.writelines([head if cycle.keep_alive else head + _CLOSE, b"\r\n", *parts])
         if not cycle.keep_alive:
             self.transport.close()
