@@ -8,11 +8,13 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import tables
 import tritonclient.http as triton
-from servers import Server, publish_demo
+from servers import TABLES, Server, publish_demo
 from support import end, rows_of, run_tableside, until
 from tritonclient.utils import InferenceServerException
 
+from tableside.serving.client import Client
 from tableside.serving.model_list import ModelList, Taken
 
 Start = Callable[..., Server]
@@ -155,3 +157,18 @@ def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:
     shown = "".join(both.get(path).text for path in ("/v2", "/v1/models", "/metrics", "/health"))
     assert TOKEN not in shown
     assert end(both.process) == 0
+
+
+def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -> None:
+    """With a cache that models share: the rows of each are its own, also when one comes back to what another one left."""
+    publish_demo(root, tmp_path, OTHER, "other")
+    device = ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")
+    server = start(*device, "--admin-token", TOKEN)
+    with Client(server.url) as client:
+        for _ in range(2):
+            assert httpx.post(f"{server.url}/v2/repository/models/other/load", headers=OPERATOR, timeout=60).status_code == 200
+            for model, values in (("demo", TABLES), ("other", OTHER), ("demo", TABLES)):
+                found = client.lookup(model, {"user": [[7], [11]]})["user"]
+                np.testing.assert_allclose(found, values["user"][[7, 11]], atol=0.05)
+            assert httpx.post(f"{server.url}/v2/repository/models/other/unload", headers=OPERATOR).status_code == 200
+        assert 'tableside_version{model="other"}' not in client.metrics()
