@@ -1,11 +1,14 @@
 """JSON logs, spans of requests, request ids: each as a real server writes them."""
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,40 @@ def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
     assert spans[0]["parent_id"] is None and all(s["kind"] == "SpanKind.SERVER" for s in spans)
     assert all(s["start_time"] < s["end_time"] for s in spans)
     assert spans[0]["resource"]["attributes"]["service.name"] == "tableside"
+
+
+def test_spans_reach_a_collector(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over OTLP, where the SDK's own variable says: here a server of the test stands for the collector."""
+    exporter = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    pytest.importorskip(exporter, reason="the dev extra brings OpenTelemetry's exporter")
+    came: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            came.append((self.path, gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "embeddings-of-ads")
+        try:
+            process, out, _ = served(root, tmp_path, "--traces", "otlp_proto_http")
+            httpx.post(f"{url_of(out)}/v1/lookup", json=ASKED, headers={"X-Request-Id": "r-7"})
+            until(lambda: came, what="a span")
+            assert end(process) == 0
+        finally:
+            collector.shutdown()
+            thread.join()
+    path, body = came[0]
+    assert path == "/v1/traces" and all(part in body for part in (b"POST /v1/lookup", b"r-7", b"embeddings-of-ads"))
 
 
 def test_an_exporter_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
