@@ -27,7 +27,7 @@ TOP = Path(__file__).parent.parent
 FIXTURES = TOP / "tests" / "fixtures"
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-ALL_EXTRAS = "torch fbgemm_gpu triton pyarrow ray safetensors"
+ALL_EXTRAS = "torch fbgemm_gpu triton pyarrow ray safetensors opentelemetry.sdk"
 NATIVE = "tableside.quant.cpu._native"
 
 
@@ -162,6 +162,7 @@ def one_feature() -> bytes:
         ("fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
         ("torch fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
         ("torch fbgemm_gpu", ("--backend", "reference"), "torch"),
+        ("opentelemetry.sdk", ("--traces", "console"), "otel"),
     ],
 )
 def test_a_server_without_a_package_names_the_extra(
