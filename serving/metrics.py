@@ -224,13 +224,11 @@ class _Now:
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
         yield self._backfilled()
-        caches = {id(engine.cache): engine.cache for engine in self._engines if engine.cache is not None}
-        for cache in caches.values():
-            held = cache.statistics()
-            values_of = {"slots": held.slots, "occupied_slots": held.occupied, "bytes": cache.bytes}
-            for name, value in values_of.items():
-                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the GPU's cache of this worker.", labels=["device"])
-                family.add_metric([str(cache.device)], float(value))
+        for cache in {engine.cache for engine in self._engines} - {None}:
+            assert cache is not None
+            for name, value in zip(cache._fields[1:], cache[1:], strict=True):
+                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the cache of this worker's GPU.", labels=["device"])
+                family.add_metric([cache.device], float(value))
                 yield family
 
     def _backfilled(self) -> Metric:

@@ -34,7 +34,7 @@ _SMALLEST_CACHE = 1 << 20  # bytes
 _GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
-_DEFAULT_FRACTION = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
+_DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
 
 
 class Placement(StrEnum):

@@ -1,21 +1,19 @@
-"""What one worker answers from: its engines, its executor, whether it is ready, and the watch over which versions are live."""
+"""What one worker answers from: its engines, its executor, and whether it is ready."""
 
 import asyncio
-import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.versions import Model
-from tableside.quant import QuantError, choose
+from tableside.quant import CpuBackend, choose
 from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
-from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
-from tableside.serving.errors import Kind, ServingError, bad_request, not_found, short
+from tableside.serving.engine_process.link import EngineLink
+from tableside.serving.engine_process.versions import DoorEngine
+from tableside.serving.errors import bad_request, not_found, short
 from tableside.serving.executors import CpuExecutor, Executor
-from tableside.serving.metrics import ERRORS, SWAPS
 from tableside.serving.placement import Placer
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.regions import RegionLimits, Regions
@@ -23,15 +21,32 @@ from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
+from tableside.serving.watch import Watch
 
 logger = logging.getLogger("tableside")
 
 _Result = TypeVar("_Result")
 
 
-def _log_end(watcher: asyncio.Task[None]) -> None:
-    if not watcher.cancelled() and (error := watcher.exception()):
-        logger.critical("the watch over versions ended: new ones are not taken until this worker is replaced", exc_info=error)
+def _nothing() -> None:
+    pass
+
+
+def _engine(model: Model, backend: CpuBackend, settings: ServerSettings, link: EngineLink | None) -> Engine:
+    """The versions of one model, as this worker looks them up itself, or has its engine process do so."""
+    if link is not None:
+        return DoorEngine(link, model, backend, settings)
+    return Engine(
+        model,
+        backend,
+        Placer(settings, backend),
+        threads=settings.threads,
+        verify=settings.verify,
+        max_response_bytes=settings.max_response_bytes,
+        scorer_limits=ScorerLimits(
+            settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
+        ),
+    )
 
 
 class Service:
@@ -46,22 +61,10 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.backend = choose(settings.backend)
-        self.placer = Placer(settings, self.backend)
+        self.link = EngineLink(settings) if settings.devices else None
+        backend = choose(settings.backend)
         self.engines = {
-            name: Engine(
-                Model(settings.root, name, settings.owner),
-                self.backend,
-                self.placer,
-                threads=settings.threads,
-                verify=settings.verify,
-                max_response_bytes=settings.max_response_bytes,
-                gpu_from_ids=settings.gpu_from_ids,
-                scorer_limits=ScorerLimits(
-                    settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
-                ),
-            )
-            for name in settings.models
+            name: _engine(Model(settings.root, name, settings.owner), backend, settings, self.link) for name in settings.models
         }
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
         self._is_open = False
@@ -70,7 +73,7 @@ class Service:
         self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
-        self._watcher: asyncio.Task[None] | None = None
+        self._watch: Watch | None = None
         self._attaching = asyncio.Lock()
 
     def share_regions(self, registry: RegionRegistry) -> None:
@@ -83,10 +86,11 @@ class Service:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
         if self.settings.allow_client_shm and self.regions is None:
             self.share_regions(RegionRegistry())  # this worker is the only one
-        self.placer.open()
-        self.executor = self._new_executor()
+        if self.link is not None:
+            await self.link.open()
+        self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
         for engine in self.engines.values():
-            engine.swap(engine.attach(engine.model.good()))
+            engine.swap(engine.attach(engine.model.good() if self.link is None else None))
             served = engine.served()
             logger.info(
                 "serving %s version %d: %d tables, %.1f MB, lookups on %s",
@@ -96,21 +100,17 @@ class Service:
                 served.segment.size / 1e6,
                 served.backend.description,
             )
-        self._watcher = asyncio.create_task(self._watch())
-        self._watcher.add_done_callback(_log_end)
+        look = self.regions.look if self.regions is not None else _nothing
+        self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=look)
+        self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
-
-    def _new_executor(self) -> Executor:
-        s = self.settings
-        if self.placer.gpu is None:
-            return CpuExecutor(self._beside, s.inline_rows)
-        return Batcher(self.placer.gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
 
     @property
     def ready(self) -> bool:
         """Whether clients should send requests here: from `start` to `drain`, while every model answers."""
-        return self._is_open and all(engine.is_usable for engine in self.engines.values())
+        has_engine = self.link is None or self.link.is_ready
+        return self._is_open and has_engine and all(engine.is_usable for engine in self.engines.values())
 
     def drain(self) -> None:
         """Turns readiness off. Requests are still answered."""
@@ -119,47 +119,13 @@ class Service:
     async def stop(self) -> None:
         """Ends the watch and the scrubber, and waits for lookups that run."""
         self._is_open = False
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._watch is not None:
+            await self._watch.stop()
             self._scrubbing.cancel()
-            await asyncio.gather(self._watcher, self._scrubbing, return_exceptions=True)
+            await asyncio.gather(self._scrubbing, return_exceptions=True)
             self._scrubber.stop()
         self._beside.shutdown()
         self.executor.close()
-
-    async def _watch(self) -> None:
-        """Takes new versions into service while requests run. It goes on whatever a published file holds."""
-        while True:
-            await asyncio.sleep(self.settings.poll_s)
-            if self.regions is not None:
-                self.regions.look()
-            for engine in self.engines.values():
-                version = None
-                try:
-                    engine.forget_removed()
-                    version = engine.changed()
-                    if version is not None:
-                        await self._take(engine, version)
-                except Exception as error:  # noqa: BLE001  # `_refuse` logs it; whatever a file holds, the watch goes on
-                    self._refuse(engine, version, error)
-                    if self.executor.end_if_lost():
-                        return
-
-    async def _take(self, engine: Engine, version: int) -> None:
-        attach = functools.partial(engine.attach, version, as_successor=True)
-        engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
-        SWAPS.labels(engine.model.name).inc()
-        logger.info("serving %s version %d from now on", engine.model.name, version)
-
-    def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
-        """Logs and counts that a version is not taken. The present one is served on."""
-        if version is None:
-            logger.exception("the versions of %s cannot be looked at", engine.model.name)
-            return
-        is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
-        logger.error("version %d of %s is not taken: %s", version, engine.model.name, error, exc_info=not is_expected)
-        ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
-        engine.refuse(version)
 
     # ---- requests ----
 

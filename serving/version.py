@@ -132,7 +132,7 @@ class ServedVersion:
         side by side. Those asked for before are kept, `_PLANNERS` of them."""
         key = (features, together)
         if (known := self._planners.get(key)) is None:
-            device, host = self.backend.planner(self._kinds(features, together), self.threads), None
+            device, host = self._device_planner(features, together), None
             if self._beside is not None:
                 host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
             tables = tuple(self.features[f].feature.table for f in features)
@@ -141,6 +141,9 @@ class ServedVersion:
                 self._planners.clear()
             self._planners[key] = known
         return known
+
+    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
+        return self.backend.planner(self._kinds(features, together), self.threads)
 
     def _kinds(
         self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None

@@ -12,7 +12,7 @@ one is gathered. A third way is to read rows through a cache (`open_cache`).
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,6 +49,7 @@ except ImportError as error:
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.cuda import page_lock
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
@@ -407,15 +408,25 @@ class GpuBackend(Backend):
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         if clock:
             clock.mark()
-        outputs = buffers.host(batch.out_bytes)
-        outputs.copy_(buffers.device_out[: batch.out_bytes], non_blocking=True)
+        outputs = buffers.answers(batch.out_bytes)
+        torch.from_numpy(outputs).copy_(buffers.device_out[: batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
         for n, (_, inputs) in enumerate(requests):
             batch.run_on_host(n, inputs)
         if self.stream is not None:
             self.stream.synchronize()
-        return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
+        return batch.results([inputs for _, inputs in requests], outputs), clock.times() if clock else None
+
+    def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
+        """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.
+
+        take: gives a part of so many bytes, which is the caller's as long as an array over it lives. QuantError: CUDA cannot
+        lock the memory.
+        """
+        if not self.is_interpreted:
+            page_lock(memory.ctypes.data, memory.size, self.device)
+        self._buffers.answers = take
 
     def _own(self, plan: Plan) -> GpuPlan:
         if not isinstance(plan, GpuPlan) or plan.backend is not self:
