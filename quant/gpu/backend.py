@@ -1,7 +1,7 @@
 """Lookups on a GPU: one launch of `quant.gpu.lookup_kernel` serves all tables of all waiting requests.
 
 One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one more, unpooled
-features one more. One copy brings the vectors back.
+features one more. One copy brings the vectors back. What reads them on the device (`quant.gpu.follower`) takes one launch more.
 
 Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table is split.
 Random reads over a large span are slow that way, because of address translation and not of bytes (docs/log.md). From
@@ -52,6 +52,7 @@ from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
+from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
@@ -79,6 +80,10 @@ class GpuPlan(Plan):
     def staged_bytes(self) -> int:
         """Bytes that a run takes of the buffers that the requests of a batch share."""
         return self.layout.staged_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.layout.host is None
 
     def launches_alone(self) -> Launches | None:
         """What to launch where this plan is a whole batch; None: its header must be sent.
@@ -160,6 +165,7 @@ class GpuBackend(Backend):
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
         self._buffers = Buffers(self.device)
         self._resolve, self._bag_starts = kernels.resolver(self.is_interpreted), kernels.bag_starts()
+        self._fill = kernels.filler(self.is_interpreted)
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
         self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -373,25 +379,48 @@ class GpuBackend(Backend):
         results, _ = self.run_timed(requests, timed=False)
         return [result if isinstance(result, BadIds) else result.outputs for result in results]
 
-    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool = True) -> tuple[list[LookedUp | BadIds], Times | None]:
-        """As `run`, with what was not found of each request, and where the time went."""
-        with self.lock:
-            if self.stream is None:
-                with np.errstate(all="ignore"):  # a GPU does not warn either
-                    return self._run(requests, timed)
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                try:
-                    return self._run(requests, timed)
-                except BaseException:
+    def run_timed(
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool = True, follower: Follower | None = None
+    ) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """As `run`, with what was not found of each request, and where the time went.
+
+        follower: runs on the device before this waits for it, in the requests' order. Where a request is refused its rows are
+        whatever numbers, all finite; those of others do not depend on it.
+        """
+        with self.on_stream():
+            try:
+                return self._run(requests, timed, follower)
+            except BaseException:
+                if self.stream is not None:
                     if self.cache is not None:
                         self.cache.join_all()
                     self.stream.synchronize()  # what is under way reads and writes the buffers of the next batch
-                    raise
+                raise
 
-    def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[LookedUp | BadIds], Times | None]:
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Nobody else looks up with this backend meanwhile; what is launched goes where it launches."""
+        with self.lock:
+            if self.stream is None:
+                with np.errstate(all="ignore"):  # a GPU does not warn either
+                    yield
+            else:
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                    yield
+
+    def warm_up_follower(self) -> None:
+        """Compiles what a follower takes, before the first one comes."""
+        with self.on_stream():
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)
+            self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
+
+    def _run(
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None
+    ) -> tuple[list[LookedUp | BadIds], Times | None]:
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
-        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
+        taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
+        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
@@ -401,18 +430,24 @@ class GpuBackend(Backend):
         if clock:
             clock.mark()
         buffers = self._buffers
+        if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
+            buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
         if launches.resolve is not None:
             self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
+        fills = batch.fills_address
+        self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
         if clock:
             clock.mark()
-        outputs = buffers.host(batch.out_bytes)
-        outputs.copy_(buffers.device_out[: batch.out_bytes], non_blocking=True)
+        outputs = buffers.host(batch.out_bytes - batch.stay_bytes)
+        outputs.copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
         for n, (_, inputs) in enumerate(requests):
             batch.run_on_host(n, inputs)
+        if follower is not None:
+            follower.run()
         if self.stream is not None:
             self.stream.synchronize()
         return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
