@@ -12,7 +12,7 @@ one is gathered. A third way is to read rows through a cache (`open_cache`).
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -408,11 +408,12 @@ class GpuBackend(Backend):
                 with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                     yield
 
-    def warm_up_follower(self) -> None:
-        """Compiles what a follower takes, before the first one comes."""
+    def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
+        """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
         with self.on_stream():
             nothing = torch.zeros(64, dtype=torch.int64, device=self.device)
             self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
+            warm_up()
 
     def _run(
         self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None

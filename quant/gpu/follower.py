@@ -7,15 +7,18 @@ nobody but the follower reads stay on the device. Nothing here knows what the ma
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.gpu.job import FillField
-from tableside.quant.gpu.layout import Layout, aligned
 from tableside.quant.gpu.moves import Move
 
+if TYPE_CHECKING:
+    from tableside.quant.gpu.layout import Layout  # imports Triton
+
+_ALIGNMENT = 16  # of what is staged
 _BLOCK = 1024
 _BLOCK_INTERPRETED = 16_384  # fewer programs, which are what takes the interpreter long
 
@@ -43,18 +46,19 @@ class Taken(NamedTuple):
     @property
     def input_bytes(self) -> int:
         """Bytes that its tensors take of the staged inputs."""
-        return int(sum(aligned(4 * values) for values in self._inputs[:, PartField.VALUES].tolist()))
+        return int(sum(_aligned(4 * values) for values in self._inputs[:, PartField.VALUES].tolist()))
 
     @property
     def _inputs(self) -> NDArray[np.int64]:
-        return self.parts[self.parts[:, PartField.IS_INPUT] == 1]
+        found: NDArray[np.int64] = self.parts[self.parts[:, PartField.IS_INPUT] == 1]
+        return found
 
     def staged(self) -> Iterable[tuple[int, int, int]]:
         """(source, target, bytes) of its tensors, from the caller's inputs to the staged ones, of which they are the last."""
         at = 0
         for source, values in self._inputs[:, [PartField.AT, PartField.VALUES]].tolist():
             yield source, at, 4 * values
-            at += aligned(4 * values)
+            at += _aligned(4 * values)
 
 
 class Follower(Protocol):
@@ -82,7 +86,7 @@ class Fills:
         self._firsts = np.cumsum(counts) - counts
         self.programs = self._of_program.size
         self.programs_at = 8 * len(FillField) * len(counts)
-        self.bytes = aligned(self.programs_at + self._of_program.nbytes)
+        self.bytes = _aligned(self.programs_at + self._of_program.nbytes)
 
     def written(self, sources: Sequence[NDArray[np.int64] | None], failed: Sequence[bool]) -> bytes:
         """Jobs, and from `programs_at` on the job of each program.
@@ -100,12 +104,16 @@ class Fills:
         return jobs.tobytes() + self._of_program.tobytes()
 
 
+def _aligned(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT
+
+
 def fill_block(is_interpreted: bool) -> int:
     """Values that a program copies."""
     return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
 
 
-def part_sources(layout: Layout, taken: Taken, inputs: int, outputs: int) -> NDArray[np.int64]:
+def part_sources(layout: "Layout", taken: Taken, inputs: int, outputs: int) -> NDArray[np.int64]:
     """Addresses of a request's parts on the device. inputs: of its tensors; outputs: of its vectors."""
     is_input = taken.parts[:, PartField.IS_INPUT] == 1
     found = outputs + _staged_at(layout, taken.parts[:, PartField.AT])
@@ -113,7 +121,7 @@ def part_sources(layout: Layout, taken: Taken, inputs: int, outputs: int) -> NDA
     return found
 
 
-def _staged_at(layout: Layout, at: NDArray[np.int64]) -> NDArray[np.int64]:
+def _staged_at(layout: "Layout", at: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where vectors that begin at these bytes of the caller's outputs lie in the staged ones, one after another."""
     if layout.is_direct:
         return at.copy()

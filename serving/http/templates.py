@@ -19,14 +19,17 @@ import re
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from tableside.loader.model import SCORE
 from tableside.quant import Place
+from tableside.quant.gpu.follower import PartField
 from tableside.serving.http import kjt, shm
 from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
@@ -85,6 +88,7 @@ class Template:
     scorer: Scorer | None
     sources: tuple[_Source, ...]
     shared: _Shared | None = None
+    scores_alone: bool = False
 
     def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
         """The infer request of a body whose header is the template's but for its numbers; None: it is another.
@@ -138,7 +142,20 @@ class Template:
             for s in self.sources
         )
         size = scores_at(0, rows, scorer.width).bytes
-        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width))
+        parts = None
+        if scorer.calls is not None:
+            parts = self._part_kinds.copy()
+            at = np.concatenate([np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)], np.frombuffer(dense, np.int64)])
+            parts[:, PartField.AT] = at[parts[:, PartField.AT]]
+            parts[:, PartField.VALUES] *= rows
+        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, parts)
+
+    @cached_property
+    def _part_kinds(self) -> NDArray[np.int64]:
+        """What the scorer reads, as parts of one row: each at its number among features, and then dense tensors."""
+        first = len(self.features)
+        found = [(int(s.is_dense), s.number + first * s.is_dense, int(s.half), s.width) for s in self.sources]
+        return np.array(found, np.int64)
 
 
 _OUT_AT = Place._fields.index("out_at")
@@ -268,6 +285,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         scorer,
         sources,
         shared,
+        request.scoring is not None and request.scoring.is_alone,
     )
 
 
