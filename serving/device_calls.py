@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.serving.errors import ApiError
+
 logger = logging.getLogger("tableside")
 
 GRAPH_ROWS = 4096  # of the largest graph
@@ -46,13 +48,22 @@ class DeviceCalls:
     """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same one.
 
     run: the scorer. row_bytes: of each input, int64. rows: the fewest and the most that it takes. is_row_wise: a row's score does
-    not depend on the others.
+    not depend on the others. admit: as `Scorer.admit`.
     """
 
     def __init__(
-        self, run: Run, widths: Sequence[int], device: torch.device, rows: tuple[int, int], is_row_wise: bool, name: str
+        self,
+        run: Run,
+        widths: Sequence[int],
+        device: torch.device,
+        *,
+        rows: tuple[int, int],
+        is_row_wise: bool,
+        admit: Callable[[int], object],
+        name: str,
     ) -> None:
         self._run, self._widths, self.device, self._rows, self._name = run, widths, device, rows, name
+        self._admit = admit
         self.row_bytes = 4 * np.array(widths, np.int64)
         self._captures = is_row_wise and device.type == "cuda"
         self._rooms: dict[int, Room] = {}
@@ -83,11 +94,17 @@ class DeviceCalls:
             return _to_host(graph.scores[:rows])
 
     def warm_up(self) -> None:
-        """Makes the graphs of few rows."""
+        """Makes the graphs of few rows, as far as the scorer may take them."""
         rows = 1
         while rows <= WARM_ROWS and self._captures:
-            with torch.inference_mode():
-                self._graph(self.room(rows))
+            if self._rows[0] <= rows <= self._rows[1]:
+                try:
+                    self._admit(rows)
+                except ApiError:
+                    return  # nor may it take more
+                room = self.room(rows)
+                with torch.inference_mode():
+                    self._graph(room)
             rows *= 2
 
     def _graph(self, room: Room) -> _Graph | None:

@@ -85,7 +85,13 @@ class ProgramScorer(Scorer):
     def on_device(self) -> DeviceCalls:
         """Its calls with rows that are on its device."""
         return DeviceCalls(
-            lambda inputs: self._runner(*inputs), self.widths, self._device, self._program.rows, self.is_row_wise, self.name
+            lambda inputs: self._runner(*inputs),
+            self.widths,
+            self._device,
+            rows=self._program.rows,
+            is_row_wise=self.is_row_wise,
+            admit=self.admit,
+            name=self.name,
         )
 
     def admit(self, rows: int) -> int:
@@ -127,4 +133,12 @@ def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
         return torch.where(lengths > 0, products / lengths, products)
 
     run = dot if scorer.kind == "dot" else cosine
-    return DeviceCalls(run, scorer.widths, torch.device(device), (0, _MOST_ROWS), True, scorer.name)
+    return DeviceCalls(
+        run,
+        scorer.widths,
+        torch.device(device),
+        rows=(0, _MOST_ROWS),
+        is_row_wise=True,
+        admit=scorer.admit,
+        name=scorer.name,
+    )
