@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tableside.quant.gpu.follower import Taken
+import numpy as np
+
+from tableside.quant.gpu.follower import Taken, TakenTensor
 from tableside.serving.deadline import Tell
 from tableside.serving.errors import ApiError, Kind
-from tableside.serving.places import Buffer
+from tableside.serving.places import Buffer, DenseInput
 from tableside.serving.request import Request
 from tableside.serving.scorer import REFUSED, Floats
 from tableside.serving.scores import Scoring, does_not_take
@@ -60,7 +62,13 @@ class DeviceScores:
             return None
         scoring = member.scoring
         targets = member.room.addresses + member.start * _calls(scoring).row_bytes
-        return Taken(scoring.parts, targets, scoring.is_alone)
+        is_dense = [isinstance(s, DenseInput) for s in scoring.sources]
+        tensors = [
+            TakenTensor(s.at, s.rows * s.width, int(target))
+            for s, target in zip(scoring.sources, targets, strict=True)
+            if isinstance(s, DenseInput)
+        ]
+        return Taken(scoring.vectors, targets[np.logical_not(is_dense)] if tensors else targets, tensors, scoring.is_alone)
 
     def _placed(self) -> dict[int, _Member]:
         """Where each request's rows go."""

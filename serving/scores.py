@@ -18,7 +18,7 @@ from tableside.serving.scorer import REFUSED, Floats, InPlace, Scorer
 class Scoring:
     """What a scorer reads of a request, in the order that it takes it, and where its scores go.
 
-    is_alone: nobody reads the vectors but the scorer, so that a device need not send them. known_parts: `parts`, where
+    is_alone: nobody reads the vectors but the scorer, so that a device need not send them. known_vectors: `vectors`, where
     whoever laid the request out has them.
     """
 
@@ -26,7 +26,7 @@ class Scoring:
     sources: tuple[Output | DenseInput, ...]
     output: Output
     is_alone: bool = False
-    known_parts: NDArray[np.int64] | None = field(default=None, compare=False)
+    known_vectors: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def run(self, inputs: Any, buffer: Buffer) -> None:
         """Reads the request's inputs and its vectors in `buffer`, writes its scores there. ApiError: as `score_together`."""
@@ -38,15 +38,12 @@ class Scoring:
         return self.output.shape[0]
 
     @cached_property
-    def parts(self) -> NDArray[np.int64]:
-        """The same sources as a device takes them: int64 [sources, fields of `quant.gpu.follower.PartField`]."""
-        if self.known_parts is not None:
-            return self.known_parts
-        found = [
-            (0, s.at, int(s.half), s.shape[0] * s.shape[1]) if isinstance(s, Output) else (1, s.at, 0, s.rows * s.width)
-            for s in self.sources
-        ]
-        return np.array(found, np.int64)
+    def vectors(self) -> NDArray[np.int64]:
+        """The vectors among the sources as a device takes them: int64 [outputs, fields of `quant.gpu.follower.VectorField`]."""
+        if self.known_vectors is not None:
+            return self.known_vectors
+        found = [(s.at, int(s.half), s.shape[0] * s.shape[1]) for s in self.sources if isinstance(s, Output)]
+        return np.array(found, np.int64).reshape(-1, 3)
 
     @cached_property
     def in_place(self) -> InPlace | None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tableside.quant.cache.jobs import ProbeJobs, write_jobs
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds
-from tableside.quant.gpu.follower import Fills, Taken, part_sources
+from tableside.quant.gpu.follower import Fills, Taken
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
 from tableside.quant.gpu.moves import move
@@ -266,8 +266,9 @@ class Batch:
         move(layout.moves_in, inputs, self._host, 0, base.inputs)
         if (taken := self._taken[n]) is not None:
             first = base.inputs + aligned(layout.in_bytes)
-            for source, target, size in taken.staged():
-                self._host[first + target : first + target + size] = np.frombuffer(inputs, np.uint8, size, source)
+            for tensor, at in taken.staged():
+                size = 4 * tensor.values
+                self._host[first + at : first + at + size] = np.frombuffer(inputs, np.uint8, size, tensor.at)
         host, device = self._buffers.host_rows, self._buffers.device_rows
         for gather in layout.gathers:
             start = self._rows_at[n] + gather.target
@@ -284,19 +285,12 @@ class Batch:
         """Sends inputs and header to the device."""
         host, device = self._buffers.host_in, self._buffers.device_in
         if self.fills.programs:
-            written = self.fills.written(self._part_sources(), self._failed)
+            inputs, outputs = device.data_ptr(), self._buffers.device_out.data_ptr()
+            tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._bases, self._layouts, strict=True)]
+            written = self.fills.written(self._layouts, tensors, [outputs + b.outputs for b in self._bases], self._failed)
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         if device is not host:
             device[: self._end].copy_(host[: self._end], non_blocking=True)
-
-    def _part_sources(self) -> list[NDArray[np.int64] | None]:
-        inputs, outputs = self._buffers.device_in.data_ptr(), self._buffers.device_out.data_ptr()
-        return [
-            None
-            if taken is None
-            else part_sources(layout, taken, inputs + base.inputs + aligned(layout.in_bytes), outputs + base.outputs)
-            for layout, taken, base in zip(self._layouts, self._taken, self._bases, strict=True)
-        ]
 
     @property
     def fills_address(self) -> int:

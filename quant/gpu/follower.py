@@ -23,42 +23,45 @@ _BLOCK = 1024
 _BLOCK_INTERPRETED = 16_384  # fewer programs, which are what takes the interpreter long
 
 
-class PartField(IntEnum):
-    """The fields of a part of a request. Its values lie one after another on the device, VALUES of them."""
+class VectorField(IntEnum):
+    """The fields of vectors that are taken of a request. They lie one after another on the device."""
 
-    IS_INPUT = 0  # 1: fp32 in the request's input buffer; 0: a lookup's vectors
-    AT = 1  # bytes, where it begins in the caller's input or output buffer
-    IS_HALF = 2  # 1: the vectors are fp16
-    VALUES = 3  # that it has
+    AT = 0  # bytes, where they begin in the caller's output buffer
+    IS_HALF = 1  # 1: they are fp16, else fp32
+    VALUES = 2  # that they have
+
+
+class TakenTensor(NamedTuple):
+    """A tensor that is taken of a request: fp32 [values] at byte `at` of its input buffer. target: an address on the device."""
+
+    at: int
+    values: int
+    target: int
 
 
 class Taken(NamedTuple):
     """What a follower takes of one request.
 
-    parts: int64 [parts, fields of PartField]. targets: int64 [parts], addresses on the device of fp32 [VALUES]. stays: the
+    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of fp32 [VALUES]. stays: the
     request's outputs are not copied to the host.
     """
 
-    parts: NDArray[np.int64]
+    vectors: NDArray[np.int64]
     targets: NDArray[np.int64]
+    tensors: Sequence[TakenTensor]
     stays: bool
 
     @property
     def input_bytes(self) -> int:
         """Bytes that its tensors take of the staged inputs."""
-        return int(sum(_aligned(4 * values) for values in self._inputs[:, PartField.VALUES].tolist()))
+        return sum(_aligned(4 * tensor.values) for tensor in self.tensors)
 
-    @property
-    def _inputs(self) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = self.parts[self.parts[:, PartField.IS_INPUT] == 1]
-        return found
-
-    def staged(self) -> Iterable[tuple[int, int, int]]:
-        """(source, target, bytes) of its tensors, from the caller's inputs to the staged ones, of which they are the last."""
+    def staged(self) -> Iterable[tuple[TakenTensor, int]]:
+        """Its tensors, and where each begins among them where they are staged."""
         at = 0
-        for source, values in self._inputs[:, [PartField.AT, PartField.VALUES]].tolist():
-            yield source, at, 4 * values
-            at += _aligned(4 * values)
+        for tensor in self.tensors:
+            yield tensor, at
+            at += _aligned(4 * tensor.values)
 
 
 class Follower(Protocol):
@@ -77,31 +80,45 @@ class Fills:
     """Jobs that fill matrices, for a batch. taken: of each request. Where values lie is known once all is staged (`written`)."""
 
     def __init__(self, taken: Sequence[Taken | None], is_interpreted: bool) -> None:
-        held = [(n, t) for n, t in enumerate(taken) if t is not None and len(t.parts)]
-        self._parts = np.concatenate([t.parts for _, t in held]) if held else np.empty((0, len(PartField)), np.int64)
-        self._targets = np.concatenate([t.targets for _, t in held]) if held else np.empty(0, np.int64)
-        self._request = np.repeat([n for n, _ in held], [len(t.parts) for _, t in held])
-        counts = -(-self._parts[:, PartField.VALUES] // fill_block(is_interpreted))
+        self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
+        self._vectors = _joined([t.vectors for _, t in self._held], (0, len(VectorField)))
+        tensors = [tensor for _, t in self._held for tensor in t.tensors]
+        values = [*self._vectors[:, VectorField.VALUES].tolist(), *(tensor.values for tensor in tensors)]
+        counts = -(-np.array(values, np.int64) // fill_block(is_interpreted))
         self._of_program = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self._firsts = np.cumsum(counts) - counts
+        self._jobs = np.zeros((len(counts), len(FillField)), np.int64)
+        self._jobs[:, FillField.VALUES] = values
+        self._jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(counts) - counts
+        self._jobs[: len(self._vectors), FillField.IS_HALF] = self._vectors[:, VectorField.IS_HALF]
+        self._jobs[: len(self._vectors), FillField.TARGET] = _joined([t.targets for _, t in self._held], (0,))
+        self._jobs[len(self._vectors) :, FillField.TARGET] = [tensor.target for tensor in tensors]
         self.programs = self._of_program.size
-        self.programs_at = 8 * len(FillField) * len(counts)
+        self.programs_at = self._jobs.nbytes
         self.bytes = _aligned(self.programs_at + self._of_program.nbytes)
 
-    def written(self, sources: Sequence[NDArray[np.int64] | None], failed: Sequence[bool]) -> bytes:
+    def written(
+        self, layouts: Sequence["Layout"], inputs: Sequence[int], outputs: Sequence[int], failed: Sequence[bool]
+    ) -> bytes:
         """Jobs, and from `programs_at` on the job of each program.
 
-        sources: of each request, the addresses of its parts. failed: requests whose rows are not there: zeros take their place.
+        inputs, outputs: addresses on the device of each request's tensors, and of its staged outputs. failed: requests whose rows
+        are not there: zeros take the place of their vectors.
         """
-        jobs = np.zeros((len(self._parts), len(FillField)), np.int64)
-        if len(jobs):
-            jobs[:, FillField.SOURCE] = np.concatenate([s for s in sources if s is not None and len(s)])
-            jobs[np.array(failed)[self._request], FillField.SOURCE] = 0
-        jobs[:, FillField.IS_HALF] = self._parts[:, PartField.IS_HALF]
-        jobs[:, FillField.VALUES] = self._parts[:, PartField.VALUES]
-        jobs[:, FillField.TARGET] = self._targets
-        jobs[:, FillField.FIRST_PROGRAM] = self._firsts
-        return jobs.tobytes() + self._of_program.tobytes()
+        counts = [len(t.vectors) for _, t in self._held]
+        at = self._vectors[:, VectorField.AT]
+        if not all(layouts[n].is_direct for n, _ in self._held):
+            at = _joined([_staged_at(layouts[n], t.vectors[:, VectorField.AT]) for n, t in self._held], (0,))
+        sources = at + np.repeat([outputs[n] for n, _ in self._held], counts)
+        if any(failed):
+            sources[np.repeat([failed[n] for n, _ in self._held], counts)] = 0
+        self._jobs[: len(sources), FillField.SOURCE] = sources
+        self._jobs[len(sources) :, FillField.SOURCE] = [inputs[n] + at for n, t in self._held for _, at in t.staged()]
+        return self._jobs.tobytes() + self._of_program.tobytes()
+
+
+def _joined(arrays: Sequence[NDArray[np.int64]], empty: tuple[int, ...]) -> NDArray[np.int64]:
+    """empty: the shape where there are none."""
+    return np.concatenate(arrays) if arrays else np.empty(empty, np.int64)
 
 
 def _aligned(n: int) -> int:
@@ -113,18 +130,10 @@ def fill_block(is_interpreted: bool) -> int:
     return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
 
 
-def part_sources(layout: "Layout", taken: Taken, inputs: int, outputs: int) -> NDArray[np.int64]:
-    """Addresses of a request's parts on the device. inputs: of its tensors; outputs: of its vectors."""
-    is_input = taken.parts[:, PartField.IS_INPUT] == 1
-    found = outputs + _staged_at(layout, taken.parts[:, PartField.AT])
-    found[is_input] = [inputs + at for _, at, _ in taken.staged()]
-    return found
-
-
 def _staged_at(layout: "Layout", at: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where vectors that begin at these bytes of the caller's outputs lie in the staged ones, one after another."""
     if layout.is_direct:
-        return at.copy()
+        return at
     moves = np.frombuffer(layout.moves_out, np.int64).reshape(-1, len(Move._fields))
     if not len(moves):
         return np.zeros_like(at)  # none of them has a value

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.model import SCORE
 from tableside.quant import Place
-from tableside.quant.gpu.follower import PartField
+from tableside.quant.gpu.follower import VectorField
 from tableside.serving.http import kjt, shm
 from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
@@ -142,20 +142,19 @@ class Template:
             for s in self.sources
         )
         size = scores_at(0, rows, scorer.width).bytes
-        parts = None
+        vectors = None
         if scorer.calls is not None:
-            parts = self._part_kinds.copy()
-            at = np.concatenate([np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)], np.frombuffer(dense, np.int64)])
-            parts[:, PartField.AT] = at[parts[:, PartField.AT]]
-            parts[:, PartField.VALUES] *= rows
-        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, parts)
+            numbers, per_row = self._vectors
+            vectors = per_row * np.array([1, 1, rows], np.int64)
+            vectors[:, VectorField.AT] = np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)][numbers]
+        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, vectors)
 
     @cached_property
-    def _part_kinds(self) -> NDArray[np.int64]:
-        """What the scorer reads, as parts of one row: each at its number among features, and then dense tensors."""
-        first = len(self.features)
-        found = [(int(s.is_dense), s.number + first * s.is_dense, int(s.half), s.width) for s in self.sources]
-        return np.array(found, np.int64)
+    def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of the features that the scorer reads: their numbers, and their vectors of one row, as `Scoring.vectors`."""
+        read = [s for s in self.sources if not s.is_dense]
+        per_row = np.array([(0, int(s.half), s.width) for s in read], np.int64).reshape(-1, len(VectorField))
+        return np.array([s.number for s in read], np.int64), per_row
 
 
 _OUT_AT = Place._fields.index("out_at")

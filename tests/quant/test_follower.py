@@ -1,6 +1,7 @@
 """What follows lookups on the device: its matrices hold the vectors and tensors of every request, whatever the requests are."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from rounding import expect
 from tables import gpu_backend, placed, table_of
 
 from tableside.quant import BadIds, Lookup, Pooling, Precision, RowFormat
-from tableside.quant.gpu.follower import Fills, Taken, fill_block
+from tableside.quant.gpu.follower import Fills, Taken, TakenTensor, fill_block
 from tableside.quant.gpu.job import FillField
 
 WIDE, NARROW = table_of(RowFormat.INT8, 32), table_of(RowFormat.INT4, 12, seed=1)
@@ -28,7 +29,8 @@ class Gathers:
         start = 0
         for count, own, one in zip(rows, parts, stays, strict=True):
             targets = [m.data_ptr() + 4 * start * w for m, w in zip(self.matrices, self.widths, strict=True)]
-            self._taken.append(Taken(np.array(own, np.int64), np.array(targets, np.int64), one))
+            tensor = TakenTensor(*own[2], targets[2])
+            self._taken.append(Taken(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one))
             start += count
         self.seen: list[np.ndarray] = []
 
@@ -58,9 +60,8 @@ class Asked:
             self.lookups.append(lk)
             at += lk.vector_bytes if together else bags * lk.vector_bytes
         self.out_bytes = at if not together else bags * (row_bytes or 0)
-        self.parts = [(0, lk.out_at, int(lk.precision is Precision.FP16), bags * lk.table.dim) for lk in self.lookups] + [
-            (1, self.context_at, 0, bags * CONTEXT)
-        ]
+        self.parts: list[Any] = [(lk.out_at, int(lk.precision is Precision.FP16), bags * lk.table.dim) for lk in self.lookups]
+        self.parts.append((self.context_at, bags * CONTEXT))
 
     @property
     def inputs(self) -> bytes:
@@ -150,25 +151,21 @@ def test_a_single_request_again_and_again() -> None:
 
 
 def test_jobs_of_many_programs() -> None:
-    """Each program knows its job, and how many programs of the job come before it; failed requests give zeros."""
+    """Each program knows its job, and how many programs of the job come before it; of failed requests zeros are taken."""
     block = fill_block(False)
+    direct: Any = SimpleNamespace(is_direct=True)
     taken = [
-        Taken(np.array([(0, 0, 0, 2 * block + 1), (1, 0, 0, 0)]), np.array([100, 200]), True),
+        Taken(np.array([(0, 0, 2 * block + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True),
         None,
-        Taken(np.array([(1, 16, 1, block)]), np.array([300]), False),
+        Taken(np.array([(16, 1, block)]), np.array([400]), [], False),
     ]
     fills = Fills(taken, False)
-    written = fills.written([np.array([1000, 2000]), None, np.array([3000])], [False, False, True])
+    written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
     jobs = np.frombuffer(written[: fills.programs_at], np.int64).reshape(-1, len(FillField))
-    np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [1000, 2000, 0])
-    np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 3])
-    np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 2])
-    assert fills.programs == 4 and fills.bytes >= len(written)
-
-
-def test_tensors_are_staged_behind_the_ids() -> None:
-    """Each at a multiple of 16 bytes."""
-    parts = np.array([(1, 40, 0, 3), (0, 0, 0, 8), (1, 7, 0, 5)])
-    taken = Taken(parts, np.zeros(3, np.int64), True)
-    assert list(taken.staged()) == [(40, 0, 12), (7, 16, 20)]
-    assert taken.input_bytes == 48
+    np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [1000, 0, 2000, 2016])
+    np.testing.assert_array_equal(jobs[:, FillField.TARGET], [100, 400, 200, 300])
+    np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 1, 0, 0])
+    np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 4, 5])
+    np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 1, 2, 3])
+    assert fills.programs == 6 and fills.bytes >= len(written)
+    assert taken[0] is not None and taken[0].input_bytes == 48
