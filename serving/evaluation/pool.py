@@ -29,6 +29,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import remove_partials, write_part
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
+from tableside.serving.kept_memory import keep_freed_memory
 
 logger = logging.getLogger("tableside")
 
@@ -43,6 +44,8 @@ def _work(job: Job, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
+        if job.settings.devices:
+            keep_freed_memory()  # several threads make buffers of some MB for each batch
         evaluator = Evaluator(job)
         connection.send((0, None))
         with _Writer(job, connection, beside=evaluator.readers > 0) as writer:

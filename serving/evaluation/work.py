@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # imports torch
     from tableside.serving.evaluation.on_device import DeviceScoring
 
-_MOST_READERS = 8  # threads; more decode no faster than one GPU scores
+_MOST_READERS = 12  # threads; more decode no faster than one GPU scores
 _AHEAD = 2  # shards that are ready or waited for, beside those that threads decode
 
 
