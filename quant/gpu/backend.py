@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +66,18 @@ GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers t
 _INTERPRETED = LaunchConfigs(
     LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4)
 )
+
+
+class Begun(NamedTuple):
+    """A batch whose inputs are on their way to the device. ticket: of the rows that its cache brings."""
+
+    inputs: list[Any]
+    buffers: Buffers
+    batch: Batch
+    launches: Launches
+    ticket: Ticket | None
+    follower: Follower | None
+    clock: Clock | None
 
 
 class GpuPlan(Plan):
@@ -129,7 +141,7 @@ class GpuBackend(Backend):
     """The lookup kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow, for tests).
 
     cpu: looks up tables that are not on the device, and gathers, with `threads` threads. priority: of its stream; lower
-    numbers go first, 0 is the last. One batch runs at a time. MissingBackend: there is no such device.
+    numbers go first, 0 is the last. One batch is looked up at a time. MissingBackend: there is no such device.
     """
 
     name = "fused"
@@ -163,7 +175,7 @@ class GpuBackend(Backend):
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
-        self._buffers = Buffers(self.device)
+        self._free = [Buffers(self.device)]  # of batches; more are made where several have begun
         self._resolve, self._bag_starts = kernels.resolver(self.is_interpreted), kernels.bag_starts()
         self._fill = kernels.filler(self.is_interpreted)
         self._kernels: dict[Any, Kernel] = {}
@@ -387,15 +399,39 @@ class GpuBackend(Backend):
         follower: runs on the device before this waits for it, in the requests' order. Where a request is refused its rows are
         whatever numbers, all finite; those of others do not depend on it.
         """
+        return self.finish(self.begin(requests, timed, follower))
+
+    def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
+        """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
+
+        Several batches may have begun; each has buffers of its own.
+        """
+        with self.on_stream():
+            buffers = self._free.pop() if self._free else Buffers(self.device)
+            try:
+                return self._begin(buffers, requests, timed, follower)
+            except BaseException:
+                self._settle()
+                self._free.append(buffers)
+                raise
+
+    def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
         with self.on_stream():
             try:
-                return self._run(requests, timed, follower)
+                return self._finish(begun)
             except BaseException:
-                if self.stream is not None:
-                    if self.cache is not None:
-                        self.cache.join_all()
-                    self.stream.synchronize()  # what is under way reads and writes the buffers of the next batch
+                self._settle()
                 raise
+            finally:
+                self._free.append(begun.buffers)
+
+    def _settle(self) -> None:
+        """Waits for what is under way, which reads and writes the buffers of the next batch."""
+        if self.stream is not None:
+            if self.cache is not None:
+                self.cache.join_all()
+            self.stream.synchronize()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -415,13 +451,11 @@ class GpuBackend(Backend):
             self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()
 
-    def _run(
-        self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None
-    ) -> tuple[list[LookedUp | BadIds], Times | None]:
+    def _begin(self, buffers: Buffers, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None) -> Begun:
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
-        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
+        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
@@ -430,12 +464,15 @@ class GpuBackend(Backend):
         batch.send()
         if clock:
             clock.mark()
-        buffers = self._buffers
         if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
             buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
         if launches.resolve is not None:
             self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
+        return Begun([inputs for _, inputs in requests], buffers, batch, launches, ticket, follower, clock)
+
+    def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+        inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
         self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
@@ -445,13 +482,13 @@ class GpuBackend(Backend):
         outputs.copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
-        for n, (_, inputs) in enumerate(requests):
-            batch.run_on_host(n, inputs)
+        for n, one in enumerate(inputs):
+            batch.run_on_host(n, one)
         if follower is not None:
             follower.run()
         if self.stream is not None:
             self.stream.synchronize()
-        return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
+        return batch.results(inputs, outputs.numpy()), clock.times() if clock else None
 
     def _own(self, plan: Plan) -> GpuPlan:
         if not isinstance(plan, GpuPlan) or plan.backend is not self:

@@ -6,7 +6,7 @@ out: the next lookup waits for them on the device, and nobody on the host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,17 +20,30 @@ from tableside.serving.scoring import ScoreStage
 from tableside.serving.version import ServedVersion
 
 if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import GpuBackend  # imports torch
+    from tableside.quant.gpu.backend import Begun, GpuBackend  # imports torch
 
 GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away
 
 
-class DeviceScoring:
-    """Looks up and scores batches of candidates that are served on one GPU. stashes: their tables leave while they are scored."""
+class BegunGroup(NamedTuple):
+    """Batches that began together. requests: of all of them; on_device: those that are scored there, by number."""
 
-    def __init__(self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool) -> None:
-        self._gpu, self._served, self._stashes = gpu, served, stashes
+    batches: Sequence[Batch]
+    requests: Sequence[tuple[Request, Any]]
+    on_device: frozenset[int]
+    scores: DeviceScores
+    begun: "Begun"
+
+
+class DeviceScoring:
+    """Looks up and scores batches of candidates that are served on one GPU.
+
+    stashes: their tables leave while they are scored. ahead: groups of batches that begin before the one that is looked up.
+    """
+
+    def __init__(self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool, ahead: int = 0) -> None:
+        self._gpu, self._served, self._stashes, self.ahead = gpu, served, stashes, ahead
         self._stage = ScoreStage(gpu.is_lost)
         self._bytes = sum(s.placed.hbm_bytes for s in served) // _SHARE if stashes else GROUP_BYTES
 
@@ -49,11 +62,23 @@ class DeviceScoring:
         if group:
             yield group
 
-    def score(self, group: Sequence[Batch]) -> list[Scored]:
-        """DataError: a request of a batch is refused, or its scores are no probabilities."""
-        answers = iter(self._run([request for batch in group for request in batch.requests]))
+    def begin(self, group: Sequence[Batch]) -> BegunGroup:
+        """Sends a group to the device, and has the cache bring its rows. Waits for nothing."""
+        requests = [request for batch in group for request in batch.requests]
+        scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
+        scores = DeviceScores(scored, self._stage, None)
+        follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
+        begun = self._gpu.begin([(request.plan, inputs) for request, inputs in requests], follower=follower)
+        return BegunGroup(group, requests, frozenset(scored), scores, begun)
+
+    def finish(self, group: BegunGroup) -> list[Scored]:
+        """Looks a group up and scores it. Groups are finished in the order in which they began.
+
+        DataError: a request of a batch is refused, or its scores are no probabilities.
+        """
+        answers = iter(self._answers(group))
         found = []
-        for batch in group:
+        for batch in group.batches:
             scores, unfound = [], []
             for served, (request, _) in zip(self._served, batch.requests, strict=True):
                 answer = next(answers)
@@ -68,19 +93,17 @@ class DeviceScoring:
             found.append(Scored(batch, scores, unfound))
         return found
 
-    def _run(self, requests: Sequence[tuple[Request, Any]]) -> list[Answer | Exception]:
-        """What each request gets, in one batch of the backend."""
-        scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
-        on_device = DeviceScores(scored, self._stage, None)
-        follower: Follower = _WhileAway(self._gpu, on_device) if self._stashes else on_device
-        found, _ = self._gpu.run_timed([(request.plan, inputs) for request, inputs in requests], False, follower)
+    def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
+        """What each request gets."""
+        found, _ = self._gpu.finish(group.begun)
         answers: list[Answer | Exception] = []
-        for n, ((request, inputs), result) in enumerate(zip(requests, found, strict=True)):
+        for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
             if isinstance(result, BadIds):
                 answers.append(request.refusal(result))
                 continue
             answer = Answer(*result)
-            refused = on_device.write(n, answer.buffer) if n in scored else _on_host(request, inputs, answer)
+            is_scored = n in group.on_device
+            refused = group.scores.write(n, answer.buffer) if is_scored else _on_host(request, inputs, answer)
             answers.append(refused or answer)
         return answers
 

@@ -4,10 +4,8 @@ On a GPU, shards to come are decoded and laid out on threads of their own meanwh
 """
 
 import os
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.evaluation.ahead import ShardsAhead, Unfinished
 from tableside.serving.evaluation.batches import Batch, BatchReader, Scored, ShardTable
 from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.placement import Placer
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # imports torch
     from tableside.serving.evaluation.on_device import DeviceScoring
 
+AHEAD = 2  # groups of batches whose rows a cache brings before they are looked up
 _MOST_READERS = 12  # threads; more decode no faster than one GPU scores
 _AHEAD = 2  # shards that are ready or waited for, beside those that threads decode
 
@@ -116,7 +116,7 @@ class Evaluator:
         self.job = job
         settings, backend = job.settings, choose(job.settings.backend)
         pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
-        placer = Placer(settings, backend, stashable=job.stash)
+        placer = Placer(settings, backend, stashable=job.stash, ahead=AHEAD)
         placer.open()
         self.served: list[ServedVersion] = []
         for candidate in job.candidates:
@@ -147,34 +147,41 @@ class Evaluator:
 
     def tables(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, pa.Table]]:
         """Each shard with its table, as `score` gives it. Readers decode those to come meanwhile."""
-        if not self.readers:
+        if self._device is None:
             for shard in shards:
                 yield shard, self.score(shard)
             return
         with ThreadPoolExecutor(self.readers, "tableside-read") as threads:
-            for shard, batches in _ahead(shards, threads, self._reader):
-                yield shard, self._table(shard, batches.result())
+            coming, begun = ShardsAhead(shards, threads, self._reader), Unfinished(self._device)
+            while True:
+                # Nothing waits for a shard that is not there while batches wait to be finished: it may come after their tables.
+                if (item := coming.get(wait=not begun)) is None:
+                    if not begun:
+                        return
+                    yield from begun.finish_one()
+                    continue
+                shard, batches = item
+                yield from begun.begin(shard, batches, self._empty_table(shard))
 
     def score(self, shard: Shard) -> pa.Table:
         """A shard's rows: row, label, score_0 (and score_1, slice); in its metadata ids without a row.
 
         DataError: the data does not fit the model.
         """
-        return self._table(shard, self._reader.batches(shard))
-
-    def _table(self, shard: Shard, batches: Iterable[Batch]) -> pa.Table:
-        table = ShardTable(shard, len(self.served), self.job.slice_by is not None)
         try:
-            if self._device is None:
-                for batch in batches:
-                    table.add(self._scored(batch))
-            else:
-                for group in self._device.groups(batches):
-                    for scored in self._device.score(group):
-                        table.add(scored)
+            table = self._empty_table(shard)
+            if self._device is not None:
+                begun = Unfinished(self._device)
+                (found,) = [*begun.begin(shard, self._reader.batches(shard), table), *begun.finish()]
+                return found[1]
+            for batch in self._reader.batches(shard):
+                table.add(self._scored(batch))
             return table.finished()
         except pa.ArrowException as error:
             raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
+
+    def _empty_table(self, shard: Shard) -> ShardTable:
+        return ShardTable(shard, len(self.served), self.job.slice_by is not None)
 
     def _scored(self, batch: Batch) -> Scored:
         """On the CPU: a batch that is looked up and scored."""
@@ -195,7 +202,7 @@ class Evaluator:
 def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: bool) -> "DeviceScoring":
     from tableside.serving.evaluation.on_device import DeviceScoring  # imports metrics, which take long
 
-    return DeviceScoring(gpu, served, stashes)
+    return DeviceScoring(gpu, served, stashes, AHEAD if gpu.cache is not None else 0)
 
 
 def readers(settings: ServerSettings) -> int:
@@ -206,28 +213,3 @@ def readers(settings: ServerSettings) -> int:
 def shards_at_once(settings: ServerSettings) -> int:
     """Shards that a process of the pool has taken at a time."""
     return readers(settings) + _AHEAD if settings.devices else 1
-
-
-def _ahead(
-    shards: Iterable[Shard], threads: ThreadPoolExecutor, reader: BatchReader
-) -> Iterator[tuple[Shard, "Future[list[Batch]]"]]:
-    """The shards in order, each with its batches to come. They are taken by a thread of its own, as soon as there are any."""
-    taken: queue.SimpleQueue[tuple[Shard, Future[list[Batch]]] | Exception | None] = queue.SimpleQueue()
-
-    def take() -> None:
-        try:
-            for shard in shards:
-                taken.put((shard, threads.submit(lambda s=shard: list(reader.batches(s)))))  # type: ignore[misc]
-            taken.put(None)
-        except (
-            EOFError,
-            OSError,
-            RuntimeError,
-        ) as error:  # the pool is gone, or this process ends; it is raised where the shards are asked for
-            taken.put(error)
-
-    threading.Thread(target=take, name="tableside-shards", daemon=True).start()
-    while (item := taken.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        yield item

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 import torch
 from rounding import expect
 from tables import gpu_backend, placed, table_of
 
-from tableside.quant import BadIds, Lookup, Pooling, Precision, RowFormat
+from tableside.quant import BadIds, Lookup, Pooling, Precision, RowFormat, choose
+from tableside.quant.cache.settings import CacheSettings
+from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.follower import Fills, Taken, TakenTensor, fill_block
 from tableside.quant.gpu.job import FillField
 
@@ -103,8 +106,8 @@ def test_outputs_that_stay_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     asked = [Asked(rng, bags) for bags in (4, 8, 5, 9)]
     backend: Any = gpu_backend()
     sizes: list[int] = []
-    host = backend._buffers.host
-    monkeypatch.setattr(backend._buffers, "host", lambda size: sizes.append(size) or host(size))
+    host = backend._free[0].host
+    monkeypatch.setattr(backend._free[0], "host", lambda size: sizes.append(size) or host(size))
     found, follower = look_up(asked, [True, False, True, False])
     assert sizes[-1] == sum((a.out_bytes + 15) // 16 * 16 for a in asked[1::2])
     start = 0
@@ -126,7 +129,7 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
     asked = [Asked(rng, bags) for bags in (6, 7, 8)]
     backend: Any = gpu_backend()
     look_up(asked, [True] * 3)
-    backend._buffers.device_out.fill_(255)  # NaN, read as numbers
+    backend._free[0].device_out.fill_(255)  # NaN, read as numbers
     if what == "id":
         asked[1].ids[0] = 10**9
     else:
@@ -136,6 +139,38 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
     asked[0].check(follower.seen, 0)
     asked[2].check(follower.seen, 13)
     assert all(np.isfinite(matrix).all() for matrix in follower.seen)
+
+
+def test_batches_begin_before_others_are_finished() -> None:
+    """Through a cache, of which each of them has a ticket: every one reads its own ids, and gives its own buffers back."""
+    backend = GpuBackend(tables.DEVICE, choose())
+    rng = np.random.default_rng(4)
+    backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
+    table = table_of(RowFormat.INT8, 40)
+    cached = backend.to_cache(table, None if backend.is_interpreted else registered(table))
+    drawn = [rng.integers(0, 200, 30) for _ in range(5)]
+    lk = Lookup(cached, Pooling.SUM, 0, 30, 0, bags=6, bag_length=5)
+    begun: list[Any] = []
+    for n, ids in enumerate(drawn):
+        begun.append(backend.begin([(backend.plan([lk]), ids.tobytes())]))
+        if n >= 2:
+            check_sums(backend.finish(begun[n - 2])[0], table, drawn[n - 2])
+    for one, ids in zip(begun[3:], drawn[3:], strict=True):
+        check_sums(backend.finish(one)[0], table, ids)
+    assert len({id(b) for b in backend._free}) == len(backend._free) == 3
+
+
+def registered(table: Any) -> torch.Tensor:
+    """A table's rows where the GPU reads them."""
+    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+    memory.numpy()[:] = table.packed.reshape(-1)
+    return memory
+
+
+def check_sums(found: Any, table: Any, ids: np.ndarray) -> None:
+    """Of bags of 5 ids."""
+    vectors = found[0].outputs.view(np.float32).reshape(6, -1)
+    expect(table, ids, np.full(6, 5, np.int32), pooling=Pooling.SUM).check(vectors)
 
 
 def test_a_single_request_again_and_again() -> None:

@@ -71,8 +71,13 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
 
 @pytest.mark.parametrize(
     ("options", "server"),
-    [({}, {}), ({"stash": True}, {"placement": "hbm"}), ({"workers": 2}, {"placement": "host"})],
-    ids=["resident", "stashed", "host"],
+    [
+        ({}, {}),
+        ({"stash": True}, {"placement": "hbm"}),
+        ({"workers": 2}, {"placement": "host"}),
+        ({}, {"placement": "cached", "hbm_budget": 1 << 20}),
+    ],
+    ids=["resident", "stashed", "host", "cached"],
 )
 def test_figures_are_those_of_the_cpu(root: Path, tmp_path: Path, options: dict[str, Any], server: dict[str, Any]) -> None:
     """Two candidates, slices, shards of several batches; every row's scores, and what is made of them."""
@@ -195,3 +200,34 @@ def test_rows_at_fault_are_named(root: Path, tmp_path: Path, change: dict[str, A
     (shard,) = plan_shards([settings.data / "a.parquet"], 450)
     with pytest.raises(DataError, match=message):
         list(Evaluator(job).tables([shard]))
+
+
+@pytest.mark.parametrize(("placement", "most"), [("cached", 3), ("hbm", 1)])
+def test_rows_of_batches_to_come_are_on_their_way(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, most: int
+) -> None:
+    """Through a cache two groups have begun when one is looked up; where nothing is brought none is."""
+    publish(root, tmp_path, "fp32")
+    settings = EvalSettings(data(tmp_path), tmp_path / "out", shard_rows=450, batch_rows=50)
+    server = settings_of(root, True, placement=placement, hbm_budget=1 << 20)
+    job = _job(candidates(root, 1), [Model(root, "ctr").attach().header], settings, server)
+    (shard,) = plan_shards([settings.data / "a.parquet"], 450)
+    evaluator = Evaluator(job)
+    monkeypatch.setattr(on_device, "GROUP_ROWS", 100)
+    gpu: Any = evaluator._device._gpu  # type: ignore[union-attr]
+    begin, finish, open_ones, seen = gpu.begin, gpu.finish, [0], []
+
+    def begun(*arguments: Any, **more: Any) -> Any:
+        open_ones[0] += 1
+        return begin(*arguments, **more)
+
+    def finished(one: Any) -> Any:
+        assert (one.ticket is not None) is (placement == "cached")
+        seen.append(open_ones[0])
+        open_ones[0] -= 1
+        return finish(one)
+
+    monkeypatch.setattr(gpu, "begin", begun)
+    monkeypatch.setattr(gpu, "finish", finished)
+    ((_, table),) = list(evaluator.tables([shard]))
+    assert table.num_rows == 450 and max(seen) == most and len(seen) == 5 and open_ones == [0]
