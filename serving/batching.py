@@ -21,6 +21,7 @@ from tableside.quant.contract import Unfound
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.deadline import timed_out
+from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors import Executor
 from tableside.serving.places import Buffer
@@ -32,6 +33,7 @@ from tableside.serving.scoring import ScoreStage
 if TYPE_CHECKING:  # both import torch
     from tableside.quant.cache.cache import Cache
     from tableside.quant.gpu.clock import Times
+    from tableside.quant.gpu.follower import Follower
 
 logger = logging.getLogger("tableside")
 
@@ -58,7 +60,7 @@ class BatchBackend(Protocol):
     def is_lost(self) -> bool: ...
 
     def run_timed(
-        self, requests: Sequence[tuple[Plan, Any]], timed: bool
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: "Follower | None" = None
     ) -> "tuple[Sequence[_LookedUp | BadIds], Times | None]": ...
 
 
@@ -199,24 +201,29 @@ class Batcher(Executor):
             self._metrics.waited(started - w.since)
 
     def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Answer | Exception], Times | None]":
-        """On the thread: looks all requests up together, then scores those that ask for it."""
-        found, times = self._backend.run_timed([(w.request.plan, w.inputs) for w in taken], timed)
-        answers: list[Answer | Exception] = []
-        places: list[int] = []
-        batch: list[ToScore] = []
-        for w, result in zip(taken, found, strict=True):
-            if isinstance(result, BadIds):
-                answers.append(w.request.refusal(result))
-                continue
-            answer = Answer(*result)
-            if w.request.scoring is not None:
-                places.append(len(answers))
-                batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
-            answers.append(answer)
+        """On the thread: looks all requests up together, and scores those that ask for it, on the device where that can be."""
 
         def tell(scorer: Scorer) -> None:
             taken[0].future.get_loop().call_soon_threadsafe(self._give_up, taken, scorer)
 
+        scored = {n: (w.request, w.inputs) for n, w in enumerate(taken) if is_scored_on_device(w.request)}
+        on_device = DeviceScores(scored, self._scores, tell) if scored else None
+        found, times = self._backend.run_timed([(w.request.plan, w.inputs) for w in taken], timed, on_device)
+        answers: list[Answer | Exception] = []
+        places: list[int] = []
+        batch: list[ToScore] = []
+        for n, (w, result) in enumerate(zip(taken, found, strict=True)):
+            if isinstance(result, BadIds):
+                answers.append(w.request.refusal(result))
+                continue
+            answer = Answer(*result)
+            if on_device is not None and n in scored:
+                answers.append(on_device.write(n, answer.buffer) or answer)
+                continue
+            if w.request.scoring is not None:
+                places.append(len(answers))
+                batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
+            answers.append(answer)
         for place, refused in zip(places, self._scores.run(batch, tell), strict=True):
             if refused is not None:
                 answers[place] = refused

@@ -106,7 +106,9 @@ class Engine:
                 segment,
                 self._placer.gpu or self._backend,
                 self._placer.place(segment, replaced),
-                scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits)
+                scorer=open_scorer(
+                    segment, self._placer.torch_device, self._threads, self._scorer_limits, self._placer.gpu is not None
+                )
                 if self._scores
                 else None,
                 threads=self._threads,
@@ -115,6 +117,8 @@ class Engine:
                 beside=Beside(self._backend, self._gpu_from_ids) if self._placer.gpu is not None and self._gpu_from_ids else None,
             )
             served.warm_up()
+            if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
+                self._placer.gpu.warm_up_follower(served.scorer.calls.warm_up)
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise

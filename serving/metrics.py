@@ -175,6 +175,8 @@ class CacheMetrics:
         """Counts what was added since the last call."""
         if now is self._seen:
             return
+        if self._seen is not None and now.tickets < self._seen.tickets:
+            return  # older than what was counted: it was under way meanwhile
         before, self._seen = self._seen, now
         for name, counter in CACHE_EVENTS.items():
             counter.labels(self._device).inc(max(0, getattr(now, name) - (getattr(before, name) if before else 0)))

@@ -51,7 +51,7 @@ def describe(request: Request) -> bytes:
     assert isinstance(plan, DescribedPlan), "small requests are the door's own"
     if scoring is None:
         return plan.description
-    parts = [plan.description, struct.pack("<2q", scoring.output.at, scoring.rows)]
+    parts = [plan.description, struct.pack("<3q", scoring.output.at, scoring.rows, scoring.is_alone)]
     for s in scoring.sources:
         if isinstance(s, DenseInput):
             parts.append(_SOURCE.pack(1, s.at, 0, s.rows, s.width, 0, -1))
@@ -122,7 +122,7 @@ class Layouts:
     def _scoring(self, names: Sequence[str], scored: list[int]) -> Scoring:
         scorer = self._served().scorer
         assert scorer is not None, "a door scores what its engine can"
-        output_at, rows, *fields = scored
+        output_at, rows, is_alone, *fields = scored
         sources: list[Output | DenseInput] = []
         for n, i in enumerate(scorer.inputs):
             is_dense, at, size, count, width, half, row_bytes = fields[7 * n : 7 * n + 7]
@@ -131,4 +131,4 @@ class Layouts:
             else:
                 step = None if row_bytes < 0 else row_bytes
                 sources.append(Output(i.feature or i.name, at, size, (count, width), bool(half), step))
-        return Scoring(scorer, tuple(sources), scores_at(output_at, rows, scorer.width))
+        return Scoring(scorer, tuple(sources), scores_at(output_at, rows, scorer.width), bool(is_alone))
