@@ -233,6 +233,11 @@ class Plan(ABC):
         """Bytes that a run takes of the buffers that the requests of a batch share on a GPU; 0 on the CPU."""
         return 0
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all vectors are computed on a GPU, where something else can read them."""
+        return False
+
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer protocol).

@@ -21,7 +21,8 @@ from tableside.quant.contract import Unfound
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.deadline import timed_out
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.device_scores import DeviceScores, is_scored_on_device
+from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors import Executor
 from tableside.serving.places import Buffer
 from tableside.serving.request import Answer, Request
@@ -32,9 +33,11 @@ from tableside.serving.scoring import ScoreStage
 if TYPE_CHECKING:  # both import torch
     from tableside.quant.cache.cache import Cache
     from tableside.quant.gpu.clock import Times
+    from tableside.quant.gpu.follower import Follower
 
 logger = logging.getLogger("tableside")
 
+_FINISH_S = 0.005  # between two looks whether a batch is done, at the end
 _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
 _BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
 
@@ -57,15 +60,27 @@ class BatchBackend(Protocol):
     def is_lost(self) -> bool: ...
 
     def run_timed(
-        self, requests: Sequence[tuple[Plan, Any]], timed: bool
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: "Follower | None" = None
     ) -> "tuple[Sequence[_LookedUp | BadIds], Times | None]": ...
+
+
+class Future(Protocol):
+    """What the batcher asks of an asyncio.Future, and gives its answers to."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, result: Answer, /) -> None: ...
+
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+    def get_loop(self) -> asyncio.AbstractEventLoop: ...
 
 
 @dataclass(frozen=True)
 class _Waiting:
     request: Request
     inputs: Any
-    future: "asyncio.Future[Answer]"
+    future: Future
     since: float  # of time.perf_counter
 
 
@@ -81,8 +96,8 @@ class Batcher(Executor):
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-gpu")
         self._timer: asyncio.TimerHandle | None = None
-        self._is_running = False
-        self._lost: ApiError | None = None
+        self._is_running = self._is_ending = False
+        self.lost: ApiError | None = None
         self._scores = ScoreStage(backend.is_lost)
         self._batches = 0
         self._metrics = metrics.GpuMetrics(str(backend.device))
@@ -97,35 +112,45 @@ class Batcher(Executor):
     async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.is_small:
             return request.look_up(inputs)
-        if self._lost is not None:
-            raise self._lost
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.submit(request, inputs, future)
+        return await future
+
+    def submit(self, request: Request, inputs: Any, future: Future) -> None:
+        """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an ApiError."""
+        if self.lost is not None:
+            future.set_exception(self.lost)
+            return
         self._waiting.append(_Waiting(request, inputs, future, time.perf_counter()))
         if len(self._waiting) > self._max_waiting:
             _fail(self._waiting.popleft(), overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)"))
         self._start_if_due()
-        return await future
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def count(self) -> None:
-        if self._lost is None and self._backend.cache is not None:
-            if not self._is_running:
-                self._backend.cache.recount()
-            self._cache_metrics.update(self._backend.cache.statistics())
+    async def finish(self) -> None:
+        """Begins no other batch, and waits for the one that runs."""
+        self._is_ending = True
+        while self._is_running:
+            await asyncio.sleep(_FINISH_S)
+
+    def count_cache(self, wait: bool = False) -> None:
+        """Brings the counters of the device's cache up to date, as of some batches ago. wait: as of now, where no batch runs."""
+        if self._backend.cache is not None:
+            self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._is_running))
 
     def end_if_lost(self) -> bool:
-        if self._lost is None and self._backend.is_lost():
-            logger.critical("%s is lost to this worker, which ends; the supervisor replaces it", self._backend.description)
-            self._lost = ApiError(503, Kind.INTERNAL, "this worker lost its GPU and is being replaced; try again")
+        if self.lost is None and self._backend.is_lost():
+            logger.critical("%s is lost to this process, which ends; the supervisor replaces it", self._backend.description)
+            self.lost = DeviceLost()
             while self._waiting:
-                _fail(self._waiting.popleft(), self._lost)
+                _fail(self._waiting.popleft(), self.lost)
             os.kill(os.getpid(), signal.SIGTERM)
-        return self._lost is not None
+        return self.lost is not None
 
     def _start_if_due(self) -> None:
-        if self._is_running or not self._waiting:
+        if self._is_running or self._is_ending or not self._waiting:
             return
         left = self._waiting[0].since + self._delay_s - time.perf_counter()
         if left <= 0 or len(self._waiting) >= self._max_batch:
@@ -176,24 +201,29 @@ class Batcher(Executor):
             self._metrics.waited(started - w.since)
 
     def _work(self, taken: list[_Waiting], timed: bool) -> "tuple[list[Answer | Exception], Times | None]":
-        """On the thread: looks all requests up together, then scores those that ask for it."""
-        found, times = self._backend.run_timed([(w.request.plan, w.inputs) for w in taken], timed)
-        answers: list[Answer | Exception] = []
-        places: list[int] = []
-        batch: list[ToScore] = []
-        for w, result in zip(taken, found, strict=True):
-            if isinstance(result, BadIds):
-                answers.append(w.request.refusal(result))
-                continue
-            answer = Answer(*result)
-            if w.request.scoring is not None:
-                places.append(len(answers))
-                batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
-            answers.append(answer)
+        """On the thread: looks all requests up together, and scores those that ask for it, on the device where that can be."""
 
         def tell(scorer: Scorer) -> None:
             taken[0].future.get_loop().call_soon_threadsafe(self._give_up, taken, scorer)
 
+        scored = {n: (w.request, w.inputs) for n, w in enumerate(taken) if is_scored_on_device(w.request)}
+        on_device = DeviceScores(scored, self._scores, tell) if scored else None
+        found, times = self._backend.run_timed([(w.request.plan, w.inputs) for w in taken], timed, on_device)
+        answers: list[Answer | Exception] = []
+        places: list[int] = []
+        batch: list[ToScore] = []
+        for n, (w, result) in enumerate(zip(taken, found, strict=True)):
+            if isinstance(result, BadIds):
+                answers.append(w.request.refusal(result))
+                continue
+            answer = Answer(*result)
+            if on_device is not None and n in scored:
+                answers.append(on_device.write(n, answer.buffer) or answer)
+                continue
+            if w.request.scoring is not None:
+                places.append(len(answers))
+                batch.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
+            answers.append(answer)
         for place, refused in zip(places, self._scores.run(batch, tell), strict=True):
             if refused is not None:
                 answers[place] = refused
@@ -201,15 +231,16 @@ class Batcher(Executor):
 
     def _give_up(self, taken: list[_Waiting], scorer: Scorer) -> None:
         """On the event loop, where a scorer takes too long: this worker answers no request any more, and ends."""
-        self._lost = timed_out(scorer)
+        self.lost = timed_out(scorer)
         for w in (*taken, *self._waiting):
-            _fail(w, self._lost)
+            _fail(w, self.lost)
 
     def _done(self, taken: list[_Waiting], running: "asyncio.Future[Any]") -> None:
         self._is_running = False
         try:
             if (error := running.exception()) is not None:
-                logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error)
+                if not isinstance(error, ApiError):
+                    logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error)
                 for w in taken:
                     _fail(w, error)
                 if isinstance(error, RuntimeError):
@@ -222,8 +253,8 @@ class Batcher(Executor):
                 elif not w.future.done():
                     w.future.set_result(result)
             self._metrics.answered(len(taken), times)
-            if self._backend.cache is not None and self._batches % _TIMED_EVERY == 0:
-                self._cache_metrics.update(self._backend.cache.statistics())
+            if self._batches % _TIMED_EVERY == 0:
+                self.count_cache()
         finally:
             self._start_if_due()
 

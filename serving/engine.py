@@ -7,7 +7,7 @@ replaced version stays mapped until its last request is done, and then goes.
 import logging
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment import Verify
@@ -19,12 +19,18 @@ from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
 from tableside.serving.version import Beside, ServedVersion
 
-if TYPE_CHECKING:
-    from tableside.quant.cache.cache import Cache  # imports torch, which a worker on the CPU does without
-
 logger = logging.getLogger("tableside")
 
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
+
+
+class CacheState(NamedTuple):
+    """A GPU's cache at some time."""
+
+    device: str
+    slots: int
+    occupied_slots: int
+    bytes: int
 
 
 class Engine:
@@ -57,9 +63,12 @@ class Engine:
         self._last_warning = ""
 
     @property
-    def cache(self) -> "Cache | None":
-        """The cache that this worker's models share on its GPU."""
-        return self._placer.cache
+    def cache(self) -> CacheState | None:
+        """The cache that all models share on the GPU, where there is one."""
+        if (cache := self._placer.cache) is None:
+            return None
+        held = cache.statistics()
+        return CacheState(str(cache.device), held.slots, held.occupied, cache.bytes)
 
     def served(self) -> ServedVersion:
         """The version that answers. ApiError: none is attached yet, or its rows were found damaged and there is no other."""
@@ -74,14 +83,14 @@ class Engine:
         return self._served
 
     @property
-    def live(self) -> int:
-        """The version that was live at the last look; 0: nobody looked yet."""
-        return self._live
-
-    @property
     def is_usable(self) -> bool:
         """Whether requests are answered; False where the served rows were found damaged and there is no other version."""
         return self._unusable is None
+
+    @property
+    def unusable_because(self) -> str:
+        """Why requests are not answered; "" where they are."""
+        return "" if self._unusable is None else self._unusable.message
 
     def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a version (None: the live one). It does not change which version is served.
@@ -97,7 +106,9 @@ class Engine:
                 segment,
                 self._placer.gpu or self._backend,
                 self._placer.place(segment, replaced),
-                scorer=open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits)
+                scorer=open_scorer(
+                    segment, self._placer.torch_device, self._threads, self._scorer_limits, self._placer.gpu is not None
+                )
                 if self._scores
                 else None,
                 threads=self._threads,
@@ -106,6 +117,8 @@ class Engine:
                 beside=Beside(self._backend, self._gpu_from_ids) if self._placer.gpu is not None and self._gpu_from_ids else None,
             )
             served.warm_up()
+            if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
+                self._placer.gpu.warm_up_follower(served.scorer.calls.warm_up)
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise
@@ -117,6 +130,9 @@ class Engine:
     def swap(self, served: ServedVersion) -> None:
         """Answers from `served`, from the next request on."""
         self._served, self._unusable = served, None
+
+    def close(self) -> None:
+        """The model is served no more."""
 
     def changed(self) -> int | None:
         """The version that should be served instead of the present one, or None.

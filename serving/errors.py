@@ -49,6 +49,13 @@ class ApiError(ServingError):
         self.status, self.kind, self.message, self.lacking = status, kind, message, lacking
 
 
+class DeviceLost(ApiError):
+    """503: the process that had the GPU lost it, and is being replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(503, Kind.INTERNAL, "the engine process lost its GPU and is being replaced; try again")
+
+
 def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:
     """400: the request is wrong. `message` names the field, the value and what was expected."""
     return ApiError(400, kind, message)

@@ -42,10 +42,6 @@ class Executor(ABC):
     async def _run(self, request: Request, inputs: Any) -> Answer:
         """Runs a request whose inputs were checked."""
 
-    def count(self) -> None:
-        """Brings counters up to date that otherwise follow when requests come. Called twice a second."""
-        return  # most have none
-
     @abstractmethod
     def end_if_lost(self) -> bool:
         """Ends the process, to be replaced, where its device is of no more use to it; returns whether it is ending."""

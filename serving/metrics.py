@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
 from tableside.serving import metrics_files, shared_counts, worker_gauges
 from tableside.serving.engine import Engine
@@ -208,6 +209,8 @@ class CacheMetrics:
         """Counts what was added since the last call."""
         if now is self._seen:
             return
+        if self._seen is not None and now.tickets < self._seen.tickets:
+            return  # older than what was counted: it was under way meanwhile
         before, self._seen = self._seen, now
         for name, counter in CACHE_EVENTS.items():
             counter.labels(self._device).inc(max(0, getattr(now, name) - (getattr(before, name) if before else 0)))
@@ -225,6 +228,14 @@ def refused(model: str, protocol: str, kind: Kind, lacking: str | None = None) -
     ERRORS.labels(model, kind.value).inc()
     if lacking is not None:
         WITHOUT_ROW.labels(model, lacking, "refused").inc()
+
+
+def _live_version(engine: Engine, served: int) -> int:
+    """The version that the record names; the served one where it cannot be read, which the log says."""
+    try:
+        return engine.model.record().current or served
+    except (LoaderError, OSError):
+        return served
 
 
 class _Now:
@@ -248,7 +259,7 @@ class _Now:
             served, label = engine.attached(), [engine.model.name]
             values = (
                 served.version,
-                engine.live or served.version,
+                _live_version(engine, served.version),
                 served.segment.size,
                 served.header.fp32_bytes,
                 served.header.load.get("seconds", 0.0),
@@ -260,13 +271,11 @@ class _Now:
         yield from gauges.values()
         yield self._backfilled()
         yield from _of_workers()
-        caches = {id(engine.cache): engine.cache for engine in self._engines if engine.cache is not None}
-        for cache in caches.values():
-            held = cache.statistics()
-            values_of = {"slots": held.slots, "occupied_slots": held.occupied, "bytes": cache.bytes}
-            for name, value in values_of.items():
-                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the GPU's cache of this worker.", labels=["device"])
-                family.add_metric([str(cache.device)], float(value))
+        for cache in {engine.cache for engine in self._engines} - {None}:
+            assert cache is not None
+            for name, value in zip(cache._fields[1:], cache[1:], strict=True):
+                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the cache of this worker's GPU.", labels=["device"])
+                family.add_metric([cache.device], float(value))
                 yield family
 
     def _backfilled(self) -> Metric:

@@ -34,7 +34,7 @@ _SMALLEST_CACHE = 1 << 20  # bytes
 _GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
-_DEFAULT_FRACTION = 0.4  # of a GPU's memory for all workers on it; two versions are held while one is replaced
+_DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
 
 
 class Placement(StrEnum):
@@ -146,12 +146,13 @@ class Placements:
 class Placer:
     """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays with the CPU.
 
-    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`).
+    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache
+    brings before they are looked up (`GpuBackend.begin`).
     """
 
-    def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False) -> None:
+    def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0) -> None:
         self.gpu: GpuBackend | None = None
-        self._stashable = stashable
+        self._stashable, self._ahead = stashable, ahead
         self._settings, self._cpu = settings, cpu
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -286,7 +287,11 @@ class Placer:
 
         s = self._settings
         return CacheSettings(
-            Policy(s.cache_policy), s.cache_half_life, gather_threads=self._gatherers(cached_bytes), replays=True
+            Policy(s.cache_policy),
+            s.cache_half_life,
+            staging_buffers=1 + self._ahead,
+            gather_threads=self._gatherers(cached_bytes),
+            replays=True,
         )
 
     def _gatherers(self, cached_bytes: int) -> int:

@@ -1,5 +1,6 @@
-"""Scorers that are exported programs of any kind: the one file of this room that runs torch."""
+"""Scorers that torch runs: exported programs of any kind, and on a device two towers as well."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -15,6 +16,7 @@ try:
 
     from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
     from tableside.loader.program.run import Runner, weight_tensors
+    from tableside.serving.device_calls import DeviceCalls
 except ImportError as error:
     raise ServingError(
         f"a scorer that is an exported program needs torch, which does not import ({error}); install tableside[torch]"
@@ -22,6 +24,7 @@ except ImportError as error:
 
 _UNLIMITED_BYTES = 1 << 62
 _REFUSED = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ArithmeticError)
+_MOST_ROWS = 1 << 40
 _MEASURED_ROWS = 1 << 10  # batches up to which are measured before the first request
 
 
@@ -79,6 +82,18 @@ class ProgramScorer(Scorer):
             scores: Floats = self._runner(*given).to("cpu", torch.float32).numpy()
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
+    def on_device(self) -> DeviceCalls:
+        """Its calls with rows that are on its device."""
+        return DeviceCalls(
+            lambda inputs: self._runner(*inputs),
+            self.widths,
+            self._device,
+            rows=self._program.rows,
+            is_row_wise=self.is_row_wise,
+            admit=self.admit,
+            name=self.name,
+        )
+
     def admit(self, rows: int) -> int:
         return self._cost(rows).work
 
@@ -104,3 +119,26 @@ class ProgramScorer(Scorer):
                 self._costs[n] = found
             return found
         raise refusal
+
+
+def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
+    """The calls of a dot product or a cosine with rows that are on a device."""
+
+    def dot(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (inputs[0] * inputs[1]).sum(1)
+
+    def cosine(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        products = dot(inputs)
+        lengths = torch.linalg.vector_norm(inputs[0], dim=1) * torch.linalg.vector_norm(inputs[1], dim=1)
+        return torch.where(lengths > 0, products / lengths, products)
+
+    run = dot if scorer.kind == "dot" else cosine
+    return DeviceCalls(
+        run,
+        scorer.widths,
+        torch.device(device),
+        rows=(0, _MOST_ROWS),
+        is_row_wise=True,
+        admit=scorer.admit,
+        name=scorer.name,
+    )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from tableside.loader.header import ScorerInput
 from tableside.loader.program.layers import Source
 
+if TYPE_CHECKING:
+    from tableside.serving.device_calls import DeviceCalls  # imports torch
+
 Floats = NDArray[np.float32]
+REFUSED = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    AssertionError,
+    ArithmeticError,
+)  # by which a scorer says that it does not take rows
 InPlace = Callable[[Any, Any], int]  # (inputs, outputs) -> the first row with a score that is not finite, or -1
 
 
@@ -38,7 +48,8 @@ class Scorer(ABC):
     """Any thread may call.
 
     inputs: what `run` takes, in order. width: scores of a row where there are several, else None. is_row_wise: a row's score does
-    not depend on the rows beside it. model, version: whose scorer it is. runs_on: what computes the scores, for a person.
+    not depend on the rows beside it. model, version: whose scorer it is. runs_on: what computes the scores, for a person. calls:
+    how it is called with rows that are on a device already; None: it is not.
     """
 
     kind: str
@@ -49,6 +60,7 @@ class Scorer(ABC):
     inputs: tuple[ScorerInput, ...]
     width: int | None = None
     is_row_wise: bool = True
+    calls: "DeviceCalls | None" = None
 
     @abstractmethod
     def run(self, arrays: list[Floats]) -> Floats:

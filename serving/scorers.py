@@ -1,7 +1,8 @@
 """The scorers that there are: `dot` or `cosine` of two features, and exported programs.
 
 A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any on a GPU, runs by
-torch, in `serving.program`. `open_scorer` opens what a version was published with. It imports torch only where it has to.
+torch, in `serving.program`, as two towers do on a GPU. `open_scorer` opens what a version was published with. It imports torch
+only where it has to.
 """
 
 from collections.abc import Sequence
@@ -89,27 +90,36 @@ class LayersScorer(Scorer):
         return cost.work
 
 
-def open_scorer(segment: Segment, device: str = "cpu", threads: int = 1, limits: ScorerLimits = NO_LIMITS) -> Scorer | None:
+def open_scorer(
+    segment: Segment, device: str = "cpu", threads: int = 1, limits: ScorerLimits = NO_LIMITS, on_device: bool = False
+) -> Scorer | None:
     """A version's scorer, ready to run; None where it has none. device, threads: what a program runs on.
 
+    on_device: it is called with rows that are on that device, too (`Scorer.calls`).
     LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or gives no scores.
     """
     stored = segment.header.scorer
     if stored is None:
         return None
     is_program = stored.kind == "program"
-    scorer = _open_program(stored, segment.program(), device, threads, limits) if is_program else Similarity(stored)
+    scorer = _open_program(stored, segment.program(), device, threads, limits, on_device) if is_program else Similarity(stored)
     scorer.model, scorer.version = segment.header.model, segment.header.version
+    if on_device:
+        from tableside.serving import program
+
+        scorer.calls = scorer.on_device() if isinstance(scorer, program.ProgramScorer) else program.two_towers(scorer, device)
     return scorer
 
 
-def _open_program(stored: StoredScorer, archive: bytes, device: str, threads: int, limits: ScorerLimits) -> Scorer:
+def _open_program(
+    stored: StoredScorer, archive: bytes, device: str, threads: int, limits: ScorerLimits, by_torch: bool
+) -> Scorer:
     try:
         # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
         program = read_program(archive)
     except ProgramError as error:
         raise ServingError(f"the scorer does not run: {error}") from error
-    found = runnable_layers(program) if device == "cpu" else None
+    found = runnable_layers(program) if device == "cpu" and not by_torch else None
     if found is not None:
         return LayersScorer(stored, program, found, threads, limits)
     from tableside.serving.program import ProgramScorer

@@ -1,25 +1,32 @@
 """What a scorer reads of a request that was looked up, and the call that turns it into scores."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.loader.program.layers import Source
 from tableside.serving.errors import ApiError, Kind, bad_request
 from tableside.serving.places import Buffer, DenseInput, Output
-from tableside.serving.scorer import Floats, InPlace, Scorer
+from tableside.serving.scorer import REFUSED, Floats, InPlace, Scorer
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a scorer reads of a request, in the order that it takes it, and where its scores go."""
+    """What a scorer reads of a request, in the order that it takes it, and where its scores go.
+
+    is_alone: nobody reads the vectors but the scorer, so that a device need not send them. known_vectors: `vectors`, where
+    whoever laid the request out has them.
+    """
 
     scorer: Scorer
     sources: tuple[Output | DenseInput, ...]
     output: Output
+    is_alone: bool = False
+    known_vectors: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def run(self, inputs: Any, buffer: Buffer) -> None:
         """Reads the request's inputs and its vectors in `buffer`, writes its scores there. ApiError: as `score_together`."""
@@ -29,6 +36,14 @@ class Scoring:
     def rows(self) -> int:
         """Rows that get scores."""
         return self.output.shape[0]
+
+    @cached_property
+    def vectors(self) -> NDArray[np.int64]:
+        """The vectors among the sources as a device takes them: int64 [outputs, fields of `quant.gpu.follower.VectorField`]."""
+        if self.known_vectors is not None:
+            return self.known_vectors
+        found = [(s.at, int(s.half), s.shape[0] * s.shape[1]) for s in self.sources if isinstance(s, Output)]
+        return np.array(found, np.int64).reshape(-1, 3)
 
     @cached_property
     def in_place(self) -> InPlace | None:
@@ -50,14 +65,14 @@ class Scoring:
     def run_in_place(self, in_place: InPlace, inputs: Any, buffer: Buffer) -> None:
         """As `run`, by that function."""
         if in_place(inputs, buffer) >= 0:
-            self.check(self.arrays(inputs, buffer), self.output.view(buffer))
+            self.check(inputs, self.output.view(buffer))
 
-    def check(self, given: Sequence[Floats], scores: Floats) -> None:
+    def check(self, inputs: Any, scores: Floats) -> None:
         """ApiError: a score is not finite. It is a 400 where a dense tensor of the request is not finite either, else a 500."""
         if np.isfinite(scores).all():
             return
-        for source, values in zip(self.sources, given, strict=True):
-            if isinstance(source, DenseInput) and not np.isfinite(values).all():
+        for source, values in self._dense(inputs):
+            if not np.isfinite(values).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
                 raise bad_request(f"dense tensor {source.name!r} is not finite in row {row}; expected finite numbers")
         row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
@@ -68,11 +83,22 @@ class Scoring:
     def arrays(self, inputs: Any, buffer: Buffer) -> list[Floats]:
         """What the scorer takes: one fp32 [rows, width] for each source."""
         return [
-            s.view(buffer).astype(np.float32, copy=False)
-            if isinstance(s, Output)
-            else np.frombuffer(inputs, np.float32, s.rows * s.width, s.at).reshape(s.rows, s.width)
+            s.view(buffer).astype(np.float32, copy=False) if isinstance(s, Output) else _dense_values(s, inputs)
             for s in self.sources
         ]
+
+    def _dense(self, inputs: Any) -> Iterator[tuple[DenseInput, Floats]]:
+        return ((s, _dense_values(s, inputs)) for s in self.sources if isinstance(s, DenseInput))
+
+
+def _dense_values(source: DenseInput, inputs: Any) -> Floats:
+    return np.frombuffer(inputs, np.float32, source.rows * source.width, source.at).reshape(source.rows, source.width)
+
+
+def does_not_take(rows: int, error: Exception) -> ApiError:
+    """400 for a call that a scorer refuses."""
+    reason = str(error).strip().partition("\n")[0]
+    return bad_request(f"the scorer does not take these {rows} rows: {reason}")
 
 
 class ToScore(NamedTuple):
@@ -106,14 +132,13 @@ def _score_arrays(scorer: Scorer, requests: Sequence[ToScore]) -> None:
     try:
         # An array is copied only where its memory is not aligned, or the scorer may not write to it.
         scores = scorer.run([a if a.flags.carray else a.copy() for a in together])
-    except (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise bad_request(f"the scorer does not take these {sum(rows)} rows: {reason}") from error
+    except REFUSED as error:
+        raise does_not_take(sum(rows), error) from error
     if scores.shape != (expected := (sum(rows), *requests[0].scoring.output.shape[1:])):
         raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
     start = 0
-    for (scoring, _, buffer), given in zip(requests, arrays, strict=True):
+    for scoring, inputs, buffer in requests:
         part = scores[start : start + scoring.rows]
-        scoring.check(given, part)
+        scoring.check(inputs, part)
         scoring.output.view(buffer)[:] = part
         start += scoring.rows

@@ -5,10 +5,21 @@ A GPU looks a batch of requests up together, and so they are scored together; on
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from tableside.serving.deadline import Deadline, Tell
 from tableside.serving.metrics import SCORE_SECONDS
-from tableside.serving.scores import ToScore, score_together
+from tableside.serving.scores import Scoring, score_together
+
+
+class Scored(Protocol):
+    """A request that is scored."""
+
+    @property
+    def scoring(self) -> Scoring: ...
+
+
+Score = Callable[[Sequence[Any]], None]  # one call of a scorer, for requests of it
 
 
 class ScoreStage:
@@ -22,27 +33,39 @@ class ScoreStage:
         self._deadline = Deadline()
         self._is_device_lost = is_device_lost
 
-    def run(self, batch: Sequence[ToScore], tell: Tell | None, since: float | None = None) -> list[Exception | None]:
-        """Writes each request's scores to its buffer; returns, for each request, why it is refused, or None.
+    def run(
+        self,
+        batch: Sequence[Scored],
+        tell: Tell | None,
+        since: float | None = None,
+        score: Score = score_together,
+    ) -> list[Exception | None]:
+        """Scores a batch; returns, for each request, why it is refused, or None.
 
         The requests of a scorer that sees each row alone are scored by one call. Where that call fails, each of them is scored by
         a call of its own, so that only the requests at fault are refused.
 
         tell: as for `Deadline.watch`. since: when the first call is said to have begun, of time.perf_counter; None: when it does.
-        RuntimeError: the device was lost to a scorer.
+        score: one call for requests of one scorer. RuntimeError: the device was lost to a scorer.
         """
         refused: list[Exception | None] = [None] * len(batch)
         for members in _calls(batch):
-            self._call(batch, members, tell, time.perf_counter() if since is None else since, refused)
+            self._call(batch, members, tell, time.perf_counter() if since is None else since, refused, score)
         return refused
 
     def _call(
-        self, batch: Sequence[ToScore], members: list[int], tell: Tell | None, began: float, refused: list[Exception | None]
+        self,
+        batch: Sequence[Scored],
+        members: list[int],
+        tell: Tell | None,
+        began: float,
+        refused: list[Exception | None],
+        score: Score,
     ) -> None:
         scorer = batch[members[0]].scoring.scorer
         try:
             with self._deadline.watch(scorer, tell):
-                score_together([batch[n] for n in members])
+                score([batch[n] for n in members])
         except Exception as error:  # whatever a scorer raises is about these requests alone, unless the device is lost
             if self._is_device_lost is not None and self._is_device_lost():
                 raise RuntimeError(f"the device was lost to the scorer of {scorer.name}") from error
@@ -50,16 +73,17 @@ class ScoreStage:
                 refused[members[0]] = error
                 return
             for n in members:
-                self._call(batch, [n], tell, time.perf_counter(), refused)
+                self._call(batch, [n], tell, time.perf_counter(), refused, score)
             return
         SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - began)
 
 
-def _calls(batch: Sequence[ToScore]) -> list[list[int]]:
+def _calls(batch: Sequence[Scored]) -> list[list[int]]:
     """The requests of a batch, by their places in it, that are scored by one call each."""
     if len(batch) == 1:
         return [[0]]
     calls: dict[int, list[int]] = {}
-    for n, (scoring, _, _) in enumerate(batch):
-        calls.setdefault(id(scoring.scorer) if scoring.scorer.is_row_wise else -n, []).append(n)
+    for n, one in enumerate(batch):
+        scorer = one.scoring.scorer
+        calls.setdefault(id(scorer) if scorer.is_row_wise else -n, []).append(n)
     return list(calls.values())

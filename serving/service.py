@@ -1,23 +1,23 @@
-"""What one worker answers from: its engines, its executor, whether it is ready, and the watch over which versions are live."""
+"""What one worker answers from: its engines, its executor, and whether it is ready."""
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from tableside.loader.errors import LoaderError, ModelError, VersionError
 from tableside.loader.versions import Model
-from tableside.quant import QuantError, choose
+from tableside.quant import CpuBackend, QuantError, choose
 from tableside.serving import metrics
 from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
-from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
+from tableside.serving.engine_process.link import EngineLink
+from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
 from tableside.serving.executors import CpuExecutor, Executor
-from tableside.serving.metrics import ERRORS, SWAPS
+from tableside.serving.metrics import ERRORS
 from tableside.serving.model_list import ModelList
 from tableside.serving.placement import Placer
 from tableside.serving.region_registry import RegionRegistry
@@ -26,6 +26,7 @@ from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.version import ServedVersion
+from tableside.serving.watch import Watch
 from tableside.serving.worker_gauges import Now
 
 logger = logging.getLogger("tableside")
@@ -35,23 +36,21 @@ _Result = TypeVar("_Result")
 _LOOK_S = 0.02  # between two looks whether all workers have followed a change
 
 
-def _begin(engine: Engine) -> None:
-    """Attaches a model's live version and answers from it."""
-    engine.swap(engine.attach(engine.model.good()))
-    served = engine.served()
-    logger.info(
-        "serving %s version %d: %d tables, %.1f MB, lookups on %s",
-        engine.model.name,
-        served.version,
-        len(served.header.tables),
-        served.segment.size / 1e6,
-        served.backend.description,
+def _engine(model: Model, backend: CpuBackend, settings: ServerSettings, link: EngineLink | None) -> Engine:
+    """The versions of one model, as this worker looks them up itself, or has its engine process do so."""
+    if link is not None:
+        return DoorEngine(link, model, backend, settings)
+    return Engine(
+        model,
+        backend,
+        Placer(settings, backend),
+        threads=settings.threads,
+        verify=settings.verify,
+        max_response_bytes=settings.max_response_bytes,
+        scorer_limits=ScorerLimits(
+            settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
+        ),
     )
-
-
-def _log_end(watcher: asyncio.Task[None]) -> None:
-    if not watcher.cancelled() and (error := watcher.exception()):
-        logger.critical("the watch over versions ended: new ones are not taken until this worker is replaced", exc_info=error)
 
 
 class Service:
@@ -67,11 +66,12 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        self.backend = choose(settings.backend)
-        self.placer = Placer(settings, self.backend)
+        self.link = EngineLink(settings) if settings.devices else None
+        self._backend = choose(settings.backend)
         self.engines = {name: self._new_engine(name) for name in settings.models}
         self.admin_token = admin_token(settings)
         self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
+        self._following: asyncio.Task[None] | None = None
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
@@ -79,21 +79,8 @@ class Service:
         self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
-        self._watcher: asyncio.Task[None] | None = None
+        self._watch: Watch | None = None
         self._attaching = asyncio.Lock()
-
-    def _new_engine(self, name: str) -> Engine:
-        s = self.settings
-        return Engine(
-            Model(s.root, name, s.owner),
-            self.backend,
-            self.placer,
-            threads=s.threads,
-            verify=s.verify,
-            max_response_bytes=s.max_response_bytes,
-            gpu_from_ids=s.gpu_from_ids,
-            scorer_limits=ScorerLimits(s.max_scorer_bytes, s.scorer_timeout_s, s.drain_s + s.shutdown_timeout_s),
-        )
 
     def share_regions(self, registry: RegionRegistry) -> None:
         """Allows the regions of a registry that all workers share."""
@@ -107,29 +94,56 @@ class Service:
             self.share_regions(RegionRegistry())  # this worker is the only one
         if self.admin_token is not None and self.models is None:
             self.models = ModelList.of(self.engines)  # as above
-        self.placer.open()
-        self.executor = self._new_executor()
         if self.models is not None:
-            self.engines = {name: self._new_engine(name) for name in self.models.wanted().models}
+            self._expect(self.models.wanted().models)
+        if self.link is not None:
+            await self.link.open()
+        self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
         for engine in self.engines.values():
-            _begin(engine)
+            self._begin(engine)
         if self.models is not None:
             await self._follow()
-        self._watcher = asyncio.create_task(self._watch())
-        self._watcher.add_done_callback(_log_end)
+        self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)
+        self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
 
-    def _new_executor(self) -> Executor:
-        s = self.settings
-        if self.placer.gpu is None:
-            return CpuExecutor(self._beside, s.inline_rows)
-        return Batcher(self.placer.gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
+    def _new_engine(self, name: str) -> Engine:
+        return _engine(Model(self.settings.root, name, self.settings.owner), self._backend, self.settings, self.link)
+
+    def _begin(self, engine: Engine) -> None:
+        """Attaches a model's live version and answers from it."""
+        engine.swap(engine.attach(engine.model.good() if self.link is None else None))
+        served = engine.served()
+        logger.info(
+            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+            engine.model.name,
+            served.version,
+            len(served.header.tables),
+            served.segment.size / 1e6,
+            served.backend.description,
+        )
+
+    def _expect(self, models: Sequence[str]) -> None:
+        """Has this worker start with other models than the settings name."""
+        if self.link is not None:
+            self.link = EngineLink(self.settings.model_copy(update={"models": tuple(models)}))
+        self.engines.clear()  # the same object: the scrubber and the watch have it
+        self.engines.update({name: self._new_engine(name) for name in models})
+
+    def _look(self) -> None:
+        """Looks at what workers share, as often as at versions."""
+        if self.regions is not None:
+            self.regions.look()
+        is_following = self._following is not None and not self._following.done()
+        if self.models is not None and self.models.generation != self._taken_generation and not is_following:
+            self._following = asyncio.create_task(self._follow())
 
     @property
     def ready(self) -> bool:
         """Whether clients should send requests here: from `start` to `drain`, while every model answers."""
-        return self._is_open and all(engine.is_usable for engine in self.engines.values())
+        has_engine = self.link is None or self.link.is_ready
+        return self._is_open and has_engine and all(engine.is_usable for engine in self.engines.values())
 
     def drain(self) -> None:
         """Turns readiness off. Requests are still answered."""
@@ -138,10 +152,13 @@ class Service:
     async def stop(self) -> None:
         """Ends the watch and the scrubber, and waits for lookups that run."""
         self._is_open = False
-        if self._watcher is not None:
-            self._watcher.cancel()
+        if self._watch is not None:
+            await self._watch.stop()
+            if self._following is not None:
+                self._following.cancel()
+                await asyncio.gather(self._following, return_exceptions=True)
             self._scrubbing.cancel()
-            await asyncio.gather(self._watcher, self._scrubbing, return_exceptions=True)
+            await asyncio.gather(self._scrubbing, return_exceptions=True)
             self._scrubber.stop()
         self._beside.shutdown()
         self.executor.close()
@@ -150,42 +167,6 @@ class Service:
         """What this worker does at this moment. connections, in_flight: of its door."""
         waiting, held = self.slots.waiting, self.in_flight.held
         return Now(float(self.ready), in_flight, waiting, connections, held, self.settings.max_connections)
-
-    async def _watch(self) -> None:
-        """Takes new versions into service while requests run. It goes on whatever a published file holds."""
-        while True:
-            await asyncio.sleep(self.settings.poll_s)
-            if self.regions is not None:
-                self.regions.look()
-            if self.models is not None:
-                await self._follow()
-            for engine in list(self.engines.values()):
-                version = None
-                try:
-                    engine.forget_removed()
-                    version = engine.changed()
-                    if version is not None:
-                        await self._take(engine, version)
-                except Exception as error:  # noqa: BLE001  # `_refuse` logs it; whatever a file holds, the watch goes on
-                    self._refuse(engine, version, error)
-                    if self.executor.end_if_lost():
-                        return
-
-    async def _take(self, engine: Engine, version: int) -> None:
-        attach = functools.partial(engine.attach, version, as_successor=True)
-        engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
-        SWAPS.labels(engine.model.name).inc()
-        logger.info("serving %s version %d from now on", engine.model.name, version)
-
-    def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
-        """Logs and counts that a version is not taken. The present one is served on."""
-        if version is None:
-            logger.exception("the versions of %s cannot be looked at", engine.model.name)
-            return
-        is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
-        logger.error("version %d of %s is not taken: %s", version, engine.model.name, error, exc_info=not is_expected)
-        ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
-        engine.refuse(version)
 
     # ---- models that come and go ----
 
@@ -230,7 +211,7 @@ class Service:
         """The engine of a model, ready to answer. ApiError 400: it cannot be served here."""
         try:
             engine = self._new_engine(name)
-            await asyncio.get_running_loop().run_in_executor(None, _begin, engine)
+            await asyncio.get_running_loop().run_in_executor(None, self._begin, engine)
         except (LoaderError, QuantError, ServingError, OSError) as error:
             logger.error("model %s cannot be loaded: %s", short(name), error)
             ERRORS.labels(metrics.UNKNOWN, Kind.SWAP.value).inc()
@@ -250,7 +231,7 @@ class Service:
                 generation, entries = models.read()
                 wanted, reasons = entries[0], list[tuple[str, str]]()
                 for name in [n for n in self.engines if n not in wanted.models]:
-                    del self.engines[name]
+                    self.engines.pop(name).close()
                     logger.info("model %s is unloaded", name)
                 for name in [n for n in wanted.models if n not in self.engines]:
                     try:

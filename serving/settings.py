@@ -53,8 +53,7 @@ class ServerSettings(RootSettings):
         "else the smallest ones, the others cached; uvm is an old name of zero_copy",
     )
     hbm_budget: Bytes | None = Field(
-        None,
-        description="GPU memory for a worker's tables and cache, as 8GiB; not set: two fifths of the GPU for all of its workers",
+        None, description="GPU memory for tables and cache of one GPU's engine process, as 8GiB; not set: two fifths of it"
     )
     gather_threads: int | None = Field(
         None,
@@ -143,13 +142,23 @@ class ServerSettings(RootSettings):
     gpu_from_ids: int = Field(
         4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
     )
+    request_memory: Bytes = Field(
+        128 << 20, ge=1 << 20, description="memory in which a worker hands requests to its GPU's engine process, as 128MiB"
+    )
+    answer_memory: Bytes = Field(
+        512 << 20, ge=1 << 20, description="page-locked memory in which an engine process hands answers to its workers, as 512MiB"
+    )
+    engine_timeout_s: float = Field(
+        30, gt=0, description="seconds that a request waits for an engine process, or for its successor, before it gets 503"
+    )
     inline_rows: int = Field(
         200_000,
         ge=0,
         description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
 
-    sharing: int = Field(1, ge=1, exclude=True, description="workers on this worker's device; the supervisor's to set")
+    engine: str = Field("", exclude=True, description="address of this worker's engine process; the supervisor's to set")
+    sharing: int = Field(1, ge=1, exclude=True, description="processes of an evaluation on this one's device; the pool's to set")
 
     @model_validator(mode="after")
     def _gpu_settings(self) -> "ServerSettings":
@@ -172,6 +181,14 @@ class ServerSettings(RootSettings):
                 f"max_in_flight_bytes is {self.max_in_flight_bytes:,}; the largest request and its response alone may take "
                 f"{self.max_body_bytes + self.max_response_bytes:,} (max_body_bytes + max_response_bytes)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_request_fits_an_engine(self) -> "ServerSettings":
+        for name, least in (("request_memory", self.max_body_bytes), ("answer_memory", self.max_response_bytes)):
+            if self.devices and getattr(self, name) < 2 * least:
+                asked = "max_body_bytes" if name == "request_memory" else "max_response_bytes"
+                raise ValueError(f"{name} is {getattr(self, name):,}; expected at least twice {asked}, {2 * least:,}")
         return self
 
     @field_validator("placement", mode="before")

@@ -20,6 +20,7 @@ from types import FrameType
 from uvicorn.config import STARTUP_FAILURE
 
 from tableside.serving import metrics_files
+from tableside.serving.engine_process.keeper import EngineKeeper
 from tableside.serving.worker import WorkerConfig, WorkerProcess
 
 logger = logging.getLogger("tableside")
@@ -43,12 +44,15 @@ class Supervisor:
         self._to_replace: list[WorkerProcess] = []  # by SIGHUP
         self._successor: tuple[WorkerProcess, WorkerProcess, float] | None = None  # (old, new, when the new one is given up)
         self._retiring: list[WorkerProcess] = []
+        self._engines = {device: EngineKeeper(config, device) for device in config.settings.devices}
         self._retry_at: dict[int, float] = {}  # place -> when its worker is started anew
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
             signal.signal(sig, self._on_signal)
 
     def run(self) -> int:
         """Serves until a signal; returns the exit code."""
+        for engine in self._engines.values():
+            engine.start()
         for _ in range(self.config.settings.workers):
             self.workers.append(self._started(self._device()))
         while not self._is_ending:
@@ -67,12 +71,16 @@ class Supervisor:
     def _wait(self) -> None:
         """Waits until a worker ends or it is time to look again."""
         is_eager = not self._announced or self._successor is not None
-        sentinels = [w.process.sentinel for w in self._everyone() if w.process.is_alive()]
+        processes = (*self._everyone(), *(engine.current for engine in self._engines.values()))
+        sentinels = [p.process.sentinel for p in processes if p.process.is_alive()]
         multiprocessing.connection.wait(sentinels, _EAGER_S if is_eager else _LOOK_S)
 
     def _look(self) -> None:
         while self._asked and not self._is_ending:
             self._do(self._asked.pop(0))
+        for engine in self._engines.values():
+            if not self._is_ending and not engine.look(self._announced):
+                self.failed = self._is_ending = True
         for place, worker in enumerate(self.workers):
             if not worker.look() and not self._is_ending:
                 self._replace_ended(place, worker)
@@ -177,9 +185,7 @@ class Supervisor:
         """A worker for a device, not started."""
         if not device:
             return WorkerProcess(self.config, self._sockets)
-        settings = self.config.settings
-        sharing = -(-max(settings.workers, len(self.workers)) // len(settings.devices))
-        return WorkerProcess(self.config.on(device, sharing), self._sockets, device)
+        return WorkerProcess(self.config.on(device, self._engines[device].address), self._sockets, device)
 
     def _everyone(self) -> list[WorkerProcess]:
         return [*self.workers, *self._retiring, *([self._successor[1]] if self._successor else [])]
@@ -193,13 +199,26 @@ class Supervisor:
             self._successor[1].kill()  # it has answered nothing yet
         everyone = self._everyone()
         for worker in everyone:
-            worker.terminate()
-        deadline = time.monotonic() + self.config.settings.drain_s + self.config.settings.shutdown_timeout_s + _GRACE_S
-        while alive := [w for w in everyone if w.process.is_alive()]:
-            if self._is_at_once or time.monotonic() > deadline:
-                for worker in alive:
-                    worker.kill()
-            multiprocessing.connection.wait([w.process.sentinel for w in alive], _LOOK_S)
+            if worker.is_ready:
+                worker.terminate()
+            elif worker.process.is_alive():
+                worker.kill()  # it has answered nothing yet, and may wait for an engine that does not come
+        self._await_end(everyone)
+        engines = [engine.current for engine in self._engines.values()]  # workers answer by them until they have ended
+        for engine in engines:
+            engine.terminate()
+        self._await_end(engines)
+        for keeper in self._engines.values():
+            keeper.close()
         if self._is_at_once:
             return _KILLED_BY_QUIT
         return 1 if self.failed else 0
+
+    def _await_end(self, processes: list[WorkerProcess]) -> None:
+        """Waits until processes that were asked to end have ended; kills those that take too long."""
+        deadline = time.monotonic() + self.config.settings.drain_s + self.config.settings.shutdown_timeout_s + _GRACE_S
+        while alive := [p for p in processes if p.process.is_alive()]:
+            if self._is_at_once or time.monotonic() > deadline:
+                for process in alive:
+                    process.kill()
+            multiprocessing.connection.wait([p.process.sentinel for p in alive], _LOOK_S)

@@ -132,7 +132,7 @@ class ServedVersion:
         side by side. Those asked for before are kept, `_PLANNERS` of them."""
         key = (features, together)
         if (known := self._planners.get(key)) is None:
-            device, host = self.backend.planner(self._kinds(features, together), self.threads), None
+            device, host = self._device_planner(features, together), None
             if self._beside is not None:
                 host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
             tables = tuple(self.features[f].feature.table for f in features)
@@ -141,6 +141,9 @@ class ServedVersion:
                 self._planners.clear()
             self._planners[key] = known
         return known
+
+    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
+        return self.backend.planner(self._kinds(features, together), self.threads)
 
     def _kinds(
         self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None
@@ -163,12 +166,14 @@ class ServedVersion:
         together: bool = False,
         warms_up: bool = False,
         found: Container[str] = (),
+        scores_alone: bool = False,
     ) -> Request:
         """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`, then masks.
 
         together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
         come those of the others, one feature after another, then room for where each of these begins. warms_up: the request goes
-        to the device, however small it is. found: features whose found masks are wanted; of a kjt, KJT.
+        to the device, however small it is. found: features whose found masks are wanted; of a kjt, KJT. scores_alone: the
+        answer has the scores and nothing else; what there is in place of vectors is unknown then, where a device looked up.
         ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
         is larger than a response may be.
         """
@@ -180,7 +185,7 @@ class ServedVersion:
         outputs, out_bytes = _together(bound, inputs) if together else _one_after_another(bound, inputs)
         shown = kjt_outputs(outputs, [b.is_pooled for b in bound], out_bytes) if together else outputs
         out_bytes = max(out_bytes, shown[-1].at + shown[-1].bytes)
-        scoring = self._scoring(outputs, dense, out_bytes) if score else None
+        scoring = self._scoring(outputs, dense, out_bytes, scores_alone and not found) if score else None
         if scoring is not None:
             shown = [*shown, scoring.output]
             out_bytes += scoring.output.bytes
@@ -214,7 +219,7 @@ class ServedVersion:
             is_small=is_small,
         )
 
-    def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int) -> Scoring:
+    def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool) -> Scoring:
         """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
         if self.scorer is None:
             raise bad_request(f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml")
@@ -227,7 +232,7 @@ class ServedVersion:
         if len(set(rows)) > 1:
             found = ", ".join(f"{n} {r}" for n, r in zip(names, rows, strict=True))
             raise bad_request(f"the score needs as many bags of each feature as rows of each dense tensor; found {found}")
-        return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width))
+        return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width), is_alone)
 
     def warm_up(self) -> None:
         """Looks the first and the last row of every feature up, so that a broken version fails here and not in a request.

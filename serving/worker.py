@@ -83,9 +83,9 @@ class WorkerConfig(uvicorn.Config):
             backlog=2048,
         )
 
-    def on(self, device: str, sharing: int) -> "WorkerConfig":
-        """This configuration for a worker on one device, which `sharing` workers share."""
-        settings = self.settings.model_copy(update={"devices": (device,), "sharing": sharing})
+    def on(self, device: str, engine: str) -> "WorkerConfig":
+        """This configuration for a device's engine process, whose address is `engine`, and for the workers that ask it."""
+        settings = self.settings.model_copy(update={"devices": (device,), "engine": engine})
         return WorkerConfig(settings, self._make, self._registry, self._models)
 
     def load(self) -> None:
@@ -100,18 +100,22 @@ class WorkerConfig(uvicorn.Config):
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
 
 
-class WorkerProcess:
-    """A worker's process, forked from the preloaded one, as its supervisor sees it.
+Run = Callable[[WorkerConfig, list[socket.socket], Connection], None]
 
-    The worker answers questions over a pipe, and ends when its supervisor is gone. `look` never waits. is_ready: the worker said
+
+class WorkerProcess:
+    """A worker's process, or an engine's, forked from the preloaded one, as its supervisor sees it.
+
+    The process answers questions over a pipe, and ends when its supervisor is gone. `look` never waits. is_ready: it said
     that it takes requests.
     """
 
-    def __init__(self, config: WorkerConfig, sockets: list[socket.socket], device: str = "") -> None:
+    def __init__(self, config: WorkerConfig, sockets: list[socket.socket], device: str = "", run: Run | None = None) -> None:
+        """run: what the process runs; None: a worker."""
         self.config, self.device, self.is_ready = config, device, False
         self._pipe, self._theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
-        self.process = context.Process(target=_run, args=(config, sockets, self._theirs), name="tableside-worker")
+        self.process = context.Process(target=run or _run, args=(config, sockets, self._theirs), name="tableside-worker")
         self._asked_at: float | None = None
         self._answered_at = 0.0
 

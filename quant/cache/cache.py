@@ -92,7 +92,6 @@ class Cache:
             )
         self._index = Index(self._memory, self._pages, self._tables, self._batches, self._pipeline)
         self._snapshots = Snapshots()
-        self._recounted = self._recounts = 0  # tickets at the last recount that began anew; copies to make
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -287,25 +286,6 @@ class Cache:
                     return self._counted()
                 self._snapshots.keep(len(self._pages.classes), self.slots)
                 return self._snapshots.last or Statistics.empty(self.slots)
-        finally:
-            self._lock.release()
-
-    def recount(self) -> None:
-        """Begins a copy of the counts where batches came since the last two, so that `statistics` follows when no batch comes.
-
-        Two, as what side streams write may come after the first. Nothing is waited for. The caller has no batch under way, and
-        captures nothing.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._recounted != self._tickets:
-                self._recounted, self._recounts = self._tickets, 2
-            if self._recounts:
-                self._recounts -= 1
-                with self._streams.on_main():
-                    classes = len(self._pages.classes)
-                    self._snapshots.begin(self._memory.state, self._tables.counters, self._tables.names(), classes, self.slots)
         finally:
             self._lock.release()
 

@@ -13,6 +13,7 @@ import torch
 from tableside.quant.errors import QuantError
 
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
+_PORTABLE = 1  # cudaHostRegisterPortable: for every context
 _DEVICE, _PINNED, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
 
 
@@ -51,6 +52,22 @@ def registers_read_only(device: torch.device) -> bool:
     """Whether a device can register host memory that is mapped read-only."""
     value = ctypes.c_int(0)
     return driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0 and value.value == 1
+
+
+def page_lock(address: int, size: int, device: torch.device) -> None:
+    """Registers memory of this process, which stays mapped until it ends: copies to and from it need no staging.
+
+    QuantError: CUDA refuses, as where more may not be locked.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # makes the context
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
+            clear_error(cudart)
+            raise QuantError(
+                f"CUDA does not lock {size:,} bytes of this process's memory (error {code}); free memory, let more be locked "
+                "(ulimit -l), or ask for less"
+            )
 
 
 class _Array:

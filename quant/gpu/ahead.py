@@ -25,7 +25,8 @@ class WantedKernels:
 
     pooled, unpooled: whether there are such features. has_maps: ids of a table become row numbers first. is_indirect: whether
     rows are read through a cache or in two places; both where tables differ. cached_row_bytes: of the widest row behind a cache;
-    0: there is none. gathers: the CPU gathers what the cache misses.
+    0: there is none. gathers: the CPU gathers what the cache misses. is_followed: something reads vectors on the device
+    (`quant.gpu.follower`).
     """
 
     key: KernelKey
@@ -35,6 +36,7 @@ class WantedKernels:
     is_indirect: tuple[bool, ...]
     cached_row_bytes: int = 0
     gathers: tuple[bool, ...] = (False,)
+    is_followed: bool = False
 
 
 class Compiled(NamedTuple):
@@ -63,6 +65,8 @@ def kernels_of(wanted: WantedKernels) -> dict[str, Any]:
         found["bag_starts"] = kernels.bag_starts()
     if wanted.has_maps:
         found["resolve"] = kernels.resolver(False)
+    if wanted.is_followed:
+        found["fill"] = kernels.filler(False)
     if wanted.cached_row_bytes:
         for gathers in wanted.gathers:
             of_cache = Kernels(CacheSettings().policy.is_lfu, gathers, wanted.cached_row_bytes, False)

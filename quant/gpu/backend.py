@@ -1,7 +1,7 @@
 """Lookups on a GPU: one launch of `quant.gpu.lookup_kernel` serves all tables of all waiting requests.
 
 One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one more, unpooled
-features one more. One copy brings the vectors back.
+features one more. One copy brings the vectors back. What reads them on the device (`quant.gpu.follower`) takes one launch more.
 
 Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table is split.
 Random reads over a large span are slow that way, because of address translation and not of bytes (docs/log.md). From
@@ -12,9 +12,9 @@ one is gathered. A third way is to read rows through a cache (`open_cache`).
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,9 +49,11 @@ except ImportError as error:
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.cuda import page_lock
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
+from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
@@ -67,6 +69,18 @@ _INTERPRETED = LaunchConfigs(
 )
 
 
+class Begun(NamedTuple):
+    """A batch whose inputs are on their way to the device. ticket: of the rows that its cache brings."""
+
+    inputs: list[Any]
+    buffers: Buffers
+    batch: Batch
+    launches: Launches
+    ticket: Ticket | None
+    follower: Follower | None
+    clock: Clock | None
+
+
 class GpuPlan(Plan):
     """Lookups of one request, laid out for `GpuBackend.run`."""
 
@@ -79,6 +93,10 @@ class GpuPlan(Plan):
     def staged_bytes(self) -> int:
         """Bytes that a run takes of the buffers that the requests of a batch share."""
         return self.layout.staged_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.layout.host is None
 
     def launches_alone(self) -> Launches | None:
         """What to launch where this plan is a whole batch; None: its header must be sent.
@@ -124,7 +142,7 @@ class GpuBackend(Backend):
     """The lookup kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow, for tests).
 
     cpu: looks up tables that are not on the device, and gathers, with `threads` threads. priority: of its stream; lower
-    numbers go first, 0 is the last. One batch runs at a time. MissingBackend: there is no such device.
+    numbers go first, 0 is the last. One batch is looked up at a time. MissingBackend: there is no such device.
     """
 
     name = "fused"
@@ -158,8 +176,10 @@ class GpuBackend(Backend):
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
-        self._buffers = Buffers(self.device)
+        self._take_answers: Callable[[int], Buffer] | None = None  # as `Buffers` takes it
+        self._free = [Buffers(self.device)]  # of batches; more are made where several have begun
         self._resolve, self._bag_starts = kernels.resolver(self.is_interpreted), kernels.bag_starts()
+        self._fill = kernels.filler(self.is_interpreted)
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
         self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -373,25 +393,71 @@ class GpuBackend(Backend):
         results, _ = self.run_timed(requests, timed=False)
         return [result if isinstance(result, BadIds) else result.outputs for result in results]
 
-    def run_timed(self, requests: Sequence[tuple[Plan, Any]], timed: bool = True) -> tuple[list[LookedUp | BadIds], Times | None]:
-        """As `run`, with what was not found of each request, and where the time went."""
+    def run_timed(
+        self, requests: Sequence[tuple[Plan, Any]], timed: bool = True, follower: Follower | None = None
+    ) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """As `run`, with what was not found of each request, and where the time went.
+
+        follower: runs on the device before this waits for it, in the requests' order. Where a request is refused its rows are
+        whatever numbers, all finite; those of others do not depend on it.
+        """
+        return self.finish(self.begin(requests, timed, follower))
+
+    def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
+        """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
+
+        Several batches may have begun; each has buffers of its own.
+        """
+        with self.on_stream():
+            buffers = self._free.pop() if self._free else Buffers(self.device, self._take_answers)
+            try:
+                return self._begin(buffers, requests, timed, follower)
+            except BaseException:
+                self._settle()
+                self._free.append(buffers)
+                raise
+
+    def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        with self.on_stream():
+            try:
+                return self._finish(begun)
+            except BaseException:
+                self._settle()
+                raise
+            finally:
+                self._free.append(begun.buffers)
+
+    def _settle(self) -> None:
+        """Waits for what is under way, which reads and writes the buffers of the next batch."""
+        if self.stream is not None:
+            if self.cache is not None:
+                self.cache.join_all()
+            self.stream.synchronize()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Nobody else looks up with this backend meanwhile; what is launched goes where it launches."""
         with self.lock:
             if self.stream is None:
                 with np.errstate(all="ignore"):  # a GPU does not warn either
-                    return self._run(requests, timed)
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                try:
-                    return self._run(requests, timed)
-                except BaseException:
-                    if self.cache is not None:
-                        self.cache.join_all()
-                    self.stream.synchronize()  # what is under way reads and writes the buffers of the next batch
-                    raise
+                    yield
+            else:
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                    yield
 
-    def _run(self, requests: Sequence[tuple[Plan, Any]], timed: bool) -> tuple[list[LookedUp | BadIds], Times | None]:
+    def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
+        """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
+        with self.on_stream():
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)
+            self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
+            warm_up()
+
+    def _begin(self, buffers: Buffers, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None) -> Begun:
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
-        batch = Batch(self._buffers, [plan.layout for plan in plans], self.is_interpreted)
+        taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
+        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
@@ -400,22 +466,43 @@ class GpuBackend(Backend):
         batch.send()
         if clock:
             clock.mark()
-        buffers = self._buffers
+        if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
+            buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
         if launches.resolve is not None:
             self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
+        return Begun([inputs for _, inputs in requests], buffers, batch, launches, ticket, follower, clock)
+
+    def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+        inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
+        fills = batch.fills_address
+        self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
         if clock:
             clock.mark()
-        outputs = buffers.host(batch.out_bytes)
-        outputs.copy_(buffers.device_out[: batch.out_bytes], non_blocking=True)
+        outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
+        torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
-        for n, (_, inputs) in enumerate(requests):
-            batch.run_on_host(n, inputs)
+        for n, one in enumerate(inputs):
+            batch.run_on_host(n, one)
+        if follower is not None:
+            follower.run()
         if self.stream is not None:
             self.stream.synchronize()
-        return batch.results([inputs for _, inputs in requests], outputs.numpy()), clock.times() if clock else None
+        return batch.results(inputs, outputs), clock.times() if clock else None
+
+    def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
+        """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.
+
+        take: gives a part of so many bytes, which is the caller's as long as an array over it lives. QuantError: CUDA cannot
+        lock the memory.
+        """
+        if not self.is_interpreted:
+            page_lock(memory.ctypes.data, memory.size, self.device)
+        self._take_answers = take
+        with self.lock:
+            self._free.clear()
 
     def _own(self, plan: Plan) -> GpuPlan:
         if not isinstance(plan, GpuPlan) or plan.backend is not self:

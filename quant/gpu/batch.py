@@ -7,12 +7,15 @@ The buffers belong to one device and to one batch at a time. The one that is sen
     header   for each launch: jobs int64 [jobs, FIELDS] · the job of each program int32 [programs] · zeros to a multiple of 8
              then, if ids are to become row numbers, what the kernel that does it reads (`quant.gpu.resolve`)
              then, if rows are read through the cache, what its kernels read (`quant.cache.jobs`)
+             then, if something follows on the device, what fills its matrices (`quant.gpu.follower`)
+
+A follower's tensors come last of a request's inputs. Outputs that stay on the device are the first ones.
 
 `merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes that it wrote.
 Copies go on the stream that is current, and nothing here waits for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from tableside.quant.cache.jobs import ProbeJobs, write_jobs
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds
+from tableside.quant.gpu.follower import Fills, Taken
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
 from tableside.quant.gpu.moves import move
@@ -50,17 +54,25 @@ class Buffers:
     In the interpreter the host's side is the device's.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, answers: Callable[[int], Buffer] | None = None) -> None:
+        """answers: gives page-locked room for what callers get; None: torch does."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         self.host_in, self.device_in = self._pair(SMALLEST)
         self.host_rows, self.device_rows = self._pair(SMALLEST)
         self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
         self.flags = self.host(SMALLEST)
+        self._answers = answers
 
     def host(self, size: int) -> torch.Tensor:
         """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def answer(self, size: int, is_copied: bool = True) -> Buffer:
+        """Room for what a caller gets. is_copied: the device copies to it."""
+        if self._answers is not None:
+            return self._answers(size)
+        return self.host(size).numpy() if is_copied else np.empty(size, np.uint8)
 
     def on_device(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -206,22 +218,26 @@ class Batch:
     """Requests that run together: where each one's parts lie in the shared buffers.
 
     counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups whose ids become row numbers.
+    taken: what follows takes of each request. The host gets outputs and counts [stay_bytes, out_bytes).
     """
 
-    def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool) -> None:
+    def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool, taken: Sequence[Taken | None] = ()) -> None:
         self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
-        inputs = outputs = scratch = rows = jobs = located = resolved = 0
+        self._taken = list(taken) or [None] * len(layouts)
+        self.fills = Fills(self._taken, is_interpreted)
+        self._stays = [t is not None and t.stays for t in self._taken]
+        self.stay_bytes, outputs_at = _outputs_at(layouts, self._stays)
+        inputs = scratch = rows = jobs = located = resolved = 0
         places = []
-        for layout in layouts:
+        for layout, one, outputs in zip(layouts, self._taken, outputs_at, strict=True):
             places.append((inputs, outputs, scratch, rows, 4 * located))
-            inputs += aligned(layout.in_bytes)
-            outputs += layout.out_bytes
+            inputs += aligned(layout.in_bytes) + (0 if one is None else one.input_bytes)
             scratch += layout.scratch
             rows += layout.rows_bytes
             jobs += layout.job_count
             located += layout.cached_ids
             resolved += len(layout.resolved)
-        self._counts_at = aligned(outputs)
+        self._counts_at = aligned(sum(layout.out_bytes for layout in layouts))
         self.out_bytes = self._counts_at + COUNT_BYTES * resolved
         buffers.fit(inputs=inputs, rows=rows, outputs=self.out_bytes, scratch=4 * scratch, flags=4 * jobs)
         self.counts = buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
@@ -242,11 +258,13 @@ class Batch:
         header = b""
         if launches is None:
             header, launches = merge(self._layouts, self._bases, self._is_interpreted)
-            self._buffers.fit(inputs=self._header_at + len(header))
+        self._fills_at = aligned(self._header_at + len(header))
+        self._end = self._fills_at + self.fills.bytes
+        self._buffers.fit(inputs=self._end)
+        if header:
             launches = launches.placed(self._buffers.device_in.data_ptr() + self._header_at)
         self._host = self._buffers.host_in.numpy()
-        self._end = self._header_at + len(header)
-        self._host[self._header_at : self._end] = np.frombuffer(header, np.uint8)
+        self._host[self._header_at : self._header_at + len(header)] = np.frombuffer(header, np.uint8)
         self._lookups = launches.lookups
         return launches
 
@@ -254,6 +272,11 @@ class Batch:
         """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
         layout, base = self._layouts[n], self._bases[n]
         move(layout.moves_in, inputs, self._host, 0, base.inputs)
+        if (taken := self._taken[n]) is not None:
+            first = base.inputs + aligned(layout.in_bytes)
+            for tensor, at in taken.staged():
+                size = 4 * tensor.values
+                self._host[first + at : first + at + size] = np.frombuffer(inputs, np.uint8, size, tensor.at)
         host, device = self._buffers.host_rows, self._buffers.device_rows
         for gather in layout.gathers:
             start = self._rows_at[n] + gather.target
@@ -269,14 +292,24 @@ class Batch:
     def send(self) -> None:
         """Sends inputs and header to the device."""
         host, device = self._buffers.host_in, self._buffers.device_in
+        if self.fills.programs:
+            inputs, outputs = device.data_ptr(), self._buffers.device_out.data_ptr()
+            tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._bases, self._layouts, strict=True)]
+            written = self.fills.written(self._layouts, tensors, [outputs + b.outputs for b in self._bases], self._failed)
+            self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         if device is not host:
             device[: self._end].copy_(host[: self._end], non_blocking=True)
+
+    @property
+    def fills_address(self) -> int:
+        """Of the jobs that fill matrices, on the device."""
+        return self._buffers.device_in.data_ptr() + self._fills_at
 
     def run_on_host(self, n: int, inputs: Any) -> None:
         """Looks up what the CPU does of a request, while the device works."""
         layout = self._layouts[n]
-        if not layout.is_direct:
-            self._answers[n] = np.empty(layout.asked_bytes, np.uint8)
+        if self._stays[n] or not layout.is_direct:
+            self._answers[n] = self._buffers.answer(layout.asked_bytes, is_copied=False)
         if layout.host is not None:
             try:
                 self._on_host[n] = layout.host.run(inputs, self._answers[n])
@@ -284,9 +317,12 @@ class Batch:
                 self._failed[n] = True
 
     def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[LookedUp | BadIds]:
-        """What each request gets, once the device is done. outputs: those of the whole batch."""
+        """What each request gets, once the device is done. outputs: those of the batch that do not stay there, and the counts.
+
+        The buffer of a request whose outputs stay has room for them; nobody wrote to it.
+        """
         flagged = self._flagged() if self._flags.any() else self._failed
-        unfound = self._unfound(outputs[self._counts_at :].view(np.int64).reshape(-1, COUNTS))
+        unfound = self._unfound(outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS))
         return [
             self._problem(n, inputs[n]) if failed or is_flagged else LookedUp(self._answer(n, outputs), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
@@ -307,9 +343,13 @@ class Batch:
 
     def _answer(self, n: int, outputs: Buffer) -> Buffer:
         layout, base, answer = self._layouts[n], self._bases[n], self._answers[n]
+        if self._stays[n]:
+            assert answer is not None, "run_on_host made it"
+            return answer
+        start = base.outputs - self.stay_bytes
         if answer is None:
-            return outputs[base.outputs : base.outputs + layout.asked_bytes]
-        move(layout.moves_out, outputs, answer, base.outputs, 0)
+            return outputs[start : start + layout.asked_bytes]
+        move(layout.moves_out, outputs, answer, start, 0)
         for at, size in layout.all_found:
             answer[at : at + size] = 1
         return answer
@@ -326,3 +366,14 @@ class Batch:
             if any(any(unfound) for unfound in of_lookup.values()):
                 found[n] = [of_lookup.get(number, Unfound(0, 0)) for number in range(len(layout.lookups()))]
         return found
+
+
+def _outputs_at(layouts: Sequence[Layout], stays: Sequence[bool]) -> tuple[int, list[int]]:
+    """How many bytes of outputs stay on the device, and where each request's outputs begin."""
+    at, found = 0, [0] * len(layouts)
+    for wanted in (True, False):
+        for n, layout in enumerate(layouts):
+            if stays[n] is wanted:
+                found[n] = at
+                at += layout.out_bytes
+    return sum(layout.out_bytes for layout, one in zip(layouts, stays, strict=True) if one), found

@@ -57,6 +57,16 @@ class ResolveField(IntEnum):
     FIRST_PROGRAM = 5  # of the launch, that works on this job
 
 
+class FillField(IntEnum):
+    """The fields of a job of `quant.gpu.fill_kernel`."""
+
+    SOURCE = 0  # address of the first value, fp32 or fp16; 0: zeros are written
+    IS_HALF = 1  # 1: the values are fp16
+    VALUES = 2
+    TARGET = 3  # address of fp32 [VALUES]
+    FIRST_PROGRAM = 4  # of the launch, that works on this job
+
+
 class ReportField(IntEnum):
     """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first one that is found."""
 

@@ -2,7 +2,8 @@
 them where there is no GPU."""
 
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu import lookup_kernel, resolve_kernel, tensor_kernel
+from tableside.quant.gpu import fill_kernel, lookup_kernel, resolve_kernel, tensor_kernel
+from tableside.quant.gpu.follower import fill_block
 from tableside.quant.gpu.layout import LaunchConfig
 from tableside.quant.gpu.resolve import resolve_block
 from tableside.quant.gpu.tables import KernelKey
@@ -13,6 +14,11 @@ _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 def resolver(is_interpreted: bool) -> Kernel:
     """Makes row numbers of ids."""
     return Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(is_interpreted))
+
+
+def filler(is_interpreted: bool) -> Kernel:
+    """Fills the matrices of what follows lookups."""
+    return Kernel(fill_kernel.fill, 4, BLOCK=fill_block(is_interpreted))
 
 
 def bag_starts() -> Kernel:

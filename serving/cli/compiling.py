@@ -65,6 +65,7 @@ def _wanted(segment: Segment, placement: str) -> "WantedKernels":
         is_indirect=(False, True) if where is None else (where not in _DIRECT,),
         cached_row_bytes=max(t.row_bytes for t in segment.tables.values()) if is_cached else 0,
         gathers=(False, True),  # which of them, the host's cores say
+        is_followed=segment.header.scorer is not None,
     )
 
 

@@ -120,11 +120,18 @@ def _lines(file: Path, rows: int) -> Iterator[tuple[int, int, int, int]]:
         yield start, count, first, at
 
 
-def read(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
-    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no JSON object."""
+def read(shard: Shard, columns: Sequence[str], batch_rows: int, whole: bool = False) -> Iterator[Rows]:
+    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no JSON object.
+
+    whole: Parquet is decoded at once, by this thread alone.
+    """
     try:
-        batches = _parquet(shard, columns, batch_rows) if shard.file.endswith(".parquet") else _json(shard, columns, batch_rows)
-        yield from batches
+        if not shard.file.endswith(".parquet"):
+            yield from _json(shard, columns, batch_rows)
+        elif whole:
+            yield from _whole_parquet(shard, columns, batch_rows)
+        else:
+            yield from _parquet(shard, columns, batch_rows)
     except (pa.ArrowException, OverflowError, OSError) as error:
         raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
 
@@ -136,6 +143,15 @@ def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[
         for batch in file.iter_batches(batch_rows, groups, list(columns), use_threads=pa.cpu_count() > 1):
             yield Rows(shard.file, at, {name: _plain(batch.column(name)) for name in columns})
             at += batch.num_rows
+
+
+def _whole_parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
+    with pq.ParquetFile(shard.file) as file:
+        _check_columns(shard.file, columns, file.schema_arrow.names)
+        table = file.read_row_groups(range(shard.first, shard.last), list(columns), use_threads=False).combine_chunks()
+    arrays = {name: [_plain(chunk) for chunk in table.column(name).chunks] for name in columns}
+    for at in range(0, table.num_rows, batch_rows):
+        yield Rows(shard.file, shard.start + at, {name: chunks[0].slice(at, batch_rows) for name, chunks in arrays.items()})
 
 
 def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
@@ -187,7 +203,10 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
         return np.empty(0, np.int64), np.zeros(len(column), np.int32)
     if _is_list(column):
         values = column.flatten()
-        lengths = _list_lengths(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
+        if pa.types.is_list(column.type) and not column.null_count:
+            lengths = np.diff(column.offsets.to_numpy())
+        else:
+            lengths = _list_lengths(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
         values = values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     else:
         values = column.drop_null() if column.null_count else column

@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.batches import WITHOUT_ROW, WithoutRow
 from tableside.serving.evaluation.data import Shard
-from tableside.serving.evaluation.work import WITHOUT_ROW, Job, WithoutRow
+from tableside.serving.evaluation.work import Job
 
 logger = logging.getLogger("tableside")
 

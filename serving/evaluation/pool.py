@@ -1,4 +1,6 @@
-"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shard done again.
+"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shards done again.
+
+A process on a GPU has several shards at a time: it decodes those to come, and writes what is scored on a thread of its own.
 
 They are forked from a process that has imported what they need (multiprocessing's forkserver). Where that one dies they die with
 it, and it is started again. Where the pool's own process dies, they end at once.
@@ -15,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -25,7 +28,8 @@ from tableside.quant import QuantError
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import remove_partials, write_part
-from tableside.serving.evaluation.work import Evaluator, Job
+from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
+from tableside.serving.kept_memory import keep_freed_memory
 
 logger = logging.getLogger("tableside")
 
@@ -40,16 +44,52 @@ def _work(job: Job, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
+        if job.settings.devices:
+            keep_freed_memory()  # several threads make buffers of some MB for each batch
         evaluator = Evaluator(job)
         connection.send((0, None))
-        while (shard := connection.recv()) is not None:
-            write_part(job, shard, evaluator.score(shard))
-            connection.send((shard.rows, None))
+        with _Writer(job, connection, beside=evaluator.readers > 0) as writer:
+            for shard, table in evaluator.tables(iter(connection.recv, None)):
+                writer.write(shard, table)
     except (LoaderError, QuantError, ServingError, OSError, ValueError, LookupError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # where nobody listens any more
             connection.send((0, str(error) or repr(error)))
     except EOFError:
         return
+
+
+class _Writer:
+    """Writes the tables of shards, one after another, and tells the pool; where `beside`, on a thread of its own."""
+
+    def __init__(self, job: Job, connection: Connection, beside: bool) -> None:
+        self._job, self._connection = job, connection
+        self._thread = ThreadPoolExecutor(1, "tableside-write") if beside else None
+        self._last: Future[None] | None = None
+
+    def write(self, shard: Shard, table: Any) -> None:
+        """ServingError, OSError: it, or the one before it, could not be written."""
+        if self._thread is None:
+            self._write(shard, table)
+            return
+        self._wait()
+        self._last = self._thread.submit(self._write, shard, table)
+
+    def _write(self, shard: Shard, table: Any) -> None:
+        write_part(self._job, shard, table)
+        self._connection.send((shard.rows, None))
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, kind: object, *details: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        if kind is None:
+            self._wait()
 
 
 def _end_with_the_pool() -> None:
@@ -80,7 +120,7 @@ class _Process:
     process: Any
     connection: Connection
     device: str
-    shard: Shard | None = None
+    shards: deque[Shard] = field(default_factory=deque)  # that it has not answered, in the order in which it got them
     is_ready: bool = field(default=False)
 
 
@@ -93,6 +133,7 @@ class Pool:
         programs = ["tableside.serving.program"] if job.needs_torch else []
         self._context.set_forkserver_preload(["tableside.serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
+        self._at_once = shards_at_once(job.settings.model_copy(update={"workers": workers}))
 
     def run(self, shards: Sequence[Shard]) -> None:
         """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every process that takes it."""
@@ -102,30 +143,29 @@ class Pool:
             devices = self._job.settings.devices
             for n in range(min(self._workers, len(shards))):
                 running.append(self._start(devices[n % len(devices)] if devices else ""))
-            while waiting or any(p.shard for p in running):
+            while waiting or any(p.shards for p in running):
                 for p in running:
-                    if p.is_ready and p.shard is None and waiting:
-                        p.shard = waiting.popleft()
-                        self._send(p)
+                    while p.is_ready and len(p.shards) < self._at_once and waiting:
+                        p.shards.append(waiting.popleft())
+                        self._send(p, p.shards[-1])
                 for ready in wait([p.connection for p in running]):
                     p = next(p for p in running if p.connection is ready)
                     if not self._receive(p):
                         running.remove(p)
-                        if p.shard is not None:
-                            waiting.appendleft(p.shard)
+                        waiting.extendleft(reversed(p.shards))
                         running.append(self._start(p.device))
             for p in running:
-                self._send(p)
+                self._send(p, None)
         finally:
             for p in running:
                 p.connection.close()
-                if p.process.is_alive() and (waiting or p.shard):
+                if p.process.is_alive() and (waiting or p.shards):
                     p.process.terminate()
                 p.process.join()
 
     def _start(self, device: str) -> _Process:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
-        changed = {"devices": (device,) if device else (), "sharing": sharing}
+        changed = {"devices": (device,) if device else (), "sharing": sharing, "workers": self._workers}
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
         failed: Exception | None = None
         for _ in range(_TRIES):
@@ -148,9 +188,9 @@ class Pool:
             f"the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), writable and its name shorter than 75 bytes?"
         ) from failed
 
-    def _send(self, p: _Process) -> None:
+    def _send(self, p: _Process, shard: Shard | None) -> None:
         try:
-            p.connection.send(p.shard)
+            p.connection.send(shard)
         except OSError:
             logger.debug("process %s ended before it took a shard", p.process.pid)  # `_receive` sees it too
 
@@ -165,18 +205,19 @@ class Pool:
             return False
         if error is not None:
             raise ServingError(error)
-        if p.shard is not None:
+        if p.shards:
             self._on_done(rows)
-            p.shard = None
+            p.shards.popleft()
         elif not p.is_ready:
             self._tries.pop(_START, None)
         p.is_ready = True
         return True
 
     def _died(self, p: _Process) -> None:
-        number = _START if p.shard is None else p.shard.number
+        first = p.shards[0] if p.shards else None
+        number = _START if first is None else first.number
         self._tries[number] = self._tries.get(number, 0) + 1
-        what = "before it was ready" if p.shard is None else f"over {p.shard.file}, rows from {p.shard.start}"
+        what = "before it was ready" if first is None else f"over {first.file}, rows from {first.start}"
         logger.warning("process %s ended with %s %s; it is replaced", p.process.pid, p.process.exitcode, what)
         if self._tries[number] >= _TRIES:
             raise ServingError(

@@ -22,12 +22,13 @@ from tableside.loader.versions import Model
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation import sources
+from tableside.serving.evaluation.batches import WithoutRow
 from tableside.serving.evaluation.data import Shard, data_files, plan_shards
 from tableside.serving.evaluation.parts import find_part, remove_partials, without_row
 from tableside.serving.evaluation.pool import Pool
 from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
-from tableside.serving.evaluation.work import Candidate, Job, WithoutRow
+from tableside.serving.evaluation.work import Candidate, Job
 from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 

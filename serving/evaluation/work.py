@@ -1,35 +1,38 @@
-"""What one process of an evaluation does: attach the versions once, then score shard after shard."""
+"""What one process of an evaluation does: attach the versions once, then score shard after shard.
 
-import json
+On a GPU, shards to come are decoded and laid out on threads of their own meanwhile, as many as there are cores for.
+"""
+
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
 from tableside.loader.versions import Model
 from tableside.quant import choose
-from tableside.quant.contract import Unfound
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
+from tableside.serving.evaluation.ahead import ShardsAhead, Unfinished
+from tableside.serving.evaluation.batches import Batch, BatchReader, Scored, ShardTable
+from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.placement import Placer
-from tableside.serving.places import DenseInput
-from tableside.serving.request import FeatureInput, Request
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
-_Item = TypeVar("_Item")
-WithoutRow = dict[str, dict[str, int]]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
-WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
+if TYPE_CHECKING:
+    from tableside.quant.gpu.backend import GpuBackend  # imports torch
+    from tableside.serving.evaluation.on_device import DeviceScoring
+
+AHEAD = 2  # groups of batches whose rows a cache brings before they are looked up
+_MOST_READERS = 12  # threads; more decode no faster than one GPU scores
+_AHEAD = 2  # shards that are ready or waited for, beside those that threads decode
 
 
 @dataclass(frozen=True)
@@ -104,17 +107,17 @@ def _published(model: Model, candidate: Candidate) -> int | None:
 
 
 class Evaluator:
-    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them cannot be."""
+    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them cannot be.
+
+    readers: threads that decode shards to come; 0: shards are decoded where they are scored.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         settings, backend = job.settings, choose(job.settings.backend)
         pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
-        placer = Placer(settings, backend, stashable=job.stash)
+        placer = Placer(settings, backend, stashable=job.stash, ahead=AHEAD)
         placer.open()
-        self._fused = placer.gpu if job.stash else None
-        looks_ahead = placer.gpu is not None and not job.stash
-        self._threads = [ThreadPoolExecutor(1, f"tableside-{what}") for what in ("read", "lookup")] if looks_ahead else []
         self.served: list[ServedVersion] = []
         for candidate in job.candidates:
             model, version = attach_or_publish(job, candidate)
@@ -130,16 +133,35 @@ class Evaluator:
             scorer = self.served[-1].scorer
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
+        self.readers = readers(settings) if placer.gpu is not None else 0
+        self._device = None if placer.gpu is None else _device_scoring(placer.gpu, self.served, job.stash)
+        self._reader = BatchReader(
+            self.served,
+            job.columns,
+            wanted=job.wanted,
+            label=job.label,
+            slice_by=job.slice_by,
+            batch_rows=job.batch_rows,
+            whole=self.readers > 0,
+        )
 
-    @contextmanager
-    def _tables_away(self) -> Iterator[None]:
-        """Gives the GPU's memory to the dense part, where that is wanted; tables come back while the next batch is read."""
-        if self._fused is None:
-            yield
+    def tables(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, pa.Table]]:
+        """Each shard with its table, as `score` gives it. Readers decode those to come meanwhile."""
+        if self._device is None:
+            for shard in shards:
+                yield shard, self.score(shard)
             return
-        self._fused.stash()
-        yield
-        self._fused.restore()
+        with ThreadPoolExecutor(self.readers, "tableside-read") as threads:
+            coming, begun = ShardsAhead(shards, threads, self._reader), Unfinished(self._device)
+            while True:
+                # Nothing waits for a shard that is not there while batches wait to be finished: it may come after their tables.
+                if (item := coming.get(wait=not begun)) is None:
+                    if not begun:
+                        return
+                    yield from begun.finish_one()
+                    continue
+                shard, batches = item
+                yield from begun.begin(shard, batches, self._empty_table(shard))
 
     def score(self, shard: Shard) -> pa.Table:
         """A shard's rows: row, label, score_0 (and score_1, slice); in its metadata ids without a row.
@@ -147,105 +169,47 @@ class Evaluator:
         DataError: the data does not fit the model.
         """
         try:
-            return self._table(shard)
+            table = self._empty_table(shard)
+            if self._device is not None:
+                begun = Unfinished(self._device)
+                (found,) = [*begun.begin(shard, self._reader.batches(shard), table), *begun.finish()]
+                return found[1]
+            for batch in self._reader.batches(shard):
+                table.add(self._scored(batch))
+            return table.finished()
         except pa.ArrowException as error:
             raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
 
-    def _table(self, shard: Shard) -> pa.Table:
-        labels, slices, starts = [], [], []
-        scores: list[list[NDArray[np.float32]]] = [[] for _ in self.served]
-        without_row: list[WithoutRow] = [{} for _ in self.served]
-        for rows, looked_up in self._looked_up(shard):
-            labels.append(labels_of(rows, self.job.label))
-            starts.append(np.arange(rows.start, rows.start + rows.size))
-            if self.job.slice_by is not None:
-                slices.append(texts_of(rows, self.job.slice_by))
-            with self._tables_away():
-                for served, batch, found in zip(self.served, looked_up, scores, strict=True):
-                    found.append(self._score(served, rows, batch))
-            for batch, counts in zip(looked_up, without_row, strict=True):
-                batch.count(counts)
-        columns: dict[str, Any] = {"row": np.concatenate(starts), "label": np.concatenate(labels)}
-        columns |= {f"score_{n}": np.concatenate(found) for n, found in enumerate(scores)}
-        if self.job.slice_by is not None:
-            columns["slice"] = pa.chunked_array(slices, pa.string())
-        if len(columns["row"]) != shard.rows:
-            raise DataError(f"{shard.file}: {len(columns['row'])} rows were read where {shard.rows} were; it changed meanwhile")
-        return pa.table(columns).replace_schema_metadata({WITHOUT_ROW: json.dumps(without_row)})
+    def _empty_table(self, shard: Shard) -> ShardTable:
+        return ShardTable(shard, len(self.served), self.job.slice_by is not None)
 
-    def _looked_up(self, shard: Shard) -> Iterator[tuple[Rows, list["_LookedUp"]]]:
-        """Batches of rows with their vectors; where a GPU looks up, those to come are read and looked up while one is scored."""
-        read_rows = self._ahead(read(shard, self.job.wanted, self.job.batch_rows), 0)
-        return self._ahead(((rows, [self._lookup(s, rows) for s in self.served]) for rows in read_rows), 1)
-
-    def _ahead(self, items: Iterator[_Item], thread: int) -> Iterator[_Item]:
-        """The items, the next of which is made on a thread of its own meanwhile, if there are threads."""
-        if not self._threads:
-            yield from items
-            return
-        coming = self._threads[thread].submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = self._threads[thread].submit(next, items, None)
-            yield item
-
-    def _lookup(self, served: ServedVersion, rows: Rows) -> "_LookedUp":
-        scorer = served.scorer
-        assert scorer is not None
-        features, dense, at = [], [], 0
-        parts: list[NDArray[Any]] = []
-        for i in scorer.inputs:
-            columns = self.job.columns[i.feature or i.name]
-            if i.feature is None:
-                values = floats_of(rows, columns, i.width)
-                dense.append(DenseInput(i.name, at, rows.size, i.width))
-                parts.append(values)
-                at += values.nbytes
-                continue
-            ids, lengths = ids_of(rows, columns[0])
-            parts.append(ids)
-            if lengths is None:
-                features.append(FeatureInput(i.feature, at, ids.size, rows.size, bag_length=1))
-                at += ids.nbytes
-                continue
-            features.append(FeatureInput(i.feature, at, ids.size, rows.size, lengths_at=at + ids.nbytes))
-            parts.append(lengths)
-            at += ids.nbytes + lengths.nbytes
-        try:
-            request = served.lay_out(features, dense, score=True)
-            inputs = b"".join(part.data for part in parts)
-            return _LookedUp(request, inputs, *request.look_up(inputs))
-        except ApiError as error:
-            raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
-
-    def _score(self, served: ServedVersion, rows: Rows, found: "_LookedUp") -> NDArray[np.float32]:
-        scoring = found.request.scoring
-        assert scoring is not None
-        try:
-            scoring.run(found.inputs, found.buffer)
-        except ApiError as error:
-            raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
-        scores = scoring.output.view(found.buffer)
-        if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
-            raise DataError(
-                f"{rows.where(0)} and on: scores of {served.header.model} lie in [{scores.min()}, {scores.max()}]; expected "
-                "probabilities: end the scorer with a sigmoid"
-            )
-        return scores.copy()
+    def _scored(self, batch: Batch) -> Scored:
+        """On the CPU: a batch that is looked up and scored."""
+        scores, unfound = [], []
+        for served, (request, inputs) in zip(self.served, batch.requests, strict=True):
+            assert request.scoring is not None
+            try:
+                answer = request.look_up(inputs)
+                request.scoring.run(inputs, answer.buffer)
+            except ApiError as error:
+                raise batch.error(error) from error
+            scores.append(np.array(request.scoring.output.view(answer.buffer)))
+            unfound.append(answer.unfound)
+            batch.check(scores[-1], served.header.model)
+        return Scored(batch, scores, unfound)
 
 
-@dataclass(frozen=True)
-class _LookedUp:
-    """Rows that are scored together, as one request: its inputs, its vectors, and what was not found."""
+def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: bool) -> "DeviceScoring":
+    from tableside.serving.evaluation.on_device import DeviceScoring  # imports metrics, which take long
 
-    request: Request
-    inputs: bytes
-    buffer: NDArray[np.uint8]
-    unfound: Sequence[Unfound] | None
+    return DeviceScoring(gpu, served, stashes, AHEAD if gpu.cache is not None else 0)
 
-    def count(self, to: WithoutRow) -> None:
-        """Adds what was not found, by the tables that were asked."""
-        for table, unfound in zip(self.request.tables, self.unfound or (), strict=False):
-            for reason, ids in unfound._asdict().items():
-                if ids:
-                    of_table = to.setdefault(table, {})
-                    of_table[reason] = of_table.get(reason, 0) + ids
+
+def readers(settings: ServerSettings) -> int:
+    """Threads that decode for one GPU: the host's cores are shared by the processes of the pool, and one of them is the GPU's."""
+    return max(1, min(_MOST_READERS, len(os.sched_getaffinity(0)) // settings.workers - 1))
+
+
+def shards_at_once(settings: ServerSettings) -> int:
+    """Shards that a process of the pool has taken at a time."""
+    return readers(settings) + _AHEAD if settings.devices else 1

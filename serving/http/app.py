@@ -18,7 +18,7 @@ from tableside.serving.worker_gauges import WorkerGauges
 
 logger = logging.getLogger("tableside")
 
-TELL_S = 0.4  # between two writings of what this worker does; a cache's counts take two of them to arrive
+TELL_S = 0.4  # between two writings of what this worker does
 
 
 class Application:
@@ -68,7 +68,6 @@ class Application:
         used = time.process_time()
         self._cpu_seconds.inc(used - self._counted_cpu_s)
         self._counted_cpu_s = used
-        self.service.executor.count()
 
     async def _go_on_telling(self) -> None:
         while True:

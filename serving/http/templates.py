@@ -19,14 +19,17 @@ import re
 import struct
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from tableside.loader.model import SCORE
 from tableside.quant import Place
+from tableside.quant.gpu.follower import VectorField
 from tableside.serving.http import kjt, shm
 from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
@@ -85,6 +88,7 @@ class Template:
     scorer: Scorer | None
     sources: tuple[_Source, ...]
     shared: _Shared | None = None
+    scores_alone: bool = False
 
     def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
         """The infer request of a body whose header is the template's but for its numbers; None: it is another.
@@ -138,7 +142,19 @@ class Template:
             for s in self.sources
         )
         size = scores_at(0, rows, scorer.width).bytes
-        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width))
+        vectors = None
+        if scorer.calls is not None:
+            numbers, per_row = self._vectors
+            vectors = per_row * np.array([1, 1, rows], np.int64)
+            vectors[:, VectorField.AT] = np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)][numbers]
+        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, vectors)
+
+    @cached_property
+    def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of the features that the scorer reads: their numbers, and their vectors of one row, as `Scoring.vectors`."""
+        read = [s for s in self.sources if not s.is_dense]
+        per_row = np.array([(0, int(s.half), s.width) for s in read], np.int64).reshape(-1, len(VectorField))
+        return np.array([s.number for s in read], np.int64), per_row
 
 
 _OUT_AT = Place._fields.index("out_at")
@@ -268,6 +284,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         scorer,
         sources,
         shared,
+        request.scoring is not None and request.scoring.is_alone,
     )
 
 

@@ -156,7 +156,9 @@ class Layouts:
         inputs = lists.ids + lists.lengths + lists.weights
         if score:
             given, parts = _dense_inputs(served, dense, len(inputs))
-            return JsonRequest(served.lay_out(_feature_inputs(names, places), given, True), b"".join([inputs, *parts]))
+            return JsonRequest(
+                served.lay_out(_feature_inputs(names, places), given, True, scores_alone=True), b"".join([inputs, *parts])
+            )
         out_bytes = int(names.vector_bytes @ counts)
         if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
             return _one_by_one(served, features, dense, score)
@@ -233,7 +235,7 @@ def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, sco
             if part == "lengths" and isinstance(value, list):
                 bags[feature] = array
     given, dense_parts = _dense_inputs(served, dense, at)
-    request = served.lay_out(feature_inputs(tensors), given, score, found=features if found else ())
+    request = served.lay_out(feature_inputs(tensors), given, score, found=features if found else (), scores_alone=score)
     return JsonRequest(request, b"".join([*parts, *dense_parts]), bags=bags if found else {})
 
 

@@ -81,7 +81,8 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
     else:
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
-    request = served.lay_out(features, given, score, together, found=_wants_found(header))
+    alone = {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE} if score else False
+    request = served.lay_out(features, given, score, together, found=_wants_found(header), scores_alone=alone)
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
     request_id = header.get("id", "")

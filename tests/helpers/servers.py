@@ -18,6 +18,7 @@ from support import end, rows_of
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import parse_model
+from tableside.serving.engine_process.main import NAME
 
 TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}
 FORMATS = {"user": "int8", "item": "int4", "word": "fp16"}
@@ -42,11 +43,25 @@ class Server:
         return int(self.url.rsplit(":", 1)[1])
 
     def workers(self) -> list[int]:
-        """Process ids of the workers: those that have a segment mapped."""
+        """Process ids of the workers: those that have a segment mapped, and no GPU."""
+        return [p for p in self._attached() if not _name(p).startswith(NAME)]
+
+    def engines(self) -> list[int]:
+        """Process ids of the engine processes that have a segment mapped."""
+        return [p for p in self._attached() if _name(p).startswith(NAME)]
+
+    def _attached(self) -> list[int]:
         return [p for p in processes_below(self.process.pid) if _maps_segment(p, self.root)]
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=10)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def _maps_segment(pid: int, root: Path) -> bool:

@@ -58,8 +58,8 @@ def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
 
 def test_every_kernel_of_a_placement_is_there() -> None:
     """Each launch configuration with and without weights, and the cache's for each way to fetch."""
-    cached = WantedKernels(KernelKey(1 << 2), True, True, True, (False, True), 144, (False, True))
+    cached = WantedKernels(KernelKey(1 << 2), True, True, True, (False, True), 144, (False, True), is_followed=True)
     names = kernels_of(cached)
     assert sum(name.startswith("lookup") for name in names) == 3 * 2 * 2 + 2
     assert sum(name.startswith("cache") for name in names) == 2 * 17
-    assert {"bag_starts", "resolve"} < set(names)
+    assert {"bag_starts", "resolve", "fill"} < set(names) and "fill" not in kernels_of(WANTED)

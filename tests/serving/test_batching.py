@@ -41,7 +41,7 @@ class Device:
         self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(12, np.uint8) for _ in requests]
         self.lost = False
 
-    def run_timed(self, requests: list[Any], timed: bool) -> Any:
+    def run_timed(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
         self.batches.append(len(requests))
         return [found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)], None
 

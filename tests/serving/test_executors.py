@@ -72,8 +72,8 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     given: list[list[np.ndarray]] = []
     run_timed = placer.gpu.run_timed
 
-    def watched(requests: Any, timed: bool = True) -> Any:
-        found, times = run_timed(requests, timed)
+    def watched(requests: Any, timed: bool = True, follower: Any = None) -> Any:
+        found, times = run_timed(requests, timed, follower)
         given.append([answer.outputs for answer in found])  # type: ignore[union-attr]
         return found, times
 
@@ -149,7 +149,7 @@ class PlayedDevice:
     def __init__(self, lost: bool = False) -> None:
         self.batches, self.lost = 0, lost
 
-    def run_timed(self, requests: Any, timed: bool) -> Any:
+    def run_timed(self, requests: Any, timed: bool, follower: Any = None) -> Any:
         self.batches += 1
         return [(np.zeros(8, np.uint8), None) for _ in requests], None
 

@@ -154,7 +154,7 @@ def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root
 
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy"])
 def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str) -> None:
-    """The other one answers on, rightly, and the killed one is replaced. With zero_copy both have the segment registered."""
+    """The other one answers on, rightly, and the killed one is replaced. Their engine stays, with what it has placed."""
     server = start(*on_gpu(2), "--placement", placement)
     stop, wrong, answered = threading.Event(), [], []
 
@@ -173,7 +173,7 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str
     for t in threads:
         t.start()
     until(lambda: len(answered) > 10, what="load")
-    before = set(server.workers())
+    before, engines = set(server.workers()), server.engines()
     os.kill(max(before), signal.SIGKILL)
     until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, 60, what="a replacement")
     count = len(answered)
@@ -181,7 +181,7 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str
     stop.set()
     for t in threads:
         t.join()
-    assert not wrong
+    assert not wrong and server.engines() == engines and len(engines) == 1
 
 
 @pytest.mark.parametrize("options", [("hbm",), ("cached", "--hbm-budget", "1MiB")], ids=lambda o: o[0])
@@ -202,7 +202,8 @@ def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path, option
 def cache_counts(server: Any, client: Client, table: str) -> dict[str, float]:
     """What /metrics says of a table's lookups through the cache so far: ids, hits, fetched_rows and so on.
 
-    The counts follow every 16th batch. Lookups of another table make up the batches until those before are counted.
+    The counts follow every 16th batch, and once a second. Lookups of another table make up the batches until those before are
+    counted.
     """
     for _ in range(33):
         client.lookup("demo", {"text": [[1]]})
@@ -328,8 +329,8 @@ def test_smallest_tables_go_to_hbm_first() -> None:
         plan_placements(stored, "hbm", 1279)
 
 
-def test_workers_of_a_gpu_share_two_fifths_of_its_memory() -> None:
-    """Where no budget is given. The supervisor says how many workers there are."""
+def test_processes_of_a_gpu_share_two_fifths_of_its_memory() -> None:
+    """Where no budget is given. An evaluation's pool says how many processes there are; a server has one for each GPU."""
     placer = Placer(ServerSettings(devices=(tables.serve_device(),), sharing=3), choose())
     placer.open()
     assert placer.gpu is not None
@@ -345,13 +346,16 @@ def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: 
         supervisor.workers.append(supervisor._started(supervisor._device()))
     assert [w.device for w in supervisor.workers] == ["4", "7", "4"]
     assert supervisor.workers[1].config.settings.devices == ("7",)
-    assert supervisor.workers[1].config.settings.sharing == 2
+    asked = [w.config.settings.engine for w in supervisor.workers]
+    assert asked == [supervisor._engines[device].address for device in "474"] and asked[0] != asked[1]
     monkeypatch.setattr(WorkerProcess, "kill", lambda worker: None)
     for place, device in ((1, "7"), (0, "4")):
         ended = supervisor.workers[place]
         ended.is_ready = True
         supervisor._replace_ended(place, ended)
         assert supervisor.workers[place] is not ended and supervisor.workers[place].device == device
+    for engine in supervisor._engines.values():
+        engine.close()
 
 
 def test_small_requests_of_a_gpu_worker_are_the_cpus(start: Start, root: Path) -> None:

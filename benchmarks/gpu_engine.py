@@ -1,0 +1,146 @@
+"""Lookups over HTTP through the engine process of one GPU, beside the CPU's server on the same cores.
+
+    python benchmarks/gpu_engine.py            # 26 features x 32 bags x 20 ids, int8 D 128, 4 workers, 64 connections
+
+Half of the cores are the server's, the other half the load generators', which are processes of their own. First every server is
+asked as much as it answers (closed loop). Then each gets half of what the CPU's server answered, at random times, and latencies
+count from when a request was due. One request's vectors are held against the CPU's kernel before. `loop us` is the CPU time of
+the engine's event loop for a request; the others, of a batch, come from /metrics.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from common import console, report, shared_folder
+from gpu_server import check_placed, gpus, mean_stages, serve, stage_sums
+from make_model import publish_random
+
+from tableside.loader.memory import processes_below
+from tableside.serving.cli import bench
+from tableside.serving.cli.generator import Load, merged, run, run_at_rate
+from tableside.serving.engine_process.main import NAME
+
+FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 128, 500_000
+WORKERS, CONNECTIONS, GENERATORS = 4, 64, 4
+SECONDS, ROUNDS, REQUESTS = 2.0, 3, 64
+TARGETS = {"hbm": 1.5, "cached 10 %": 1.2}
+
+
+def generate(url: str, described: dict[str, Any], cores: list[int], rate: float, seed: int, begin: Any, answers: Any) -> None:
+    """One load generator: a process, with its share of connections. begin: a barrier that all generators pass together."""
+    os.sched_setaffinity(0, cores)
+    requests = bench.make_requests(described, url, bench.Shape(BATCH, IDS, zipf=1.05), count=REQUESTS)
+    each = CONNECTIONS // GENERATORS
+    begin.wait(120)
+    if rate:
+        load = run_at_rate(url, requests, rate=rate / GENERATORS, concurrency=each, seconds=SECONDS, seed=seed, first=17 * seed)
+    else:
+        load = run(url, requests, concurrency=each, seconds=SECONDS, first=17 * seed)
+    answers.put(load)
+
+
+def loaded(url: str, described: dict[str, Any], cores: list[int], rate: float = 0.0) -> Load:
+    """What all generators together measured in the same seconds. rate: requests a second of all; 0: as many as are answered."""
+    context = multiprocessing.get_context("spawn")
+    answers, begin = context.Queue(), context.Barrier(GENERATORS)
+    made = [
+        context.Process(target=generate, args=(url, described, cores[n::GENERATORS], rate, n, begin, answers))
+        for n in range(GENERATORS)
+    ]
+    for process in made:
+        process.start()
+    found = [answers.get(timeout=120) for _ in made]
+    for process in made:
+        process.join()
+    if failed := sum(load.failed for load in found):
+        raise SystemExit(f"{url}: {failed} requests failed: {[load.failure for load in found]}")
+    together = merged(found)
+    return Load(SECONDS, together.requests, 0, together.latencies_s)
+
+
+def loop_seconds(server: Any) -> float:
+    """CPU seconds of the event loop of the engine process, its first thread; 0 where there is none."""
+    for pid in processes_below(server.process.pid):
+        if Path(f"/proc/{pid}/comm").read_text().startswith(NAME):
+            fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def rows_of(servers: dict[str, Any], described: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
+    for server in servers.values():  # templates, and what is hot in a cache
+        loaded(server.url, described, cores)
+    loads: dict[str, list[Load]] = {name: [] for name in servers}
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    for _ in range(ROUNDS):
+        for name, server in servers.items():
+            before, spent = stage_sums(server.url), loop_seconds(server)
+            load = loaded(server.url, described, cores)
+            loads[name].append(load)
+            spent = loop_seconds(server) - spent
+            costs[name].append({"loop us": 1e6 * spent / max(1, load.requests), **mean_stages(before, stage_sums(server.url))})
+    rates = {name: statistics.median(load.requests_per_s for load in found) for name, found in loads.items()}
+    half = {name: [loaded(s.url, described, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()}
+    rows = []
+    for name, found in loads.items():
+        most, at_half = merged(found), merged(half[name])
+        rows.append(
+            {
+                "placement": name,
+                "req/s": rates[name],
+                "of cpu": rates[name] / rates["cpu"],
+                "target": TARGETS.get(name, 1.0),
+                "p50 ms": most.percentile_ms(50),
+                "p99 ms": most.percentile_ms(99),
+                "half load req/s": rates["cpu"] / 2,
+                "half load p50 ms": at_half.percentile_ms(50),
+                "half load p99 ms": at_half.percentile_ms(99),
+                **{key: statistics.median(cost[key] for cost in costs[name]) for key in costs[name][0]},
+            }
+        )
+        console.print(rows[-1])
+    return rows
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    gpu = gpus()
+    if not gpu:
+        raise SystemExit("nvidia-smi is not here; expected a host with a GPU")
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = cores[: len(cores) // 2], cores[len(cores) // 2 :]
+    described = {
+        "name": "ads",
+        "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
+        "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
+    }
+    budget = f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"
+    ways = {
+        "cpu": (),
+        "hbm": ("--devices", 0, "--placement", "hbm"),
+        "cached 10 %": ("--devices", 0, "--placement", "cached", "--hbm-budget", budget),
+    }
+    with shared_folder() as root, ExitStack() as stack:
+        publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
+        os.sched_setaffinity(0, ours)  # of the servers, which inherit it
+        servers = {}
+        for name, options in ways.items():
+            servers[name] = stack.enter_context(serve(root, ["ads"], "--workers", WORKERS, "--verify", "header", *options))
+            console.print(f"{name}: ready in {servers[name].ready_s:.1f} s")
+            check_placed(root, servers[name].url, FEATURES)
+        os.sched_setaffinity(0, theirs)
+        rows = rows_of(servers, described, theirs)
+    title = (
+        f"lookups of {FEATURES} features x {BATCH} x {IDS} ids, int8 D {DIM}, Zipf 1.05, over HTTP: {WORKERS} workers on "
+        f"{len(ours)} cores, {CONNECTIONS} connections from {GENERATORS} processes on {len(theirs)} others"
+    )
+    report("gpu_engine", title, rows, gpu=gpu[0])
+
+
+if __name__ == "__main__":
+    main()

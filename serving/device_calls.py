@@ -1,0 +1,150 @@
+"""Calls of a scorer on a device: its inputs as matrices that stay there, and each call as a CUDA graph where rows are few.
+
+A graph reads and writes the same memory each time. So there is a *room*, matrices of fixed places, for each power of two of rows,
+and a call has as many rows as its room: those behind the batch's are zeros, or rows of earlier batches. That is right for scorers
+that see each row alone. Other scorers, and calls of many rows, which take longer than their launches, are called as they are. So
+is a scorer that cannot be captured; the log says so once. Imports torch.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.serving.errors import ApiError
+
+logger = logging.getLogger("tableside")
+
+GRAPH_ROWS = 4096  # of the largest graph
+WARM_ROWS = 1024  # up to which graphs are made before the first request
+
+Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]  # fp32 [rows, width] of each input -> [rows], or [rows, n]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the rows of a batch go. inputs: fp32 [rows or more, width] of each input; addresses: of their first rows, int64."""
+
+    inputs: tuple[torch.Tensor, ...]
+    addresses: NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        return self.inputs[0].shape[0]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: Any  # torch.cuda.CUDAGraph
+    scores: torch.Tensor  # which a replay writes
+
+
+class DeviceCalls:
+    """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same one.
+
+    run: the scorer. row_bytes: of each input, int64. rows: the fewest and the most that it takes. is_row_wise: a row's score does
+    not depend on the others. admit: as `Scorer.admit`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        widths: Sequence[int],
+        device: torch.device,
+        *,
+        rows: tuple[int, int],
+        is_row_wise: bool,
+        admit: Callable[[int], object],
+        name: str,
+    ) -> None:
+        self._run, self._widths, self.device, self._rows, self._name = run, widths, device, rows, name
+        self._admit = admit
+        self.row_bytes = 4 * np.array(widths, np.int64)
+        self._captures = is_row_wise and device.type == "cuda"
+        self._rooms: dict[int, Room] = {}
+        self._graphs: dict[int, _Graph] = {}
+        self._pool: Any = None
+
+    def room(self, rows: int) -> Room:
+        """Room for so many rows. What an earlier batch had there is overwritten."""
+        rounded = 1 << max(0, rows - 1).bit_length()
+        if (found := self._rooms.get(rounded)) is None:
+            for larger in [n for n in self._rooms if n > GRAPH_ROWS]:  # one of those at a time
+                if rounded > GRAPH_ROWS:
+                    del self._rooms[larger]
+            inputs = tuple(torch.zeros((rounded, width), dtype=torch.float32, device=self.device) for width in self._widths)
+            found = self._rooms[rounded] = Room(inputs, np.array([i.data_ptr() for i in inputs], np.int64))
+        return found
+
+    def score(self, room: Room, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
+        """Scores of rows [start, start + rows) of a room, once they are computed. is_all: the room holds no others that count.
+
+        RuntimeError, ValueError, ...: the scorer does not take these rows, or the device is lost.
+        """
+        with torch.inference_mode():
+            graph = self._graph(room) if is_all and start == 0 else None
+            if graph is None:
+                return _to_host(self._run([i[start : start + rows] for i in room.inputs]))
+            graph.graph.replay()
+            return _to_host(graph.scores[:rows])
+
+    def warm_up(self) -> None:
+        """Makes the graphs of few rows, as far as the scorer may take them."""
+        rows = 1
+        while rows <= WARM_ROWS and self._captures:
+            if self._rows[0] <= rows <= self._rows[1]:
+                try:
+                    self._admit(rows)
+                except ApiError:
+                    return  # nor may it take more
+                room = self.room(rows)
+                with torch.inference_mode():
+                    self._graph(room)
+            rows *= 2
+
+    def _graph(self, room: Room) -> _Graph | None:
+        """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as it is."""
+        if not self._captures or room.rows > GRAPH_ROWS or not self._rows[0] <= room.rows <= self._rows[1]:
+            return None
+        if (found := self._graphs.get(room.rows)) is None:
+            self._run(room.inputs)  # libraries make room for themselves; an error is that of a call
+            try:
+                found = self._graphs[room.rows] = self._captured(room)
+            except (RuntimeError, NotImplementedError) as error:
+                self._captures = False
+                self._graphs.clear()
+                logger.warning("the scorer of %s is not captured as a CUDA graph, and runs without: %s", self._name, error)
+        return found
+
+    def _captured(self, room: Room) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.current_stream(self.device).synchronize()
+        # thread_local: other threads may register memory or copy tables meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            scores = self._run(room.inputs)
+        except BaseException:
+            with suppress(RuntimeError):  # it was invalidated
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        # Graphs that share a pool may overwrite each other's intermediate values, but not the scores, which are held here.
+        self._pool = graph.pool()
+        return _Graph(graph, scores)
+
+
+def _to_host(scores: torch.Tensor) -> NDArray[np.float32]:
+    """Scores as fp32 on the host, [rows], or [rows, n] where there are several a row."""
+    if scores.ndim == 2 and scores.shape[1] == 1:
+        scores = scores[:, 0]
+    host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)
+    host.copy_(scores, non_blocking=True)
+    if scores.is_cuda:
+        torch.cuda.current_stream(scores.device).synchronize()
+    found: NDArray[np.float32] = host.numpy()
+    return found

@@ -1,0 +1,134 @@
+"""A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own tables.
+
+A description is int64 values: model, version, together, features, their numbers, output bytes, places [features, fields of
+Place]; where the request is scored, its sources and where its scores go. All that a request has besides, its inputs hold.
+"""
+
+import hashlib
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tableside.quant import Place, Plan, Planner
+from tableside.quant.contract import Unfound
+from tableside.serving.places import DenseInput, Output, scores_at
+from tableside.serving.request import Request
+from tableside.serving.scores import Scoring
+from tableside.serving.version import ServedVersion
+
+_HEAD = struct.Struct("<4q")  # model, version, together, features
+_SOURCE = struct.Struct("<7q")  # is dense, at, bytes, rows, width, is half, row bytes or -1
+_KEPT = 1024  # descriptions of a version whose requests are kept
+
+
+class DescribedPlan(Plan):
+    """Lookups that the engine process runs. description: of the request, but for its scores."""
+
+    def __init__(self, description: bytes) -> None:
+        self.description = description
+
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        raise AssertionError("a plan of the engine process is run there alone")
+
+
+class DescribingPlanner(Planner):
+    """Describes requests that read the same features. model: its key. numbers: of the features, in the version's order."""
+
+    def __init__(self, model: int, version: int, numbers: Sequence[int], together: bool) -> None:
+        head = _HEAD.pack(model, version, together, len(numbers))
+        self._head = head + np.array(numbers, np.int64).tobytes()
+
+    def plan(self, places: Any, out_bytes: int = 0) -> DescribedPlan:
+        return DescribedPlan(b"".join((self._head, out_bytes.to_bytes(8, "little"), bytes(places))))
+
+
+def describe(request: Request) -> bytes:
+    """A request that a `DescribingPlanner` planned."""
+    plan, scoring = request.plan, request.scoring
+    assert isinstance(plan, DescribedPlan), "small requests are the door's own"
+    if scoring is None:
+        return plan.description
+    parts = [plan.description, struct.pack("<3q", scoring.output.at, scoring.rows, scoring.is_alone)]
+    for s in scoring.sources:
+        if isinstance(s, DenseInput):
+            parts.append(_SOURCE.pack(1, s.at, 0, s.rows, s.width, 0, -1))
+        else:
+            row_bytes = -1 if s.row_bytes is None else s.row_bytes
+            parts.append(_SOURCE.pack(0, s.at, s.bytes, *s.shape, s.half, row_bytes))
+    return b"".join(parts)
+
+
+def model_key(name: str) -> int:
+    """What stands for a model's name in a description: the same number in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def model_and_version(description: bytes) -> tuple[int, int]:
+    """The key of the model and the version that a description names."""
+    model, version, _, _ = _HEAD.unpack_from(description)
+    return model, version
+
+
+class Layouts:
+    """Requests of one version by their descriptions. Those that came last are kept."""
+
+    def __init__(self, served: ServedVersion) -> None:
+        self._version = weakref.ref(served)  # who keeps this keeps it by that version
+        self._names = list(served.features)
+        self._kept: dict[bytes, Request] = {}
+
+    def request(self, description: bytes) -> Request:
+        """The request that a door described, laid out over this process's tables. QuantError: it is too large to launch."""
+        if (known := self._kept.get(description)) is None:
+            known = self._lay_out(description)
+            if len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[description] = known
+        return known
+
+    def _lay_out(self, description: bytes) -> Request:
+        served = self._served()
+        _, _, together, count = _HEAD.unpack_from(description)
+        values = np.frombuffer(description, np.int64, offset=_HEAD.size)
+        names = tuple(self._names[n] for n in values[:count].tolist())
+        out_bytes, at = int(values[count]), count + 1
+        places = values[at : at + count * len(Place._fields)].reshape(count, -1)
+        scored = values[at + places.size :].tolist()
+        planners = served.planners(names, bool(together))
+        ids = int(places[:, Place._fields.index("ids")].sum())
+        plan, is_small = planners.plan(places, out_bytes, ids, True)
+        return Request(
+            served.header.model,
+            served.version,
+            names,
+            plan,
+            ids=ids,
+            vectors=0,
+            row_bytes=0,
+            out_bytes=out_bytes,
+            tables=planners.tables,
+            scoring=self._scoring(names, scored) if scored else None,
+            is_small=is_small,
+        )
+
+    def _served(self) -> ServedVersion:
+        served = self._version()
+        assert served is not None, "a request is laid out while its version is held"
+        return served
+
+    def _scoring(self, names: Sequence[str], scored: list[int]) -> Scoring:
+        scorer = self._served().scorer
+        assert scorer is not None, "a door scores what its engine can"
+        output_at, rows, is_alone, *fields = scored
+        sources: list[Output | DenseInput] = []
+        for n, i in enumerate(scorer.inputs):
+            is_dense, at, size, count, width, half, row_bytes = fields[7 * n : 7 * n + 7]
+            if is_dense:
+                sources.append(DenseInput(i.name, at, count, width))
+            else:
+                step = None if row_bytes < 0 else row_bytes
+                sources.append(Output(i.feature or i.name, at, size, (count, width), bool(half), step))
+        return Scoring(scorer, tuple(sources), scores_at(output_at, rows, scorer.width), bool(is_alone))

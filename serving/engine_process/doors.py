@@ -1,0 +1,275 @@
+"""The engine's end of the connections to its doors: asks come in, are batched, and their answers go out."""
+
+import asyncio
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from tableside.quant import QuantError
+from tableside.serving.batching import Batcher
+from tableside.serving.engine_process import described, messages
+from tableside.serving.engine_process.described import Layouts
+from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
+from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ServingError
+from tableside.serving.errors import Kind as ErrorKind
+from tableside.serving.places import Buffer
+from tableside.serving.request import Answer
+
+logger = logging.getLogger("tableside")
+
+_NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)  # what a message may raise
+_WAIT_S = 2.0  # for doors to give memory of answers back; a door that reads so slowly is refused
+
+
+class AnswerMemory:
+    """The engine's memory for answers, which its doors map too. Any thread may call."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = SharedMemory.create("tableside-answers", size)
+        self._blocks = Blocks(size)
+        self._changed = threading.Condition(threading.RLock())  # an array may be let go while its thread holds it
+
+    def take(self, size: int) -> Buffer:
+        """Room for `size` bytes, as long as an array over it lives. Waits for a while where there is none.
+
+        ApiError 503: doors hold too many answers.
+        """
+        with self._changed:
+            deadline = time.monotonic() + _WAIT_S
+            while (at := self._blocks.take(size)) is None:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise ApiError(
+                        503,
+                        ErrorKind.OVERLOADED,
+                        f"answers that clients read take {self._blocks.held:,} bytes and this one {size:,}; the engine has "
+                        f"{self.memory.size:,} (answer_memory); try again later",
+                    )
+        return np.asarray(Lent(self.memory, at, size, partial(self._give_back, at)))
+
+    def at(self, answer: Buffer) -> int:
+        """Where an array of this memory begins in it."""
+        return int(answer.ctypes.data) - self.memory.address
+
+    def _give_back(self, at: int) -> None:
+        with self._changed:
+            self._blocks.give_back(at)
+            self._changed.notify_all()
+
+
+class Host(Protocol):
+    """What the doors' end asks of the process around it."""
+
+    batcher: Batcher
+
+    def layouts(self, model: int, version: int) -> Layouts | None: ...
+
+    async def serve(self, models: Sequence[str]) -> dict[str, Any]: ...
+
+    async def attach(self, model: str, version: int) -> dict[str, Any]: ...
+
+    async def attach_again(self, model: int, version: int) -> Layouts: ...
+
+    def moved(self) -> None: ...
+
+
+class Door:
+    """A door as its engine sees it. uses: models that it serves. moved: model → the version that it asks for from now on."""
+
+    def __init__(self, doors: "Doors", sock: socket.socket) -> None:
+        self._doors = doors
+        self.connection = Connection(sock, self._read, self._end)
+        self.uses: set[str] = set()
+        self.moved: dict[str, int] = {}
+        self._memory: SharedMemory | None = None
+        self._answers: dict[int, Buffer] = {}  # that the door may still read
+
+    def _end(self) -> None:
+        self._answers.clear()
+        self._doors.ended(self)
+
+    def _read(self, message: bytes, descriptors: list[int]) -> None:
+        try:
+            self._take(message, descriptors)
+        except _NONSENSE as error:
+            logger.error("a worker sent its engine what is no message, and is left: %r", error)
+            messages.close_all(descriptors)
+            self.connection.close()
+            self._end()
+
+    def _take(self, message: bytes, descriptors: list[int]) -> None:
+        match message[0]:
+            case Kind.ASKS:
+                for ask in messages.read_asks(message):
+                    self._ask(ask)
+            case Kind.RELEASED:
+                for number in messages.read_numbers(message):
+                    self._answers.pop(number, None)
+            case Kind.CONTROL:
+                self._control(orjson.loads(message[1:]), descriptors)
+            case kind:
+                raise ValueError(f"a message of kind {kind}")
+
+    def _control(self, told: dict[str, Any], descriptors: list[int]) -> None:
+        if "hello" in told:
+            if len(descriptors) != 1 or self._memory is not None:
+                raise ValueError(f"a hello with {len(descriptors)} descriptors, or a second one")
+            self._memory = SharedMemory(descriptors.pop())
+            self.uses |= set(told["hello"])
+            self._doors.later(self._greet())
+        elif "left" in told:
+            self.uses.discard(told["left"])
+            self._doors.host.moved()
+        elif "moved" in told:
+            model, version = told["moved"]
+            self.moved[model] = version
+            self._doors.host.moved()
+        else:
+            model, version = told["attach"]
+            self._doors.later(self._attach(model, version))
+
+    async def _greet(self) -> None:
+        """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
+        try:
+            told = await self._doors.host.serve(sorted(self.uses))
+        except ApiError as error:
+            told = {"refused": _fields(error)}
+        self.connection.control(told, [self._doors.answers.memory.fd])
+
+    async def _attach(self, model: str, version: int) -> None:
+        asked = [model, version]
+        self.uses.add(model)
+        try:
+            self.connection.control({"attached": asked, **await self._doors.host.attach(model, version)})
+        except ApiError as error:
+            self.connection.control({"attached": asked, "error": _fields(error)})
+
+    # ---- requests ----
+
+    def _ask(self, ask: Ask) -> None:
+        assert self._memory is not None, "a door says hello first"
+        held = self._memory.bytes
+        begin = messages.described_at(ask)
+        description = held[begin : begin + ask.described].tobytes()
+        inputs = held[ask.at : ask.at + ask.size]
+        if len(description) < ask.described or inputs.size < ask.size:
+            raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
+        model, version = described.model_and_version(description)
+        reply = Reply(self, ask.number)
+        if (layouts := self._doors.host.layouts(model, version)) is None:
+            self._doors.later(self._ask_later(reply, model, version, description, inputs))
+        else:
+            self._submit(reply, layouts, description, inputs)
+
+    async def _ask_later(self, reply: "Reply", model: int, version: int, description: bytes, inputs: Buffer) -> None:
+        try:
+            layouts = await self._doors.host.attach_again(model, version)
+        except ApiError as error:
+            reply.set_exception(error)
+        else:
+            self._submit(reply, layouts, description, inputs)
+
+    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: Buffer) -> None:
+        try:
+            self._doors.host.batcher.submit(layouts.request(description), inputs, reply)
+        except (QuantError, ApiError) as error:
+            reply.set_exception(error)
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """Sends where an answer lies. It stays there until the door gives it back."""
+        buffer = answer.buffer
+        self._answers[number] = buffer
+        told = b"" if answer.unfound is None else orjson.dumps({"unfound": answer.unfound})
+        self._post(Answered(number, self._doors.answers.at(buffer), buffer.size, told))
+
+    def refuse(self, number: int, error: BaseException) -> None:
+        """Sends why there is no answer."""
+        if not isinstance(error, ApiError):
+            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)  # the batcher logged it
+        self._post(Answered(number, 0, 0, orjson.dumps({"error": _fields(error)})))
+
+    def _post(self, answer: Answered) -> None:
+        self.connection.post(Kind.ANSWERS, messages.write_answer(answer))
+
+
+class Reply:
+    """What the batcher takes for a future: it passes on to the door what it is given."""
+
+    __slots__ = ("_door", "_is_done", "_loop", "_number")
+
+    def __init__(self, door: Door, number: int) -> None:
+        self._door, self._number, self._is_done = door, number, False
+        self._loop = asyncio.get_running_loop()
+
+    def done(self) -> bool:
+        """Whether it was answered, or nobody waits any more."""
+        return self._is_done or not self._door.connection.is_open
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def set_result(self, answer: Answer) -> None:
+        self._is_done = True
+        self._door.answer(self._number, answer)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Where the device is lost nothing is sent: this process ends, and the door asks its successor."""
+        self._is_done = True
+        if not isinstance(error, DeviceLost):
+            self._door.refuse(self._number, error)
+
+
+class Doors:
+    """The doors of an engine. Belongs to one event loop."""
+
+    def __init__(self, host: Host, listening: socket.socket, answers: AnswerMemory) -> None:
+        self.host, self.answers, self._listening = host, answers, listening
+        self.open: set[Door] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Accepts doors from now on, and those that came before."""
+        asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Takes no more doors, and leaves those that there are."""
+        asyncio.get_running_loop().remove_reader(self._listening.fileno())
+        for door in list(self.open):
+            door.connection.flush()
+            door.connection.close()
+        self.open.clear()
+
+    def _accept(self) -> None:
+        try:
+            self.open.add(Door(self, messages.accept(self._listening)))
+        except BlockingIOError:
+            return
+        except ServingError as error:
+            logger.error("%s", error)
+
+    def ended(self, door: Door) -> None:
+        """A door is gone: what it held is free, and nothing waits for it."""
+        self.open.discard(door)
+        self.host.moved()
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Sends to every door."""
+        for door in self.open:
+            door.connection.control(told)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs what must wait."""
+        self._tasks.add(task := asyncio.get_running_loop().create_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+
+def _fields(error: ApiError) -> list[Any]:
+    return [error.status, error.kind.value, error.message, error.lacking]

@@ -1,0 +1,336 @@
+"""A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where that one ended.
+
+Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked again of its
+successor, once. A request that waits longer than `engine_timeout_s` is answered 503.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tableside.quant.contract import Unfound
+from tableside.serving.admission import overloaded
+from tableside.serving.engine import CacheState
+from tableside.serving.engine_process import messages
+from tableside.serving.engine_process.described import describe
+from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
+from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
+from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.errors import Kind as ErrorKind
+from tableside.serving.executors import Executor
+from tableside.serving.request import Answer, Request
+from tableside.serving.settings import ServerSettings
+
+logger = logging.getLogger("tableside")
+
+_LOOK_S = 0.1
+_MOST_ASKED = 2  # times that a request is sent: a second engine that ends over it is one too many
+
+
+@dataclass
+class _Asked:
+    """A request under way. at: of its inputs in this door's memory. since: of time.monotonic. times: it was sent."""
+
+    number: int
+    at: int
+    size: int
+    described: int
+    since: float
+    future: "asyncio.Future[Answer]"
+    times: int = 0
+
+
+@dataclass
+class _Waiting:
+    """A request that waits for room in this door's memory. since: of time.monotonic."""
+
+    size: int
+    since: float
+    room: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class EngineLink(Executor):
+    """The way of one door to its engine. Belongs to one event loop, but for `attach`.
+
+    live: model → what the engine says of the version that it serves.
+    described: (model, version) → the same of any version that it attached. cache: what it says of its cache, or None.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings, self._models = settings, set(settings.models)
+        self._timeout_s = settings.engine_timeout_s
+        self._memory = SharedMemory.create("tableside-requests", settings.request_memory)
+        self._blocks = Blocks(self._memory.size)
+        self._answers: SharedMemory | None = None
+        self._connection: Connection | None = None
+        self._is_ready = asyncio.Event()
+        self._numbers = 0
+        self._asked: dict[int, _Asked] = {}
+        self._waiting: list[_Waiting] = []  # for room, oldest first
+        self._attaching: dict[tuple[str, int], Future[dict[str, Any]]] = {}
+        self._refused: ApiError | None = None  # why the engine does not serve this door's models
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._moved: dict[str, int] = {}
+        self.live: dict[str, dict[str, Any]] = {}
+        self.described: dict[tuple[str, int], dict[str, Any]] = {}
+        self.cache: CacheState | None = None
+
+    async def open(self) -> None:
+        """Connects, and waits until the engine serves every model. ApiError: it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._connect()
+        self._looking = self._loop.create_task(self._look())
+        await self._is_ready.wait()
+        if self._refused is not None:
+            raise self._refused
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine that answers."""
+        return self._is_ready.is_set() and self._refused is None
+
+    def end_if_lost(self) -> bool:
+        return False  # the engine ends itself, and is replaced
+
+    def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    # ---- requests ----
+
+    def run_now(self, request: Request, inputs: Any) -> Answer | None:
+        if not request.is_small:
+            return None
+        request.check(inputs)
+        return request.look_up(inputs)
+
+    async def _run(self, request: Request, inputs: Any) -> Answer:
+        if request.is_small:
+            return request.look_up(inputs)
+        description = describe(request)
+        given = np.frombuffer(inputs, np.uint8)
+        size = -(-given.size // 8) * 8 + len(description)
+        at = self._blocks.take(size) if not self._waiting else None
+        if at is None:
+            at = await self._room(size)
+        held = self._memory.bytes
+        held[at : at + given.size] = given
+        self._numbers += 1
+        loop = asyncio.get_running_loop()
+        asked = _Asked(self._numbers, at, given.size, len(description), time.monotonic(), loop.create_future())
+        begin = messages.described_at(_ask(asked))
+        held[begin : begin + len(description)] = np.frombuffer(description, np.uint8)
+        self._asked[asked.number] = asked
+        self._send(asked)
+        return await asked.future
+
+    async def _room(self, size: int) -> int:
+        """Room in this door's memory, after those that waited before. ApiError 503: there is none in time."""
+        if size > self._memory.size:
+            raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all (request_memory)")
+        if len(self._waiting) >= self._settings.max_waiting:
+            raise overloaded(f"{len(self._waiting)} requests wait for room, the limit (max_waiting)")
+        self._waiting.append(waiting := _Waiting(size, time.monotonic()))
+        return await waiting.room
+
+    def _give_back(self, at: int) -> None:
+        self._blocks.give_back(at)
+        while self._waiting:
+            first = self._waiting[0]
+            if first.room.done():  # its client left, or it waited too long
+                self._waiting.pop(0)
+            elif (room := self._blocks.take(first.size)) is None:
+                return
+            else:
+                self._waiting.pop(0)
+                first.room.set_result(room)
+
+    def _send(self, asked: _Asked) -> None:
+        """Sends a request, or leaves it for the next engine."""
+        if self._connection is not None and self.is_ready:
+            asked.times += 1
+            self._connection.post(Kind.ASKS, messages.ASK.pack(*_ask(asked)))
+
+    def _answered(self, answer: Answered) -> None:
+        memory = self._answers
+        assert memory is not None, "the engine said hello first"
+        asked = self._asked.pop(answer.number, None)
+        told = orjson.loads(answer.told) if answer.told else {}
+        if asked is not None:
+            self._give_back(asked.at)
+        if "error" in told:
+            if asked is not None and not asked.future.done():
+                asked.future.set_exception(_error(told["error"]))
+            return
+        connection, number = self._connection, answer.number
+
+        def give_back() -> None:
+            if connection is not None and connection.is_open and self._loop is not None:
+                _soon(self._loop, connection, number)
+
+        buffer = np.asarray(Lent(memory, answer.at, answer.size, give_back))
+        if asked is not None and not asked.future.done():
+            unfound = told.get("unfound")
+            asked.future.set_result(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound]))
+
+    # ---- the connection ----
+
+    def _connect(self) -> None:
+        try:
+            sock = messages.connect(self._settings.engine)
+        except (OSError, ServingError) as error:  # the supervisor, which holds the address, is gone: this worker ends as well
+            logger.error("the engine process cannot be reached: %s", error)
+            return
+        self._connection = Connection(sock, self._read, self._ended)
+        self._connection.control({"hello": sorted(self._models)}, [self._memory.fd])
+
+    def _ended(self) -> None:
+        """The engine is gone. Its successor takes the same address, so connecting to it needs no waiting."""
+        logger.warning("the engine process ended; requests wait for its successor")
+        self._is_ready.clear()
+        for asked in list(self._asked.values()):
+            if asked.times >= _MOST_ASKED or asked.future.done():
+                self._refuse(asked, overloaded("two engine processes ended over this request"))
+        for attaching in self._attaching.values():
+            attaching.set_exception(overloaded("the engine process ended"))
+        self._attaching.clear()
+        self.described.clear()
+        self._connect()
+
+    def _read(self, message: bytes, descriptors: list[int]) -> None:
+        if message[0] == Kind.ANSWERS:
+            for answer in messages.read_answers(message):
+                self._answered(answer)
+            return
+        told = orjson.loads(message[1:])
+        if "refused" in told:
+            messages.close_all(descriptors)
+            self._refused = _error(told["refused"])
+            if self.live:  # an engine before it served them; this worker's successor says what there is now
+                logger.error("the engine process does not serve this worker's models: %s", self._refused.message)
+                os.kill(os.getpid(), signal.SIGTERM)
+            self._is_ready.set()
+        elif "hello" in told:
+            (fd,) = descriptors
+            self._answers = SharedMemory(fd)
+            self._refused = None
+            for live in told["hello"]:
+                self._learn(live)
+            self._is_ready.set()
+            for asked in self._asked.values():
+                self._send(asked)
+            for model, version in self._moved.items():
+                self.moved(model, version)
+        elif "live" in told:
+            self._learn(told["live"])
+        elif "attached" in told:
+            self._has_attached(told)
+        if told.get("cache") is not None:
+            self.cache = CacheState(*told["cache"])
+
+    def _learn(self, live: dict[str, Any]) -> None:
+        self.live[live["model"]] = live
+        self.described[live["model"], live["version"]] = live
+
+    # ---- versions ----
+
+    def moved(self, model: str, version: int) -> None:
+        """Tells the engine that this door asks for `version` from now on."""
+        self._moved[model] = version
+        if self._connection is not None and self.is_ready:
+            self._connection.control({"moved": [model, version]})
+
+    def leave(self, model: str) -> None:
+        """Tells the engine that this door serves a model no more."""
+        self._models.discard(model)
+        self._moved.pop(model, None)
+        self.live.pop(model, None)
+        if self._connection is not None and self.is_ready:
+            self._connection.control({"left": model})
+
+    def attach(self, model: str, version: int) -> dict[str, Any]:
+        """Has the engine attach a version, or (0) serve the model; what it says of the version. ApiError: it cannot.
+
+        Not to be called on the event loop, as it waits.
+        """
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._attach(model, version), self._loop).result()
+
+    async def _attach(self, model: str, version: int) -> dict[str, Any]:
+        key = model, version
+        if (coming := self._attaching.get(key)) is None:
+            if self._connection is None or not self.is_ready:
+                raise overloaded("the engine process is being replaced")
+            coming = self._attaching[key] = Future()
+            self._connection.control({"attach": [model, version]})
+        return await asyncio.wrap_future(coming)
+
+    def _has_attached(self, told: dict[str, Any]) -> None:
+        model, version = told["attached"]
+        coming = self._attaching.pop((model, version), None)
+        if "error" in told:
+            if coming is not None:
+                coming.set_exception(_error(told["error"]))
+            return
+        if version:
+            self.described[model, version] = told
+        else:
+            self._models.add(model)
+            self._learn(told)
+        if coming is not None:
+            coming.set_result(told)
+
+    # ---- deadlines ----
+
+    async def _look(self) -> None:
+        """Refuses what waits for too long, whether an engine hangs, is replaced, or there is no room."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            for asked in list(self._asked.values()):
+                if now - asked.since > self._timeout_s:
+                    error = overloaded(f"the engine process did not answer within {self._timeout_s:g} s (engine_timeout_s)")
+                    self._refuse(asked, error)
+            for waiting in self._waiting:
+                if now - waiting.since > self._settings.max_wait_s and not waiting.room.done():
+                    waiting.room.set_exception(overloaded("the request waited too long for room (request_memory, max_wait_s)"))
+
+    def _refuse(self, asked: _Asked, error: ApiError) -> None:
+        """Answers a request without its engine. An engine that lives may still read its inputs, which stay until it answers."""
+        if not asked.future.done():
+            asked.future.set_exception(error)
+        if not self.is_ready:
+            del self._asked[asked.number]
+            self._give_back(asked.at)
+
+
+def _ask(asked: _Asked) -> Ask:
+    return Ask(asked.number, asked.at, asked.size, asked.described)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, connection: Connection, number: int) -> None:
+    """Gives an answer's memory back, on whatever thread its last array goes."""
+    record = messages.NUMBER.pack(number)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(connection.post, Kind.RELEASED, record)
+        return
+    connection.post(Kind.RELEASED, record)
+
+
+def _error(fields: list[Any]) -> ApiError:
+    status, kind, message, lacking = fields
+    return ApiError(status, ErrorKind(kind), message, lacking)

@@ -1,0 +1,255 @@
+"""The engine process of one GPU: it attaches versions, keeps them placed and warm, and answers its doors."""
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import uvloop
+from uvicorn.config import STARTUP_FAILURE
+
+from tableside.loader.errors import LoaderError
+from tableside.loader.versions import Model
+from tableside.quant import QuantError, choose
+from tableside.serving.batching import Batcher
+from tableside.serving.engine import Engine
+from tableside.serving.engine_process.described import Layouts, model_key
+from tableside.serving.engine_process.doors import AnswerMemory, Doors
+from tableside.serving.errors import ServingError, not_found
+from tableside.serving.placement import Placer
+from tableside.serving.scorer import ScorerLimits
+from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion
+from tableside.serving.watch import Watch
+
+if TYPE_CHECKING:
+    from tableside.serving.worker import WorkerConfig
+
+logger = logging.getLogger("tableside")
+
+NAME = "tableside-gpu"  # of the process, as ps and top show it; the device follows
+STATUS_S = 1.0  # between two looks at the cache's counters
+
+
+class EngineHost:
+    """What an engine process runs. settings: with the one device. listening: where doors connect.
+
+    started: doors are accepted. is_ending: it was asked to end.
+    """
+
+    batcher: Batcher
+
+    def __init__(self, settings: ServerSettings, listening: socket.socket) -> None:
+        self._settings, self._listening = settings, listening
+        self.started = self.is_ending = False
+        backend = choose(settings.backend)
+        self._backend, self._placer = backend, Placer(settings, backend)
+        self._engines: dict[int, Engine] = {}  # by the key of the model
+        self._layouts: WeakKeyDictionary[ServedVersion, Layouts] = WeakKeyDictionary()
+        self._was_usable: dict[int, bool] = {}
+        self._served: dict[int, ServedVersion] = {}
+        self._replaced: dict[tuple[int, int], ServedVersion] = {}  # that a door may still ask for
+        self._attaching = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Serves until it is asked to end. LoaderError, QuantError, ServingError: a model cannot be served here."""
+        ending = asyncio.Event()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, self._end, ending)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._placer.open)
+        gpu, s = self._placer.gpu, self._settings
+        assert gpu is not None, "an engine process has a device"
+        self.batcher = Batcher(gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
+        answers = AnswerMemory(s.answer_memory)
+        gpu.write_answers_to(answers.memory.bytes, answers.take)
+        for name in s.models:
+            await self._add(name)
+        self._doors = Doors(self, self._listening, answers)
+        watch = Watch(self._engines.values, s.poll_s, is_lost=self.batcher.end_if_lost, look=self._look, taken=self._taken)
+        watch.start()
+        reporting = loop.create_task(self._report())
+        self._doors.start()
+        self.started = True
+        await ending.wait()
+        reporting.cancel()
+        await watch.stop()
+        await self.batcher.finish()
+        self._doors.stop()
+        self.batcher.close()
+
+    def _end(self, ending: asyncio.Event) -> None:
+        self.is_ending = True
+        ending.set()
+
+    # ---- versions ----
+
+    async def _add(self, name: str) -> Engine:
+        """Attaches a model's live version and serves it. LoaderError, QuantError, ServingError, OSError: it cannot be."""
+        s = self._settings
+        limits = ScorerLimits(s.max_scorer_bytes, s.scorer_timeout_s, s.drain_s + s.shutdown_timeout_s)
+        engine = Engine(
+            Model(s.root, name, s.owner),
+            self._backend,
+            self._placer,
+            threads=s.threads,
+            verify=s.verify,
+            max_response_bytes=s.max_response_bytes,
+            scorer_limits=limits,
+        )
+        engine.swap(await asyncio.get_running_loop().run_in_executor(None, lambda: engine.attach(engine.model.good())))
+        served = engine.served()
+        key = model_key(name)
+        self._engines[key], self._served[key], self._was_usable[key] = engine, served, True
+        logger.info(
+            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+            name,
+            served.version,
+            len(served.header.tables),
+            served.segment.size / 1e6,
+            served.backend.description,
+        )
+        return engine
+
+    async def serve(self, models: Sequence[str]) -> dict[str, Any]:
+        """Serves these models as well; what the door that wants them is told first. ApiError: one of them cannot be served."""
+        found = [await self._engine(name) for name in models]
+        return {"hello": [self._live(engine) for engine in found], "cache": self._cache()}
+
+    async def _engine(self, name: str) -> Engine:
+        """The engine of a model, which is attached where it was not. ApiError: it cannot be served."""
+        async with self._attaching:
+            if (engine := self._engines.get(model_key(name))) is not None:
+                return engine
+            try:
+                return await self._add(name)
+            except (LoaderError, QuantError, ServingError, OSError) as error:
+                logger.error("model %s cannot be served: %s", name, error)
+                raise not_found(f"model {name!r} cannot be served; the server's log has the reason") from error
+
+    def _live(self, engine: Engine) -> dict[str, Any]:
+        return {**_told(engine.attached()), "unusable": engine.unusable_because}
+
+    def _look(self) -> None:
+        """Tells doors of versions that may not answer any more, or may again."""
+        for key, engine in self._engines.items():
+            if engine.is_usable is not self._was_usable[key]:
+                self._was_usable[key] = engine.is_usable
+                self._doors.tell({"live": self._live(engine)})
+
+    def _taken(self, engine: Engine) -> None:
+        """A version took another one's place, which goes when all doors have moved."""
+        key = model_key(engine.model.name)
+        replaced, self._served[key] = self._served[key], engine.served()
+        self._replaced[key, replaced.version] = replaced
+        self._doors.tell({"live": self._live(engine)})
+        self.moved()
+
+    def moved(self) -> None:
+        """Lets go of replaced versions that no door asks for any more, and of models that none serves."""
+        doors = self._doors.open
+        for key, engine in list(self._engines.items()):
+            name = engine.model.name
+            if doors and not any(name in door.uses for door in doors):
+                del self._engines[key], self._served[key], self._was_usable[key]
+                self._replaced = {k: v for k, v in self._replaced.items() if k[0] != key}
+                logger.info("model %s is let go", name)
+        for key, version in list(self._replaced):
+            engine = self._engines[key]
+            live = engine.attached().version
+            if all(door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses):
+                del self._replaced[key, version]
+
+    def layouts(self, model: int, version: int) -> Layouts | None:
+        """Of a version that is attached, or None. model: its key."""
+        engine = self._engines.get(model)
+        served = (engine.find(version) if engine is not None else None) or self._replaced.get((model, version))
+        if served is None:
+            return None
+        if (known := self._layouts.get(served)) is None:
+            known = self._layouts[served] = Layouts(served)
+        return known
+
+    async def attach(self, model: str, version: int) -> dict[str, Any]:
+        """Attaches a version that a request named, or (0) the live one; what doors are told. ApiError: it cannot be served."""
+        engine = await self._engine(model)
+        if not version:
+            return self._live(engine)
+        async with self._attaching:
+            if (served := engine.find(version)) is None:
+                served = await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, version)
+        return _told(served)
+
+    async def attach_again(self, model: int, version: int) -> Layouts:
+        """Of a version that a door asks for and that is not attached any more. ApiError: it cannot be."""
+        if (engine := self._engines.get(model)) is None:
+            raise not_found("the model of this request is not served any more")
+        await self.attach(engine.model.name, version)
+        layouts = self.layouts(model, version)
+        assert layouts is not None, "it was attached"
+        return layouts
+
+    # ---- what doors show ----
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_S)
+            if self._placer.cache is not None:
+                self.batcher.count_cache(wait=True)
+                self._doors.tell({"cache": self._cache()})
+
+    def _cache(self) -> list[Any] | None:
+        cache = next((engine.cache for engine in self._engines.values()), None)
+        return None if cache is None else list(cache)
+
+
+def _told(served: ServedVersion) -> dict[str, Any]:
+    """What doors must know of a version."""
+    scorer = served.scorer
+    return {
+        "model": served.header.model,
+        "version": served.version,
+        "backend": served.backend.description,
+        "placements": {name: p.value for name, p in served.placed.placements.items()},
+        "hbm_bytes": served.placed.hbm_bytes,
+        "verified_at": served.verified_at,
+        "scorer": None if scorer is None else {"width": scorer.width, "runs_on": scorer.runs_on},
+        "unusable": "",
+    }
+
+
+def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe) -> None:
+    """What an engine's process runs. sockets: the one where doors connect."""
+    config.configure_logging()
+    (device,) = config.settings.devices
+    Path("/proc/self/comm").write_text(f"{NAME}{device}")
+    (listening,) = sockets
+    listening.setblocking(False)
+    try:
+        host = EngineHost(config.settings, listening)
+        threading.Thread(target=_answer, args=(host, pipe), daemon=True).start()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(host.run())
+    except (LoaderError, QuantError, ServingError) as error:
+        logger.error("the engine process cannot start: %s", error)
+        sys.exit(STARTUP_FAILURE)
+
+
+def _answer(host: EngineHost, pipe: Pipe) -> None:
+    """Tells the supervisor, whenever it asks, whether this engine serves. Ends it when the supervisor is gone."""
+    try:
+        while True:
+            pipe.recv()
+            pipe.send(host.started)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        if not host.is_ending:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,120 @@
+"""The versions that a door answers from: what its engine process serves, laid out over the segments that the door has mapped.
+
+A door has no tables on a device. It reads rows only for requests that are too small for one (`gpu_from_ids`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tableside.loader.header import StoredScorer
+from tableside.loader.versions import Model
+from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, QuantError
+from tableside.serving.engine import CacheState, Engine
+from tableside.serving.engine_process.described import DescribingPlanner, model_key
+from tableside.serving.engine_process.link import EngineLink
+from tableside.serving.errors import ApiError, Kind
+from tableside.serving.placement import Placement, Placements, Placer
+from tableside.serving.scorer import Floats, Scorer
+from tableside.serving.settings import ServerSettings
+from tableside.serving.version import Beside, ServedVersion
+
+
+class _EngineBackend(Backend):
+    """What looks up in the engine process, as its doors show it."""
+
+    name = "engine"
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def description(self) -> str:
+        return self._description
+
+    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
+        raise QuantError("an engine process plans by features; use the version's planners")
+
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+        raise QuantError("an engine process plans by features; use the version's planners")
+
+    def lookup(self, *arguments: Any, **options: Any) -> Floats:
+        raise QuantError("an engine process looks up whole requests")
+
+
+class _EngineScorer(Scorer):
+    """A scorer of the engine process, as its doors show it."""
+
+    def __init__(self, stored: StoredScorer, told: dict[str, Any]) -> None:
+        self.kind, self.inputs = stored.kind, stored.inputs
+        self.width, self.runs_on = told["width"], told["runs_on"]
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        raise AssertionError("the engine process scores")
+
+
+class EngineVersion(ServedVersion):
+    """A version whose requests the engine process runs."""
+
+    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
+        numbers = {name: n for n, name in enumerate(self.features)}
+        return DescribingPlanner(model_key(self.header.model), self.version, [numbers[f] for f in features], together)
+
+
+class DoorEngine(Engine):
+    """The versions of one model, as the engine process serves them."""
+
+    def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
+        super().__init__(
+            model,
+            backend,
+            Placer(settings, backend),
+            threads=settings.threads,
+            verify="header",  # the engine process reads every row
+            max_response_bytes=settings.max_response_bytes,
+            gpu_from_ids=settings.gpu_from_ids,
+        )
+        self._link = link
+
+    @property
+    def cache(self) -> CacheState | None:
+        """The engine process's, as it was a second ago."""
+        return self._link.cache
+
+    def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
+        """Maps a version that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
+        live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
+        number = live["version"] if version is None else version
+        told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
+        segment = self.model.attach(number, "header")
+        stored = segment.header.scorer
+        placements = {name: Placement(p) for name, p in told["placements"].items()}
+        return EngineVersion(
+            segment,
+            _EngineBackend(told["backend"]),
+            Placements(placements, on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
+            scorer=None if stored is None else _named(_EngineScorer(stored, told["scorer"]), self.model.name, number),
+            threads=self._threads,
+            max_response_bytes=self._max_response_bytes,
+            verified_at=told["verified_at"],
+            beside=Beside(self._backend, self._gpu_from_ids) if self._gpu_from_ids else None,
+        )
+
+    def swap(self, served: ServedVersion) -> None:
+        super().swap(served)
+        self._link.moved(self.model.name, served.version)
+
+    def close(self) -> None:
+        """Tells the engine that this door serves the model no more."""
+        self._link.leave(self.model.name)
+
+    def changed(self) -> int | None:
+        live = self._link.live[self.model.name]
+        unusable = live["unusable"]
+        self._unusable = ApiError(503, Kind.DAMAGED, unusable) if unusable else None
+        served = self._served.version if self._served is not None else 0
+        return live["version"] if live["version"] not in self._refused | {served} else None
+
+
+def _named(scorer: Scorer, model: str, version: int) -> Scorer:
+    scorer.model, scorer.version = model, version
+    return scorer

@@ -1,0 +1,155 @@
+"""Batches of a shard's rows as requests of every candidate, and the table of a shard's scores.
+
+A batch is laid out before anything of it is looked up. So it can be made on another thread than the one that looks up and scores.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from tableside.quant.contract import Unfound
+from tableside.serving.errors import ApiError
+from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
+from tableside.serving.places import DenseInput
+from tableside.serving.request import FeatureInput, Request
+from tableside.serving.version import ServedVersion
+
+WithoutRow = dict[str, dict[str, int]]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
+WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that are scored together. labels: fp32 [size]. slices: a text for each row, or None. requests: of each candidate, with
+    their inputs."""
+
+    file: str
+    start: int
+    size: int
+    labels: NDArray[np.float32]
+    slices: Any
+    requests: tuple[tuple[Request, Any], ...]
+
+    def error(self, refused: ApiError) -> DataError:
+        """What an evaluation says of a request that was refused."""
+        return DataError(f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}")
+
+    def check(self, scores: NDArray[np.float32], model: str) -> None:
+        """DataError: scores are no probabilities."""
+        if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
+            raise DataError(
+                f"{self.file}, row {self.start} and on: scores of {model} lie in [{scores.min()}, {scores.max()}]; expected "
+                "probabilities: end the scorer with a sigmoid"
+            )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A batch with its scores fp32 [size], and what was not found, of each candidate."""
+
+    batch: Batch
+    scores: Sequence[NDArray[np.float32]]
+    unfound: Sequence[Sequence[Unfound] | None]
+
+
+class BatchReader:
+    """Reads shards as batches of `batch_rows` rows. Any thread may call.
+
+    columns: feature or dense tensor -> columns of the data. wanted: all columns that are read. whole: a shard is decoded at once,
+    by the thread that reads it; else batch by batch, by Arrow's threads too.
+    """
+
+    def __init__(
+        self,
+        served: Sequence[ServedVersion],
+        columns: Mapping[str, Sequence[str]],
+        *,
+        wanted: Sequence[str],
+        label: str,
+        slice_by: str | None,
+        batch_rows: int,
+        whole: bool,
+    ) -> None:
+        self._served, self._columns, self._wanted, self._label = served, columns, wanted, label
+        self._slice_by, self._batch_rows, self._whole = slice_by, batch_rows, whole
+
+    def batches(self, shard: Shard) -> Iterator[Batch]:
+        """DataError: the data cannot be read, or does not fit the models."""
+        for rows in read(shard, self._wanted, self._batch_rows, self._whole):
+            labels = labels_of(rows, self._label)
+            slices = None if self._slice_by is None else texts_of(rows, self._slice_by)
+            requests = tuple(self._request(served, rows) for served in self._served)
+            yield Batch(rows.file, rows.start, rows.size, labels, slices, requests)
+
+    def _request(self, served: ServedVersion, rows: Rows) -> tuple[Request, Any]:
+        scorer = served.scorer
+        assert scorer is not None
+        features, dense, at = [], [], 0
+        parts: list[NDArray[Any]] = []
+        for i in scorer.inputs:
+            columns = self._columns[i.feature or i.name]
+            if i.feature is None:
+                values = floats_of(rows, columns, i.width)
+                dense.append(DenseInput(i.name, at, rows.size, i.width))
+                parts.append(values)
+                at += values.nbytes
+                continue
+            ids, lengths = ids_of(rows, columns[0])
+            parts.append(ids)
+            if lengths is None:
+                features.append(FeatureInput(i.feature, at, ids.size, rows.size, bag_length=1))
+                at += ids.nbytes
+                continue
+            features.append(FeatureInput(i.feature, at, ids.size, rows.size, lengths_at=at + ids.nbytes))
+            parts.append(lengths)
+            at += ids.nbytes + lengths.nbytes
+        try:
+            request = served.lay_out(features, dense, score=True, scores_alone=True)
+        except ApiError as error:
+            raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
+        # numpy copies without the interpreter's lock, so that other threads read meanwhile.
+        return request, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+
+
+class ShardTable:
+    """The table of a shard, batch by batch: row, label, score_0 (and score_1, slice); in its metadata ids without a row."""
+
+    def __init__(self, shard: Shard, candidates: int, has_slices: bool) -> None:
+        self._shard, self._candidates, self._has_slices = shard, candidates, has_slices
+        self._batches: list[Scored] = []
+        self._without_row: list[WithoutRow] = [{} for _ in range(candidates)]
+
+    def add(self, scored: Scored) -> None:
+        """The shard's next rows."""
+        self._batches.append(scored)
+        for (request, _), unfound, counts in zip(scored.batch.requests, scored.unfound, self._without_row, strict=True):
+            _count(request, unfound, counts)
+
+    def finished(self) -> pa.Table:
+        """DataError: it has not the shard's rows."""
+        batches = [scored.batch for scored in self._batches]
+        columns: dict[str, Any] = {
+            "row": np.concatenate([np.arange(b.start, b.start + b.size) for b in batches]),
+            "label": np.concatenate([b.labels for b in batches]),
+        }
+        columns |= {f"score_{n}": np.concatenate([s.scores[n] for s in self._batches]) for n in range(self._candidates)}
+        if self._has_slices:
+            columns["slice"] = pa.chunked_array([b.slices for b in batches], pa.string())
+        if len(columns["row"]) != self._shard.rows:
+            file, read_now, before = self._shard.file, len(columns["row"]), self._shard.rows
+            raise DataError(f"{file}: {read_now} rows were read where {before} were; it changed meanwhile")
+        return pa.table(columns).replace_schema_metadata({WITHOUT_ROW: json.dumps(self._without_row)})
+
+
+def _count(request: Request, found: Sequence[Unfound] | None, to: WithoutRow) -> None:
+    """Adds what was not found, by the tables that were asked."""
+    for table, unfound in zip(request.tables, found or (), strict=False):
+        for reason, ids in unfound._asdict().items():
+            if ids:
+                of_table = to.setdefault(table, {})
+                of_table[reason] = of_table.get(reason, 0) + ids

@@ -1,0 +1,14 @@
+"""Memory that a process frees stays with it. By default glibc gives pieces of some 100 KB back to the kernel at once and asks for
+them again, a page fault for every 4 KiB of it; kept in the process they cost nothing (docs/log.md)."""
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TRIM_BYTES, _MMAP_BYTES = 256 << 20, 64 << 20
+
+
+def keep_freed_memory() -> None:
+    """For this process and those forked from it. Other allocators than glibc's are left as they are."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -1,0 +1,84 @@
+"""The watch over which versions are live: a process that serves takes a new one into service while requests run."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterable
+
+from tableside.loader.errors import LoaderError
+from tableside.quant import QuantError
+from tableside.serving.engine import Engine
+from tableside.serving.errors import Kind, ServingError
+from tableside.serving.metrics import ERRORS, SWAPS
+
+logger = logging.getLogger("tableside")
+
+
+class Watch:
+    """Looks at engines every `poll_s` seconds. Belongs to one event loop.
+
+    engines: gives those that there are now. look: called at each look. taken: called with an engine that answers from another
+    version now. is_lost: asked after a version could not be taken; where it says True the watch ends.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Iterable[Engine]],
+        poll_s: float,
+        *,
+        is_lost: Callable[[], bool],
+        look: Callable[[], object] = lambda: None,
+        taken: Callable[[Engine], object] = lambda engine: None,
+    ) -> None:
+        self._engines, self._poll_s = engines, poll_s
+        self._is_lost, self._look, self._taken = is_lost, look, taken
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_log_end)
+
+    async def stop(self) -> None:
+        """Ends the watch, also before it began."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        """Goes on whatever a published file holds."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            self._look()
+            for engine in list(self._engines()):
+                version = None
+                try:
+                    engine.forget_removed()
+                    version = engine.changed()
+                    if version is not None:
+                        await self._take(engine, version)
+                except Exception as error:  # noqa: BLE001  # `_refuse` logs it; whatever a file holds, the watch goes on
+                    self._refuse(engine, version, error)
+                    if self._is_lost():
+                        return
+
+    async def _take(self, engine: Engine, version: int) -> None:
+        attach = functools.partial(engine.attach, version, as_successor=True)
+        engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
+        self._taken(engine)
+        SWAPS.labels(engine.model.name).inc()
+        logger.info("serving %s version %d from now on", engine.model.name, version)
+
+    def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
+        """Logs and counts that a version is not taken. The present one is served on."""
+        if version is None:
+            logger.exception("the versions of %s cannot be looked at", engine.model.name)
+            return
+        is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
+        logger.error("version %d of %s is not taken: %s", version, engine.model.name, error, exc_info=not is_expected)
+        ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
+        engine.refuse(version)
+
+
+def _log_end(watch: asyncio.Task[None]) -> None:
+    if not watch.cancelled() and (error := watch.exception()):
+        logger.critical("the watch over versions ended: new ones are not taken until this worker is replaced", exc_info=error)

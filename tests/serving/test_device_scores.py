@@ -1,0 +1,399 @@
+"""Scores that are computed where a GPU's lookups wrote the vectors: they are the CPU's, whatever shares the batch."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+import tables
+import torch
+from scorers import Ctr, exported
+from servers import Server
+from support import rows_of
+
+from tableside.loader.load import load
+from tableside.loader.model import parse_model
+from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving import device_calls
+from tableside.serving.batching import Batcher
+from tableside.serving.client import Client, ClientError
+from tableside.serving.device_calls import DeviceCalls, _Graph
+from tableside.serving.engine import Engine
+from tableside.serving.errors import ApiError, Kind
+from tableside.serving.executors import CpuExecutor
+from tableside.serving.placement import Placer
+from tableside.serving.places import DenseInput
+from tableside.serving.request import Answer, FeatureInput, Request
+from tableside.serving.settings import ServerSettings
+from tableside.serving.version import ServedVersion
+
+TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
+FEATURES = {
+    "user": {"table": "user"},
+    "clicked": {"table": "item", "pooling": "mean", "output": "fp16"},
+    "near": {"table": "near"},
+}
+
+
+class Centred(Ctr):
+    """Scores around their mean over the rows of the call."""
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(user, clicked, context)
+        return scores - scores.mean(0)
+
+
+class Picked(Ctr):
+    """Reads a weight at an index that it computes of its numbers: not a number would be an index out of range."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, 3)
+        self.register_buffer("values", torch.tensor([0.25, 0.5, 0.75]))
+
+    def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        numbers = torch.clamp(user.sum(1) * 1e-9, 0, 2).to(torch.int64)
+        return torch.index_select(self.values, 0, numbers).unsqueeze(1) * super().forward(user, clicked, context)
+
+
+MODELS: dict[str, Any] = {
+    "ctr": Ctr(8, 4, 3),
+    "wide": Ctr(8, 4, 3, scores=3),
+    "centred": Centred(8, 4, 3),
+    "picked": Picked(),
+    "dot": {"kind": "dot", "features": ["user", "near"]},
+    "cosine": {"kind": "cosine", "features": ["user", "near"]},
+}
+
+
+def publish(root: Path, folder: Path, *names: str) -> None:
+    np.savez(folder / "c.npz", **TABLES)
+    for name in names:
+        scorer = MODELS[name]
+        if isinstance(scorer, torch.nn.Module):
+            (folder / f"{name}.pt2").write_bytes(exported(scorer, user=8, clicked=4, context=3))
+            scorer = {"program": f"{name}.pt2"}
+        raw = {
+            "name": name,
+            "checkpoint": "c.npz",
+            "tables": {t: {"key": t} for t in TABLES},
+            "features": FEATURES,
+            "scorer": scorer,
+        }
+        load(parse_model(raw, folder), root)
+
+
+@pytest.fixture(autouse=True)
+def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+
+
+class Both:
+    """The same models on a device and on the CPU, in this process."""
+
+    def __init__(self, root: Path, *names: str, **settings: Any) -> None:
+        self.placer = Placer(ServerSettings(devices=(tables.serve_device(),), **settings), choose())
+        on_cpu = Placer(ServerSettings(), choose())
+        self.placer.open()
+
+        def attached(placer: Placer, name: str) -> ServedVersion:
+            return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24).attach()
+
+        self.device = {name: attached(self.placer, name) for name in names}
+        self.cpu = {name: attached(on_cpu, name) for name in names}
+
+    def on_device(self, requests: Sequence[tuple[Request, bytes]]) -> list[Answer | BaseException]:
+        """What each gets, all in one batch."""
+
+        async def run() -> list[Answer | BaseException]:
+            batcher = Batcher(self.placer.gpu, len(requests), 5.0)  # type: ignore[arg-type]
+            found = await asyncio.gather(*(batcher.run(*r) for r in requests), return_exceptions=True)
+            batcher.close()
+            return found
+
+        return asyncio.run(run())
+
+    def on_cpu(self, requests: Sequence[tuple[Request, bytes]]) -> list[Answer | BaseException]:
+        """What each gets, one after another."""
+
+        async def run() -> list[Answer | BaseException]:
+            with ThreadPoolExecutor(1) as beside:
+                executor = CpuExecutor(beside, 1 << 20)
+                return await asyncio.gather(*(executor.run(*r) for r in requests), return_exceptions=True)
+
+        return asyncio.run(run())
+
+
+class Asked:
+    """A request of one model: bags of ids of each feature that its scorer takes, as jagged tensors, and dense rows."""
+
+    def __init__(self, model: str, rows: int, seed: int, *, score: bool = True, alone: bool = True, bad_id: bool = False) -> None:
+        rng = np.random.default_rng(seed)
+        self.model, self.rows, self.score, self.alone = model, rows, score, alone
+        self.parts: list[np.ndarray] = []
+        self.features: list[FeatureInput] = []
+        at = 0
+        names = ("user", "clicked") if isinstance(MODELS[model], torch.nn.Module) else ("user", "near")
+        for n, name in enumerate(names):
+            lengths = rng.integers(0, 4, rows, dtype=np.int32)
+            ids = rng.integers(0, 100, int(lengths.sum()))
+            if bad_id and n and ids.size:
+                ids[-1] = 10**6
+            self.features.append(FeatureInput(name, at, ids.size, rows, lengths_at=at + ids.nbytes))
+            self.parts += [ids, lengths]
+            at += ids.nbytes + lengths.nbytes
+        self.dense: list[DenseInput] = []
+        if "clicked" in names:
+            self.dense = [DenseInput("context", at, rows, 3)]
+            self.parts.append(rng.standard_normal((rows, 3)).astype(np.float32))
+
+    def of(self, versions: dict[str, ServedVersion]) -> tuple[Request, bytes]:
+        dense = self.dense if self.score else []
+        request = versions[self.model].lay_out(self.features, dense, self.score, scores_alone=self.alone)
+        return request, b"".join(part.tobytes() for part in self.parts)
+
+
+def check(asked: Sequence[Asked], both: Both) -> list[Answer | BaseException]:
+    """Every request of one batch gets what the CPU gives it alone; returns what it got on the device."""
+    on_device, on_cpu = [a.of(both.device) for a in asked], [a.of(both.cpu) for a in asked]
+    found, expected = both.on_device(on_device), both.on_cpu(on_cpu)
+    for a, (request, _), answer, wanted in zip(asked, on_device, found, expected, strict=True):
+        if isinstance(wanted, BaseException):
+            assert isinstance(wanted, ApiError) and isinstance(answer, ApiError), answer
+            assert (answer.status, answer.message) == (wanted.status, wanted.message)
+            continue
+        assert isinstance(answer, Answer), answer
+        for output in request.outputs:
+            if output.feature == "score" or not (a.score and a.alone):
+                rtol = 1e-3 if output.half else 1e-5
+                np.testing.assert_allclose(output.view(answer.buffer), output.view(wanted.buffer), rtol=rtol, atol=1e-6)
+    return found
+
+
+def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path) -> None:
+    """Every kind of scorer, scores alone and with vectors, lookups beside them, ids that are wrong, several models."""
+    names = ("ctr", "wide", "centred", "dot", "cosine")
+    publish(root, tmp_path, *names)
+    both = Both(root, *names)
+    asked = [
+        Asked(name, rows, seed, score=seed % 5 != 4, alone=seed % 2 == 0, bad_id=seed in (3, 12))
+        for seed, (name, rows) in enumerate([(name, rows) for rows in (5, 1, 9, 3) for name in names])
+    ]
+    found = check(asked, both)
+    assert [n for n, f in enumerate(found) if isinstance(f, ApiError)] == [3, 12]
+
+
+def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None:
+    """A dense tensor that is not finite: its own request gets the CPU's error, the others their scores."""
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    asked = [Asked("ctr", rows, rows) for rows in (4, 3, 6)]
+    asked[1].parts[-1][2, 1] = np.inf
+    found = check(asked, both)
+    assert isinstance(found[1], ApiError) and "dense tensor 'context' is not finite in row 2" in found[1].message
+
+
+def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tmp_path: Path) -> None:
+    """Where lengths are wrong no vector is written; the program would index by what lies there."""
+    publish(root, tmp_path, "picked")
+    both = Both(root, "picked")
+    gpu: Any = both.placer.gpu
+    asked = [Asked("picked", rows, rows) for rows in (6, 5, 7)]
+    check(asked, both)
+    gpu._free[0].device_out.fill_(255)
+    asked[1].parts[1][0] += 1
+    calls: list[int] = []
+    own = both.device["picked"].scorer.calls
+    assert own is not None
+    run = own._run
+    own._run = lambda inputs: calls.append(len(inputs[0])) or run(inputs)  # type: ignore[func-returns-value]
+    found = check(asked, both)
+    assert isinstance(found[1], ApiError)
+    assert calls == [18], "the call for all failed"
+
+
+def test_scores_alone_bring_no_vectors_to_the_host(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    gpu: Any = both.placer.gpu
+    sizes: list[int] = []
+    host = gpu._free[0].host
+    monkeypatch.setattr(gpu._free[0], "host", lambda size: sizes.append(size) or host(size))
+    check([Asked("ctr", 5, 0), Asked("ctr", 6, 1)], both)
+    assert sizes == [0]
+    check([Asked("ctr", 5, 0), Asked("ctr", 6, 1, alone=False)], both)
+    assert sizes[1] >= 6 * (8 * 4 + 4 * 2)
+
+
+@pytest.mark.parametrize("placement", ["host", "zero_copy", "cached", "hybrid"])
+def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -> None:
+    """Also tables that the CPU looks up, whose vectors are not on the device."""
+    publish(root, tmp_path, "ctr", "dot")
+    both = Both(root, "ctr", "dot", placement=placement, hbm_budget=1 << 20)
+    request, _ = Asked("ctr", 1, 0).of(both.device)
+    assert request.plan.is_on_device is (placement != "host")
+    check([Asked(name, rows, rows) for name, rows in (("ctr", 3), ("dot", 4), ("ctr", 5))], both)
+
+
+# ---- calls of a scorer ----
+
+
+class Replayed(DeviceCalls):
+    """Plays graphs where there is no GPU: a replay runs the scorer on its room again, all of it."""
+
+    def __init__(self, *arguments: Any, fails: bool = False, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._captures, self.fails, self.captured = self._captures or more.get("is_row_wise", True), fails, []
+
+    def _captured(self, room: Any) -> Any:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured.append(room.rows)
+        scores = self._run(room.inputs)
+
+        class Graph:
+            @staticmethod
+            def replay() -> None:
+                scores.copy_(self._run(room.inputs))
+
+        return _Graph(Graph(), scores)
+
+
+def calls_of(most: int = 1 << 20, **more: Any) -> tuple[Replayed, list[int]]:
+    rows: list[int] = []
+
+    def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows.append(len(inputs[0]))
+        return (inputs[0].sum(1) + inputs[1].sum(1)).unsqueeze(1)
+
+    def admit(count: int) -> None:
+        if count > most:
+            raise ApiError(413, Kind.TOO_LARGE, "too many")
+
+    arguments = {"rows": (1, 1 << 20), "is_row_wise": True, "admit": admit, "name": "played version 3"} | more
+    return Replayed(run, [4, 2], torch.device("cpu"), **arguments), rows
+
+
+def fill(calls: DeviceCalls, count: int, value: float) -> Any:
+    room = calls.room(count)
+    for matrix in room.inputs:
+        matrix[:count] = value
+    return room
+
+
+def test_a_graph_has_the_rows_of_the_next_power_of_two() -> None:
+    """Made once for each; rows behind those of the batch do not count, whatever they are."""
+    calls, rows = calls_of()
+    for count, value in ((5, 1.0), (8, 2.0), (6, 3.0), (3, 4.0)):
+        room = fill(calls, count, value)
+        np.testing.assert_array_equal(calls.score(room, 0, count, True), np.full(count, 6 * value))
+    assert calls.captured == [8, 4]
+    assert set(rows) == {8, 4}
+
+
+def test_parts_of_a_batch_and_many_rows_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One room of many rows is there at a time."""
+    monkeypatch.setattr(device_calls, "GRAPH_ROWS", 8)
+    calls, rows = calls_of()
+    room = fill(calls, 7, 1.0)
+    np.testing.assert_array_equal(calls.score(room, 2, 3, False), np.full(3, 6.0))
+    for count in (9, 40, 9):
+        np.testing.assert_array_equal(calls.score(fill(calls, count, 2.0), 0, count, True), np.full(count, 12.0))
+    assert rows == [3, 9, 40, 9] and not calls.captured
+    assert sorted(calls._rooms) == [8, 16]
+
+
+@pytest.mark.parametrize("more", [{"rows": (6, 7)}, {"is_row_wise": False}])
+def test_scorers_that_take_no_more_rows_are_called_as_they_are(more: dict[str, Any]) -> None:
+    """Programs that were exported for so many rows alone, and those that look at other rows."""
+    calls, rows = calls_of(**more)
+    calls.warm_up()
+    assert not rows
+    np.testing.assert_array_equal(calls.score(fill(calls, 7, 1.0), 0, 7, True), np.full(7, 6.0))
+    assert rows == [7] and not calls.captured
+
+
+def test_a_scorer_that_is_not_captured_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says so once."""
+    calls, _ = calls_of(fails=True)
+    with caplog.at_level(logging.WARNING, "tableside"):
+        for count in (5, 30, 5):
+            np.testing.assert_array_equal(calls.score(fill(calls, count, 1.0), 0, count, True), np.full(count, 6.0))
+    assert [r.getMessage() for r in caplog.records] == [
+        "the scorer of played version 3 is not captured as a CUDA graph, and runs without: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+@pytest.mark.parametrize(("most", "graphs"), [(1 << 20, 11), (40, 6)])
+def test_graphs_of_few_rows_are_there_before_the_first_request(most: int, graphs: int) -> None:
+    """As far as a call may have so many rows."""
+    calls, _ = calls_of(most)
+    calls.warm_up()
+    assert calls.captured == [1 << n for n in range(graphs)]
+
+
+# ---- over HTTP ----
+
+Start = Callable[..., Server]
+IDS = {"user": [[1, 2], [3], []], "clicked": [[4, 5], [], [99]]}
+CONTEXT = np.array([[0.5, 1.0, -1.0], [0.0, 2.0, 0.25], [1.0, 1.0, 1.0]], np.float32)
+
+
+def infer(server: Server, names: Sequence[str] | None, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Outputs by name of a V2 request with binary tensors; names None: it names none."""
+    tensors: list[tuple[str, str, np.ndarray]] = [("context", "FP32", values)]
+    for feature, bags in IDS.items():
+        tensors.append((f"{feature}.values", "INT64", np.array([i for bag in bags for i in bag], np.int64)))
+        tensors.append((f"{feature}.lengths", "INT32", np.array([len(bag) for bag in bags], np.int32)))
+    inputs = [
+        {"name": n, "datatype": kind, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+        for n, kind, a in tensors
+    ]
+    header: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    if names is not None:
+        header["outputs"] = [{"name": n} for n in names]
+    head = orjson.dumps(header)
+    body = head + b"".join(a.tobytes() for _, _, a in tensors)
+    url, headers = f"{server.url}/v2/models/ctr/infer", {"Inference-Header-Content-Length": str(len(head))}
+    reply = httpx.post(url, content=body, headers=headers, timeout=30)
+    assert reply.status_code == 200, reply.text
+    start = int(reply.headers["Inference-Header-Content-Length"])
+    found = {}
+    for output in orjson.loads(reply.content[:start])["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        dtype = np.float16 if output["datatype"] == "FP16" else np.float32
+        found[output["name"]] = np.frombuffer(reply.content[start : start + size], dtype).reshape(output["shape"])
+        start += size
+    assert start == len(reply.content)
+    return found
+
+
+def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, tmp_path: Path) -> None:
+    """Binary and JSON; headers that are new, and those that templates know; scores with vectors, alone, and vectors alone."""
+    publish(root, tmp_path, "ctr", "cosine")
+    on_gpu = start("--devices", tables.serve_device(), "--gpu-from-ids", 0, models=("ctr", "cosine"))
+    on_cpu = start(models=("ctr", "cosine"))
+    for turn in range(4):
+        for names in (["score"], ["clicked", "score"], None, ["user"]):
+            values = CONTEXT + np.float32(turn)
+            found, expected = (infer(server, names, values) for server in (on_gpu, on_cpu))
+            assert list(found) == list(expected) == (names or ["user", "clicked", "score"])
+            for name in found:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-3 if name == "clicked" else 1e-5)
+    near = {"user": IDS["user"], "near": [[7], [8, 9], [10]]}
+    with Client(on_gpu.url, retries=0) as gpu, Client(on_cpu.url, retries=0) as cpu:
+        for model, ids, dense in (("ctr", IDS, {"context": CONTEXT}), ("cosine", near, {})):
+            np.testing.assert_allclose(gpu.score(model, ids, dense), cpu.score(model, ids, dense), rtol=1e-5, atol=1e-7)
+        body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT.tolist()}}
+        scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=30).json()["scores"] for s in (on_gpu, on_cpu)]
+        np.testing.assert_allclose(*scores, rtol=1e-5)
+        for client in (gpu, cpu):
+            with pytest.raises(ClientError, match=r"400.*feature 'clicked': id 100 at position 2"):
+                client.score("ctr", {**IDS, "clicked": [[4, 5], [], [100]]}, {"context": CONTEXT})
