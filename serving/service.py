@@ -110,7 +110,8 @@ class Service:
         self.placer.open()
         self.executor = self._new_executor()
         if self.models is not None:
-            self.engines = {name: self._new_engine(name) for name in self.models.wanted().models}
+            self.engines.clear()  # the same object: the scrubber has its values
+            self.engines.update({name: self._new_engine(name) for name in self.models.wanted().models})
         for engine in self.engines.values():
             _begin(engine)
         if self.models is not None:
