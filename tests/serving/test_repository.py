@@ -172,3 +172,15 @@ def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -
                 np.testing.assert_allclose(found, values["user"][[7, 11]], atol=0.05)
             assert httpx.post(f"{server.url}/v2/repository/models/other/unload", headers=OPERATOR).status_code == 200
         assert 'tableside_version{model="other"}' not in client.metrics()
+
+
+def test_a_model_that_was_loaded_is_scrubbed(start: Start, root: Path, tmp_path: Path) -> None:
+    """As those are that the server began with, and by workers that began after it was loaded."""
+    publish_demo(root, tmp_path, OTHER, "other")
+    server = start("--admin-token", TOKEN, "--scrub-hours", "0.0001", models=("demo",))
+    assert httpx.post(f"{server.url}/v2/repository/models/other/load", headers=OPERATOR).status_code == 200
+
+    def scrubs() -> str:
+        return server.get("/metrics").text.partition("tableside_scrubs_total{")[2]
+
+    until(lambda: 'model="other",outcome="whole"' in scrubs() and 'model="demo",outcome="whole"' in scrubs(), what="scrubs")
