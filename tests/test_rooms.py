@@ -55,7 +55,7 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batching"),
-    *("scrub", "service", "evaluation", "modules"),
+    *("watch", "engine_process", "scrub", "service", "evaluation", "modules"),
     *("http", "worker", "supervisor", "server", "preload", "cli"),
 )
 

@@ -23,6 +23,7 @@ from support import run_tableside, until
 from tableside.serving import metrics
 from tableside.serving.cli import top
 from tableside.serving.client import Client, ClientError
+from tableside.serving.engine import CacheState
 from tableside.serving.metrics_files import RESTARTS
 from tableside.serving.shared_counts import VARIABLE
 
@@ -70,15 +71,14 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
     registered = {m for value in vars(metrics).values() for m in (value.values() if isinstance(value, dict) else [value])
                   if isinstance(m, MetricWrapperBase)}  # fmt: skip
     engine: Any = SimpleNamespace(
-        model=SimpleNamespace(name="demo", versions=lambda: [1]),
-        live=1,
+        model=SimpleNamespace(name="demo", versions=lambda: [1], record=lambda: SimpleNamespace(current=1)),
         attached=lambda: SimpleNamespace(
             version=1,
             segment=SimpleNamespace(size=1),
             header=SimpleNamespace(fp32_bytes=1, load={}, tables=()),
             placed=SimpleNamespace(hbm_bytes=0),
         ),
-        cache=SimpleNamespace(statistics=lambda: SimpleNamespace(slots=1, occupied=1), bytes=1, device="cuda:0"),
+        cache=CacheState("cuda:0", 1, 1, 1),
     )
     families = [f for metric in registered for f in metric.describe()] + list(metrics._Now([engine]).collect())
     there = {f.name + ("_total" if f.type == "counter" else "") for f in families}
