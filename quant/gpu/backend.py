@@ -459,6 +459,7 @@ class GpuBackend(Backend):
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
         batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
+        batch.stage_inputs([inputs for _, inputs in requests])
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:
