@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from tableside.serving.executors import CpuExecutor
 from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput
 from tableside.serving.request import Answer, FeatureInput, Request
+from tableside.serving.scorer import ScorerLimits
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
@@ -133,9 +137,19 @@ class Both:
 class Asked:
     """A request of one model: bags of ids of each feature that its scorer takes, as jagged tensors, and dense rows."""
 
-    def __init__(self, model: str, rows: int, seed: int, *, score: bool = True, alone: bool = True, bad_id: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        rows: int,
+        seed: int,
+        *,
+        score: bool = True,
+        alone: bool = True,
+        bad_id: bool = False,
+        together: bool = False,
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self.model, self.rows, self.score, self.alone = model, rows, score, alone
+        self.model, self.rows, self.score, self.alone, self.together = model, rows, score, alone, together
         self.parts: list[np.ndarray] = []
         self.features: list[FeatureInput] = []
         at = 0
@@ -155,7 +169,7 @@ class Asked:
 
     def of(self, versions: dict[str, ServedVersion]) -> tuple[Request, bytes]:
         dense = self.dense if self.score else []
-        request = versions[self.model].lay_out(self.features, dense, self.score, scores_alone=self.alone)
+        request = versions[self.model].lay_out(self.features, dense, self.score, self.together, scores_alone=self.alone)
         return request, b"".join(part.tobytes() for part in self.parts)
 
 
@@ -239,6 +253,69 @@ def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -
     request, _ = Asked("ctr", 1, 0).of(both.device)
     assert request.plan.is_on_device is (placement != "host")
     check([Asked(name, rows, rows) for name, rows in (("ctr", 3), ("dot", 4), ("ctr", 5))], both)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_features_that_come_together_are_scored(root: Path, tmp_path: Path, alone: bool) -> None:
+    """Their vectors lie side by side for the caller, and one feature after another on the device."""
+    publish(root, tmp_path, "dot")
+    check([Asked("dot", rows, rows, together=rows != 5, alone=alone) for rows in (4, 5, 1, 17)], Both(root, "dot"))
+
+
+def test_a_late_scorer_on_a_device_refuses_all_that_wait(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call is watched, the wait for its scores included; who is told of it refuses the batch and what comes later."""
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    began, let_go, tells = threading.Event(), threading.Event(), []
+
+    def watch(self: Any, scorer: Any, tell: Any) -> Any:
+        tells.append(tell)
+        return nullcontext()
+
+    monkeypatch.setattr("tableside.serving.deadline.Deadline.watch", watch)
+    scorer = both.device["ctr"].scorer
+    assert scorer is not None and scorer.calls is not None
+    run = scorer.calls._run
+    scorer.calls._run = lambda inputs: began.set() or (let_go.wait(20) and run(inputs))  # type: ignore[func-returns-value]
+    scorer.limits = ScorerLimits(timeout_s=60.0)
+
+    async def ask() -> None:
+        batcher = Batcher(both.placer.gpu, 1, 0.0)  # type: ignore[arg-type]
+        waiting = [asyncio.ensure_future(batcher.run(*Asked("ctr", 3, n).of(both.device))) for n in range(2)]
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        tells[0](scorer)
+        for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20):
+            assert isinstance(error, ApiError) and "ctr version 1 took longer than 60 s" in error.message
+        let_go.set()
+        batcher.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_device_that_is_lost_to_a_scorer_fails_its_batch(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Whatever the scorer raised; where the device is well, requests for scores alone are refused."""
+    signals: list[int] = []
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    gpu, scorer = both.placer.gpu, both.device["ctr"].scorer
+    assert gpu is not None and scorer is not None and scorer.calls is not None
+    monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
+    monkeypatch.setattr(gpu, "is_lost", lambda: is_lost)
+
+    def fail(inputs: Any) -> Any:
+        raise TypeError("an illegal memory access was encountered")
+
+    scorer.calls._run = fail
+    found = both.on_device([Asked("ctr", 3, n, score=n > 0).of(both.device) for n in range(3)])
+    if is_lost:
+        assert all(isinstance(f, RuntimeError) and "the device was lost to the scorer of ctr version 1" in str(f) for f in found)
+        assert signals == [signal.SIGTERM]
+    else:
+        assert isinstance(found[0], Answer) and all(isinstance(f, TypeError) for f in found[1:]) and not signals
 
 
 # ---- calls of a scorer ----
