@@ -1,9 +1,11 @@
 """Scores that are computed where a GPU's lookups wrote the vectors: they are the CPU's, whatever shares the batch."""
 
 import asyncio
+import gc
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -342,18 +344,14 @@ class Replayed(DeviceCalls):
         return _Graph(Graph(), scores)
 
 
-def calls_of(most: int = 1 << 20, **more: Any) -> tuple[Replayed, list[int]]:
+def calls_of(**more: Any) -> tuple[Replayed, list[int]]:
     rows: list[int] = []
 
     def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         rows.append(len(inputs[0]))
         return (inputs[0].sum(1) + inputs[1].sum(1)).unsqueeze(1)
 
-    def admit(count: int) -> None:
-        if count > most:
-            raise ApiError(413, Kind.TOO_LARGE, "too many")
-
-    arguments = {"rows": (1, 1 << 20), "is_row_wise": True, "admit": admit, "name": "played version 3"} | more
+    arguments = {"rows": (1, 1 << 20), "is_row_wise": True, "name": "played version 3"} | more
     return Replayed(run, [4, 2], torch.device("cpu"), **arguments), rows
 
 
@@ -390,7 +388,7 @@ def test_parts_of_a_batch_and_many_rows_are_called_as_they_are(monkeypatch: pyte
 def test_scorers_that_take_no_more_rows_are_called_as_they_are(more: dict[str, Any]) -> None:
     """Programs that were exported for so many rows alone, and those that look at other rows."""
     calls, rows = calls_of(**more)
-    calls.warm_up()
+    calls.warm_up(lambda count: None)
     assert not rows
     np.testing.assert_array_equal(calls.score(fill(calls, 7, 1.0), 0, 7, True), np.full(7, 6.0))
     assert rows == [7] and not calls.captured
@@ -411,8 +409,13 @@ def test_a_scorer_that_is_not_captured_runs_without(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(("most", "graphs"), [(1 << 20, 11), (40, 6)])
 def test_graphs_of_few_rows_are_there_before_the_first_request(most: int, graphs: int) -> None:
     """As far as a call may have so many rows."""
-    calls, _ = calls_of(most)
-    calls.warm_up()
+
+    def admit(count: int) -> None:
+        if count > most:
+            raise ApiError(413, Kind.TOO_LARGE, "too many")
+
+    calls, _ = calls_of()
+    calls.warm_up(admit)
     assert calls.captured == [1 << n for n in range(graphs)]
 
 
@@ -468,9 +471,26 @@ def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, t
     with Client(on_gpu.url, retries=0) as gpu, Client(on_cpu.url, retries=0) as cpu:
         for model, ids, dense in (("ctr", IDS, {"context": CONTEXT}), ("cosine", near, {})):
             np.testing.assert_allclose(gpu.score(model, ids, dense), cpu.score(model, ids, dense), rtol=1e-5, atol=1e-7)
+        for turn in range(4):
+            ids = {"user": [[1] * turn, [3], [5]], "near": [[7], [8] * turn, [10, 11]]}
+            found, expected = (client.score("cosine", ids, compact=True) for client in (gpu, cpu))
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT.tolist()}}
         scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=30).json()["scores"] for s in (on_gpu, on_cpu)]
         np.testing.assert_allclose(*scores, rtol=1e-5)
         for client in (gpu, cpu):
             with pytest.raises(ClientError, match=r"400.*feature 'clicked': id 100 at position 2"):
                 client.score("ctr", {**IDS, "clicked": [[4, 5], [], [100]]}, {"context": CONTEXT})
+
+
+def test_a_scorer_goes_with_its_version(root: Path, tmp_path: Path) -> None:
+    """With its memory on the device, at once: no reference of its own keeps it."""
+    publish(root, tmp_path, "ctr", "dot")
+    both = Both(root, "ctr", "dot")
+    gc.disable()
+    try:
+        held = [weakref.ref(version.scorer.calls) for version in both.device.values()]  # type: ignore[union-attr]
+        both.device.clear()
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
