@@ -90,15 +90,23 @@ def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[
     return names
 
 
+def described(path: Path) -> tuple[Path, ModelSpec]:
+    """The model.toml or the checkpoint at a path, and what its load would publish. A folder may hold the model.toml.
+
+    LoaderError: it is neither, or cannot be read.
+    """
+    if os.path.isfile(path / "model.toml"):
+        path /= "model.toml"
+    return path, read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
+
+
 def _named(text: str, settings: RootSettings) -> _Named:
     path = Path(text)
     if NAME.fullmatch(text) and (Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)):
         return _Named(text)
     if not is_path(text) and not os.path.exists(path):
         return _Named(text)  # which `check_name` refuses
-    if os.path.isfile(path / "model.toml"):
-        path /= "model.toml"
-    spec = read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
+    path, spec = described(path)
     return _Named(spec.name, path, spec)
 
 

@@ -1,8 +1,10 @@
 """Commands about a server: start one, ask one that runs, and load it."""
 
 import argparse
+import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import orjson
@@ -27,10 +29,15 @@ def serve(options: argparse.Namespace) -> int:
     """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
     from tableside.serving.server import serve as run
 
+    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too, also as a container's first process
     if options.models == []:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
     return run(settings.model_copy(update={"models": load_where_named(settings.models, settings)}))
+
+
+def _end(sig: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + sig)
 
 
 def lookup(options: argparse.Namespace) -> int:
