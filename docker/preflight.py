@@ -55,7 +55,7 @@ def named(arguments: list[str]) -> list[str]:
     models, options = arguments[:end], arguments[end + 1 :]
     if option := next((m for m in models if m.startswith("-")), None):
         raise Problem(f"found option {option} among the models; expected options last: MODEL... -- {option}")
-    if not models:
+    if not models and not serves_all(options):
         raise Problem(
             "no model is named; expected the path of a model.toml or a checkpoint, or a published model's name: "
             "docker run -v FOLDER:/models:ro IMAGE /models/model.toml"
@@ -63,6 +63,11 @@ def named(arguments: list[str]) -> list[str]:
     if any(o.split("=")[0] == "--root" for o in options):
         raise Problem("found --root, which the load would not see; set TABLESIDE_ROOT instead: docker run -e")
     return models
+
+
+def serves_all(options: list[str]) -> bool:
+    """Whether the server is to follow the root, whatever is published there."""
+    return "--all" in options or os.environ.get("TABLESIDE_ALL", "").lower() in ("1", "true", "yes", "on")
 
 
 def read(path: Path) -> ModelSpec:

@@ -16,6 +16,7 @@ from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
+from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import needs_torch
@@ -61,8 +62,8 @@ def _bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ServingError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, in a folder that this "
-            "user may write to, or end what listens there"
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, in a folder that "
+            "this user may write to, or end what listens there"
         ) from error
     finally:
         os.umask(before)
@@ -105,8 +106,12 @@ def serve(
 
     LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
     """
-    if not settings.models:
-        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ...")
+    if settings.all:
+        if settings.models:
+            raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
+        settings = settings.model_copy(update={"models": published_models(settings)})
+    elif not settings.models:
+        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
@@ -122,7 +127,10 @@ def serve(
             f"--workers {len(settings.devices)}"
         )
     sock = bind(settings)
-    what = f"{', '.join(settings.models)} on {_url(sock)}"
+    named = ", ".join(settings.models)
+    if settings.all:
+        named = f"all models of {settings.root} ({named or 'none yet'})"
+    what = f"{named} on {_url(sock)}"
     where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
     how = f"{settings.workers} workers, lookups on {where}"
     try:
@@ -135,7 +143,8 @@ def serve(
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
             config = WorkerConfig(settings, make, RegionRegistry() if settings.allow_client_shm else None)
-            return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})")).run()
+            following = Following(settings, settings.models) if settings.all else None
+            return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)

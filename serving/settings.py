@@ -37,6 +37,11 @@ class ServerSettings(RootSettings):
     """What `tableside serve` runs with."""
 
     models: Annotated[tuple[str, ...], NoDecode] = Field((), description="published models to serve, separated by commas")
+    all: bool = Field(
+        False,
+        description="serve every model of the root, those that are published later too, until they are removed; each change "
+        "replaces the workers one by one",
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     uds: Path | None = Field(

@@ -40,7 +40,8 @@ class Connection:
         self.sock, self.fd = sock, sock.fileno()
         # Of TLS a call takes one record at most, which the buffer holds, so that nothing is left where epoll does not see it.
         is_tls = isinstance(sock, ssl.SSLSocket)
-        self.recv_into, self.send = (_blocking(sock.recv_into), _blocking(sock.send)) if is_tls else (sock.recv_into, sock.send)
+        self.recv_into: Callable[[Any], int] = _blocking(sock.recv_into) if is_tls else sock.recv_into
+        self.send: Callable[[Any], int] = _blocking(sock.send) if is_tls else sock.send
         self.sent_at, self.unsent = 0.0, memoryview(b"")
         self.status, self.begun, self.missing = 0, b"", 0
         self.is_checked = is_checked

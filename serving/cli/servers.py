@@ -29,7 +29,7 @@ def serve(options: argparse.Namespace) -> int:
     """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
     from tableside.serving.server import serve as run
 
-    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too, also as a container's first process
+    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too
     if options.models == []:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
@@ -115,9 +115,7 @@ def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, 
     return {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s, **latencies, **counts}
 
 
-def _in_turns(
-    options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]
-) -> dict[Form, Load]:
+def _in_turns(options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
     """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
     turns = 1 if len(requests) == 1 else _TURNS
     loads: dict[Form, list[Load]] = {form: [] for form in requests}

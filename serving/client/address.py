@@ -1,8 +1,8 @@
 """Where a server is, and what every request to it says: the base URL, headers of the caller's, the authorities that are trusted.
 
-    http://HOST:PORT/PREFIX     TCP; https: TLS, its certificate checked
-    http://USER:SECRET@HOST     with an Authorization header
-    unix:PATH                   a Unix socket on this host (`tableside serve --uds PATH`)
+http://HOST:PORT/PREFIX     TCP; https: TLS, its certificate checked
+http://USER:SECRET@HOST     with an Authorization header
+unix:PATH                   a Unix socket on this host (`tableside serve --uds PATH`)
 """
 
 import os
@@ -26,7 +26,8 @@ _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _VALUE = re.compile(r"[\t -~]*")
 # What the client writes itself: a second one would change where a request ends, or what its body is.
 _OURS = {
-    "connection", "content-encoding", "content-length", "content-type", "host", "inference-header-content-length", "transfer-encoding",
+    "connection", "content-encoding", "content-length", "content-type", "host", "inference-header-content-length",
+    "transfer-encoding",
 }  # fmt: skip
 
 
@@ -119,7 +120,9 @@ class Address:
 
 def _checked(name: str, value: str) -> str:
     if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-        raise ValueError(f"header {name!r} cannot be sent; expected a name of letters, digits and -, and a value of ASCII in one line")
+        raise ValueError(
+            f"header {name!r} cannot be sent; expected a name of letters, digits and -, and a value of ASCII in one line"
+        )
     if name.lower() in _OURS:
         raise ValueError(f"header {name!r} is the client's own to write; leave it out")
     return value.strip()

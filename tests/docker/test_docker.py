@@ -214,6 +214,13 @@ def test_no_model_is_named(root: Path) -> None:
     assert "no model is named" in refused(root, "--", "--workers", "2")
 
 
+@pytest.mark.parametrize(("arguments", "variables"), [(["--", "--all"], {}), ([], {"TABLESIDE_ALL": "true"})])
+def test_a_server_of_all_models_needs_no_name(root: Path, arguments: list[str], variables: dict[str, str]) -> None:
+    command = [sys.executable, str(PREFLIGHT), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment(root, **variables), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 def test_option_before_the_dashes(root: Path) -> None:
     line = refused(root, "ads", "--workers", "2")
     assert "found option --workers among the models" in line

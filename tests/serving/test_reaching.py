@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 import stat
 import subprocess
@@ -116,7 +115,10 @@ def path() -> Iterator[Path]:
         yield Path(folder) / "s"
 
 
-def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, start_on: Callable[..., "subprocess.Popen[str]"]) -> None:
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, start_on: Start) -> None:
     """Client, load generator and curl's way; user and group alone may connect; the path goes when the server ends."""
     process = start_on(server.root, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -136,9 +138,7 @@ def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, sta
     assert not path.exists()
 
 
-def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(
-    server: Server, path: Path, start_on: Callable[..., "subprocess.Popen[str]"]
-) -> None:
+def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(server: Server, path: Path, start_on: Start) -> None:
     """A server that listens there keeps its socket; one that a killed server left, and nobody hears, goes; a file stays."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(str(path))
@@ -155,13 +155,13 @@ def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(
 
 
 @pytest.fixture
-def start_on() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+def start_on() -> Iterator[Start]:
     """start_on(root, path) -> a server of the demo model on a Unix socket, once it says that it serves."""
     started: list[subprocess.Popen[str]] = []
 
     def run(root: Path, path: Path) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "tableside", "serve", "demo", "--root", str(root), "--uds", str(path), "--drain-s", "0"]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ}))
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
         stdout = started[-1].stdout
         assert stdout is not None and f" on unix:{path} " in stdout.readline()
         return started[-1]
