@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check wheel bench plots figures \
+.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign claims clean
 
 help:            ## what there is
@@ -100,6 +100,14 @@ check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and exa
 	@mkdir -p build/types/tableside
 	@ln -sfn $(CURDIR)/tableside/*.py $(CURDIR)/quant $(CURDIR)/loader $(CURDIR)/serving build/types/tableside
 	@$(BIN)/mypy && $(BIN)/mypy benchmarks/*.py && $(BIN)/mypy campaigns examples
+
+# Needs root, buildah and, with BASE=--base-from-host, mmdebstrap; without BASE the base comes from its registry.
+IMAGES ?= slim
+BASE ?=
+image:           ## builds the image without torch in a chroot, and runs it (IMAGES="slim cpu", BASE=--base-from-host)
+	@$(PYTHON) docker/build_image.py $(IMAGES) $(BASE)
+	@$(MAKE) --no-print-directory dev
+	@$(BIN)/python -m pytest -q tests/docker/test_images.py
 
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh

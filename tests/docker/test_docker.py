@@ -28,6 +28,9 @@ from support import end, rows_of, until
 from tableside.loader.load import load
 from tableside.loader.model import read_model
 from tableside.quant import RowFormat
+from tableside.serving import supervisor
+from tableside.serving.settings import ServerSettings
+from tableside.serving.sizes import parse_bytes
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
@@ -44,6 +47,7 @@ Run = subprocess.CompletedProcess[str]
 def stages() -> dict[str, list[tuple[str, str]]]:
     """The Dockerfile's stages: name -> (INSTRUCTION, rest of the line), those of its base stage first."""
     text = re.sub(r"^\s*#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    text = text[text.index("FROM ") :]
     found: dict[str, list[tuple[str, str]]] = {}
     for line in re.sub(r"\\\n", "", text).splitlines():
         instruction, _, rest = line.partition(" ")
@@ -85,8 +89,8 @@ def test_script_parses_and_may_be_executed(script: Path) -> None:
     subprocess.run([shell, "-n", script], timeout=10, check=True)
 
 
-@pytest.mark.parametrize(("target", "extra"), [("cpu", "torch"), ("cuda", "gpu")])
-def test_image_is_small_unprivileged_and_checked(target: str, extra: str) -> None:
+@pytest.mark.parametrize(("target", "extras"), [("slim", ""), ("cpu", "torch,eval"), ("cuda", "gpu,eval")])
+def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> None:
     """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when it is healthy."""
     assert int(last(target, "USER")) > 0
     assert last(target, "EXPOSE") == "8000"
@@ -95,9 +99,9 @@ def test_image_is_small_unprivileged_and_checked(target: str, extra: str) -> Non
     commands = " ".join(rest for name, rest in stages()[target] if name == "RUN")
     assert ("gcc" in commands) == (target == "cuda")
     assert commands.count("apt-get install") == commands.count("rm -rf /var/lib/apt/lists/*") == (target == "cuda")
-    assert f"[{extra}]" in commands
+    assert re.findall(r"\[([a-z,]+)\]", commands) == [e for e in [extras] if e]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert extra in project["optional-dependencies"]
+    assert {e for e in extras.split(",") if e} <= set(project["optional-dependencies"])
 
 
 def test_builder_gets_every_package_and_installs_no_compiler() -> None:
@@ -126,9 +130,14 @@ def test_nothing_is_fetched_by_a_url_and_no_image_is_latest() -> None:
     """No ADD, no host in a tracked file but this machine's, and a tag on every image."""
     assert not [1 for stage in stages().values() for name, _ in stage if name == "ADD"]
     assert "://" not in "".join(p.read_text() for p in DOCKER.iterdir() if p.is_file())
-    images = re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    images = [image for image in images if image not in stages()]
-    images += [s["image"] for s in compose()["services"].values() if "image" in s]
+    text = (DOCKER / "Dockerfile").read_text()
+    based_on = {image for image in re.findall(r"^FROM (\S+)", text, re.MULTILINE) if image not in stages()}
+    assert based_on == {"${PYTHON_IMAGE}"}  # a digest of it can be given where images are built
+    images = re.findall(r"^ARG PYTHON_IMAGE=(\S+)", text, re.MULTILINE)
+    choices = [s["image"] for s in compose()["services"].values() if "image" in s]
+    choices.append(compose()["services"]["tableside"]["build"]["args"]["PYTHON_IMAGE"])
+    images += [re.fullmatch(r"\$\{\w+_IMAGE:-(.+)\}", choice)[1] for choice in choices]  # type: ignore[index]
+    assert images[0] == images[-1]
     assert all(re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", image) for image in images)
 
 
@@ -142,13 +151,31 @@ def test_compose_runs_the_server() -> None:
     service = compose()["services"]["tableside"]
     assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
     assert service["build"]["target"] in stages()
-    assert list(service["build"]["args"]) == [last("cpu", "ARG").rstrip("=")]
+    assert last("cpu", "ARG").rstrip("=") in service["build"]["args"]
     assert int(service["shm_size"].removesuffix("gb")) >= 1
     assert service["ulimits"]["memlock"] == -1
     assert service["ports"] == ["127.0.0.1:8000:8000"]
     assert [v.rsplit(":", 2)[1:] for v in service["volumes"]] == [["/models", "ro"]]
     assert all(m.startswith("/models/") for m in service["command"])
     assert "disable" not in service["healthcheck"]
+
+
+@pytest.mark.parametrize("name", ["tableside", "prometheus"])
+def test_compose_confines_its_services(name: str) -> None:
+    """They come back after a crash, hold no capability, write to no image, and have a bound on memory and logs."""
+    service = compose()["services"][name]
+    assert service["restart"] == "unless-stopped" and service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["logging"]["options"]["max-size"]
+
+
+def test_compose_waits_for_an_orderly_end() -> None:
+    """Longer than drain, the running requests and the supervisor's patience; what lies in /dev/shm counts as memory."""
+    service, settings = compose()["services"]["tableside"], ServerSettings(models=())
+    patience_s = settings.drain_s + settings.shutdown_timeout_s + supervisor._GRACE_S
+    assert float(service["stop_grace_period"].removesuffix("s")) > patience_s
+    assert parse_bytes(service["mem_limit"].upper()) > parse_bytes(service["shm_size"].upper()) + (512 << 20)
+    assert [m.partition(":")[0] for m in service["tmpfs"]] == ["/tmp"]  # the forkserver's socket lies there
 
 
 def test_prometheus_scrapes_the_server() -> None:
