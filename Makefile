@@ -112,6 +112,9 @@ image:           ## builds the image without torch in a chroot, and runs it (IMA
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh
 
+docs: dev        ## the pages of docs/ as a site in build/site, built offline; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "build/site/index.html"
+
 bench: dev       ## the benchmarks that need no GPU; results go to benchmarks/results (TRIAL=1: nowhere)
 	@$(BIN)/python benchmarks/run_all.py
 

@@ -1,8 +1,8 @@
 """Builds the images with buildah, which needs neither a daemon nor BuildKit: `make image`.
 
-    python docker/build_image.py slim cpu                       # from the base that the Dockerfile names, pulled from its registry
-    python docker/build_image.py slim --base-from-host          # from a base made of this Debian host's packages, without a registry
-    python docker/build_image.py slim --storage build/images    # where images lie; `buildah --root build/images/root images` lists
+    python docker/build_image.py slim cpu                       # from the base that the Dockerfile names, of its registry
+    python docker/build_image.py slim --base-from-host          # from a base of this Debian host's packages, without a registry
+    python docker/build_image.py slim --storage build/images    # where images lie: buildah --root build/images/root images
 
 Steps run in a chroot, as root, and see the pip configuration, certificates and local package folders of this host. So an image is
 built wherever `pip install` works. What is built is for trials: images that are published are built from a pinned base.
@@ -79,7 +79,7 @@ def base_from_host(buildah: Buildah) -> str:
 
 
 def pip_volumes() -> list[str]:
-    """What the steps need to see of this host so that pip finds there what it finds here: configuration, certificates, folders."""
+    """What the steps see of this host, so that pip finds there what it finds here: configuration, certificates, folders."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "debug"], capture_output=True, text=True, check=False).stdout
     files = re.findall(r"^\s+(/\S+), exists: True$", listed, re.MULTILINE)
     values = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False).stdout
@@ -93,9 +93,8 @@ def pip_volumes() -> list[str]:
 def build(buildah: Buildah, target: str, base: str | None) -> str:
     """Builds one target; the image's name."""
     name = f"localhost/tableside:{target}"
-    options = [f"--volume={v}" for v in pip_volumes()] + [
-        "--build-arg=PIP_EXTRA_INDEX_URL=" + os.environ.get("PIP_EXTRA_INDEX_URL", "")
-    ]
+    index = os.environ.get("PIP_EXTRA_INDEX_URL", "")
+    options = [f"--volume={v}" for v in pip_volumes()] + [f"--build-arg=PIP_EXTRA_INDEX_URL={index}"]
     if base is not None:
         options += [f"--build-arg=PYTHON_IMAGE={base}", "--pull-never"]
     ignored = ["--ignorefile", str(DOCKERFILE) + ".dockerignore", "--format", "docker"]  # the format that has HEALTHCHECK

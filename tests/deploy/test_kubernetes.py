@@ -1,7 +1,7 @@
 """deploy/kubernetes: against Kubernetes's own schemas, against each other, and against the real server.
 
-The schemas of Kubernetes's kinds come with kubernetes-validate. Those of the operators' kinds (ServiceMonitor, ServingRuntime) do not,
-so their fields are compared with lists from their API references.
+The schemas of Kubernetes's kinds come with kubernetes-validate. Those of the operators' kinds (ServiceMonitor, ServingRuntime) do
+not, so their fields are compared with lists from their API references.
 """
 
 import os

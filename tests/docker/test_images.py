@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -67,38 +66,42 @@ def test_what_an_image_has(buildah: Any, container: tuple[str, str]) -> None:
         assert buildah.size_bytes(f"localhost/tableside:{target}") < SLIM_BYTES
 
 
-def test_an_image_loads_and_serves(buildah: Any, container: tuple[str, str], tmp_path: Path) -> None:
-    """From a volume that it only reads, into a /dev/shm of its own; SIGTERM ends it with 0, and the image is left as it was."""
-    target, name = container
+def test_an_image_loads_and_serves(buildah: Any, container: tuple[str, str], root: Path, tmp_path: Path) -> None:
+    """From a volume that it only reads, as its own user; SIGTERM ends it with 0. A chroot has the host's /dev/shm."""
+    _, name = container
     values = np.random.default_rng(0).standard_normal((100, 16)).astype(np.float32)
-    models, shm = tmp_path / "models", tmp_path / "shm"
-    models.mkdir()
-    shm.mkdir()
-    shm.chmod(0o1777)
-    tmp_path.chmod(0o755)
-    np.savez(models / "c.npz", user=values)
-    (models / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n')
+    np.savez(tmp_path / "c.npz", user=values)
+    (tmp_path / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n')
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
     port = free_port()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m,mode=1777", "tmpfs", str(shm)], check=True)
-    options = ["--volume", f"{models}:/models:ro", "--volume", f"{shm}:/dev/shm", "--env", f"TABLESIDE_PORT={port}"]
-    entry = ["/opt/tableside/entrypoint.sh", "/models/model.toml", "--", "--workers", "2"]
-    command = buildah.command("run", *options, name, "--", *entry)
-    try:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=buildah.environment) as p:
-            log: list[str] = []
-            threading.Thread(target=lambda: log.extend(p.stdout or [])).start()
-            url = f"http://127.0.0.1:{port}"
-            until(lambda: p.poll() is not None or is_ready(url), 90, "readiness")
-            assert p.poll() is None, "".join(log)
+    url, variables = f"http://127.0.0.1:{port}", {"TABLESIDE_PORT": str(port), "TABLESIDE_ROOT": str(root)}
+    options = ["--volume", f"{tmp_path}:/models:ro", *(f"--env={n}={v}" for n, v in variables.items())]
+    command = buildah.command(
+        "run", *options, name, "--", "/opt/tableside/entrypoint.sh", "/models/model.toml", "--", "--workers", "2"
+    )
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=buildah.environment)
+        try:
+            until(lambda: process.poll() is not None or is_ready(url), 90, "readiness")
+            assert process.poll() is None, (tmp_path / "log").read_text()
             body = {"model": "ads", "features": {"user": [[3, 5]]}}
             (found,) = httpx.post(f"{url}/v1/lookup", json=body, trust_env=False).json()["vectors"]["user"]
             np.testing.assert_allclose(found, values[3] + values[5], rtol=1e-6)
-            assert [f.name for f in (shm / "tableside" / "ads").glob("*.segment")] == ["1.segment"]
-            (supervisor,) = [pid for pid in processes_of("tableside serve") if f"TABLESIDE_PORT={port}" in environ(pid)]
+            assert [(f.name, f.stat().st_uid) for f in (root / "ads").glob("*.segment")] == [("1.segment", 10001)]
+            supervisor = supervisor_of(port)
             os.kill(supervisor, signal.SIGTERM)
-            assert p.wait(60) == 0, "".join(log)
-    finally:
-        subprocess.run(["umount", "--lazy", str(shm)], check=True)
+            assert process.wait(60) == 0, (tmp_path / "log").read_text()
+        finally:
+            if process.poll() is None:
+                os.kill(supervisor_of(port), signal.SIGKILL)
+                process.wait(60)
+
+
+def supervisor_of(port: int) -> int:
+    """The process of `tableside serve` that was given the port by its environment and has no parent of that name."""
+    (found,) = [pid for pid in processes_of("tableside serve") if f"TABLESIDE_PORT={port}" in environ(pid)]
+    return found
 
 
 def free_port() -> int:
