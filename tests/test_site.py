@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from servers import Server, running
+from support import run_tableside
 
 TOP = Path(__file__).parent.parent
 
@@ -112,9 +113,7 @@ def test_an_unchanged_triton_client_asks_as_the_page_says(server: Server) -> Non
 def test_settings_and_metrics_that_the_page_names_exist(server: Server) -> None:
     """Options of commands, and names of metrics that a server shows."""
     text = (TOP / "docs/from-triton.md").read_text()
-    shown = subprocess.run(
-        [sys.executable, "-m", "tableside", "serve", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    shown = run_tableside("serve", "--help").stdout
     options = set(re.findall(r"`(--[a-z-]+)", text)) - {"--model-control-mode"}
     assert len(options) > 5 and all(option in shown for option in options)
     metrics = server.get("/metrics").text
