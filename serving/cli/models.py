@@ -113,10 +113,10 @@ def _named(text: str, settings: RootSettings) -> _Named:
 def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
     """Loads a model in a process of its own, as `tableside load` does. ServingError: it failed, and has said why."""
     with tempfile.TemporaryDirectory() as folder:
-        described = path
+        toml = path
         if path.suffix != ".toml":
-            described = Path(folder) / "model.toml"
-            described.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
+            toml = Path(folder) / "model.toml"
+            toml.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
             tables = ", ".join(t.name for t in spec.tables)
             errors.print(
                 f"{path} has no model.toml, so each table that is found is int8 and a sum-pooled feature ({tables}); "
@@ -124,7 +124,7 @@ def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
                 markup=False,
             )
         errors.print(f"loading {path} as {spec.name}", markup=False)
-        command = [sys.executable, "-m", "tableside", "load", str(described), "--root", str(settings.root)]
+        command = [sys.executable, "-m", "tableside", "load", str(toml), "--root", str(settings.root)]
         command += [] if settings.owner is None else ["--owner", settings.owner]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             raise ServingError(f"{path} was not loaded, so nothing is served")
