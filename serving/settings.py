@@ -15,11 +15,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from tableside.loader.nearest import did_you_mean
 from tableside.loader.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER
-from tableside.serving.client.address import URL_VARIABLE
 from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
-_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", URL_VARIABLE}  # variables that setup.py, the images and the client read
+_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that setup.py, the images and the client read
 _SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 

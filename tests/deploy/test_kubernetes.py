@@ -209,14 +209,12 @@ def pod(root: Path, tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[byt
         ours = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "TMPDIR": temporary}
         ours |= {"TABLESIDE_HOST": "127.0.0.1", "TABLESIDE_PORT": str(port), "TABLESIDE_ROOT": str(root)}
         variables = {**os.environ, **environment(container), "TABLESIDE_DRAIN_S": "1", **ours}
-        with subprocess.Popen(
-            [str(ENTRYPOINT), *arguments], env=variables, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        ) as p:
+        with (tmp_path / "log").open("w") as log, subprocess.Popen([str(ENTRYPOINT), *arguments], env=variables, stderr=log) as p:
             yield f"http://127.0.0.1:{port}", p
             p.kill()
 
 
-def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"]) -> None:
+def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"], tmp_path: Path) -> None:
     """Start, readiness and liveness as the manifest asks; readiness goes first when the pod ends, and the exit code is 0.
 
     The autoscaler's series is in /metrics under the path that the monitor scrapes.
@@ -225,7 +223,7 @@ def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"]
     container = CONTAINERS["Deployment"]
     paths = {p: container[f"{p}Probe"]["httpGet"]["path"] for p in ("startup", "readiness", "liveness")}
     until(lambda: process.poll() is not None or status(url + paths["startup"]) == 200, 60, "the startup probe")
-    assert process.poll() is None
+    assert process.poll() is None, (tmp_path / "log").read_text()
     assert [status(url + path) for path in paths.values()] == [200, 200, 200]
     asked = httpx.post(f"{url}/v1/lookup", json={"model": "ads", "features": {"user": [[1]]}}, trust_env=False)
     assert asked.status_code == 200
