@@ -66,42 +66,53 @@ def test_what_an_image_has(buildah: Any, container: tuple[str, str]) -> None:
         assert buildah.size_bytes(f"localhost/tableside:{target}") < SLIM_BYTES
 
 
-def test_an_image_loads_and_serves(buildah: Any, container: tuple[str, str], root: Path, tmp_path: Path) -> None:
-    """From a volume that it only reads, as its own user; SIGTERM ends it with 0. A chroot has the host's /dev/shm."""
+# What an engine does for a container of compose.yaml or of the manifests, in a mount namespace: root and models are read-only,
+# /dev/shm and /tmp are memory, the user is the image's, with no capability. Everything is exec, so that signals arrive.
+CONFINED = """
+set -e
+cd "$0"
+mount --bind "$0" "$0"
+mount --bind /dev "$0/dev"
+mount -t tmpfs -o size=64m,mode=1777 tmpfs "$0/dev/shm"
+mount -t tmpfs -o size=64m,mode=1777 tmpfs "$0/tmp"
+mount --bind "$1" "$0/mnt"
+mount -o remount,bind,ro "$0/mnt"
+mount --rbind /proc "$0/proc"
+mount -o remount,bind,ro "$0"
+shift
+exec chroot "$PWD" setpriv --reuid 10001 --regid 10001 --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs \\
+    env -i PATH=/usr/local/bin:/usr/bin:/bin "$@"
+"""
+
+
+def test_an_image_loads_and_serves_confined(buildah: Any, container: tuple[str, str], tmp_path: Path) -> None:
+    """As compose and the manifests run it; it holds no capability, and SIGTERM ends it with 0."""
     _, name = container
     values = np.random.default_rng(0).standard_normal((100, 16)).astype(np.float32)
-    np.savez(tmp_path / "c.npz", user=values)
-    (tmp_path / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n')
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    models = tmp_path / "models"
+    models.mkdir()
+    np.savez(models / "c.npz", user=values)
+    (models / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n')
     port = free_port()
-    url, variables = f"http://127.0.0.1:{port}", {"TABLESIDE_PORT": str(port), "TABLESIDE_ROOT": str(root)}
-    options = ["--volume", f"{tmp_path}:/models:ro", *(f"--env={n}={v}" for n, v in variables.items())]
-    command = buildah.command(
-        "run", *options, name, "--", "/opt/tableside/entrypoint.sh", "/models/model.toml", "--", "--workers", "2"
-    )
-    with (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=buildah.environment)
+    url = f"http://127.0.0.1:{port}"
+    entry = [f"TABLESIDE_PORT={port}", "TABLESIDE_WORKERS=2", "/opt/tableside/entrypoint.sh", "/mnt/model.toml"]
+    mounted = buildah.run("mount", name)
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(["unshare", "--mount", "sh", "-c", CONFINED, mounted, models, *entry], stdout=log, stderr=log)
         try:
             until(lambda: process.poll() is not None or is_ready(url), 90, "readiness")
             assert process.poll() is None, (tmp_path / "log").read_text()
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            assert "Uid:\t10001\t" in status and "CapEff:\t0000000000000000\n" in status and "NoNewPrivs:\t1\n" in status
             body = {"model": "ads", "features": {"user": [[3, 5]]}}
             (found,) = httpx.post(f"{url}/v1/lookup", json=body, trust_env=False).json()["vectors"]["user"]
             np.testing.assert_allclose(found, values[3] + values[5], rtol=1e-6)
-            assert [(f.name, f.stat().st_uid) for f in (root / "ads").glob("*.segment")] == [("1.segment", 10001)]
-            supervisor = supervisor_of(port)
-            os.kill(supervisor, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, (tmp_path / "log").read_text()
         finally:
-            if process.poll() is None:
-                os.kill(supervisor_of(port), signal.SIGKILL)
-                process.wait(60)
-
-
-def supervisor_of(port: int) -> int:
-    """The process of `tableside serve` that was given the port by its environment and has no parent of that name."""
-    (found,) = [pid for pid in processes_of("tableside serve") if f"TABLESIDE_PORT={port}" in environ(pid)]
-    return found
+            process.kill()
+            process.wait()
+            buildah.run("umount", name)
 
 
 def free_port() -> int:
@@ -115,23 +126,3 @@ def is_ready(url: str) -> bool:
         return httpx.get(f"{url}/v2/health/ready", trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def processes_of(command: str) -> list[int]:
-    """Processes whose command line has these words, in this order, after the interpreter's name."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if " ".join(w.decode(errors="replace").rpartition("/")[2] for w in words[1:3]) == command:
-            found.append(int(path.parent.name))
-    return found
-
-
-def environ(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
