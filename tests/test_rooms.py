@@ -54,7 +54,7 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "metrics_files", "metrics", "deadline", "scoring", "device_scores", "admission", "executors", "batching"),
     *("scrub", "service", "evaluation", "modules"),
-    *("http", "worker", "supervisor", "server", "preload", "cli"),
+    *("http", "worker", "following", "supervisor", "server", "preload", "cli"),
 )
 
 
