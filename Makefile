@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check wheel bench plots figures \
+.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign claims clean
 
 help:            ## what there is
@@ -101,8 +101,19 @@ check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and exa
 	@ln -sfn $(CURDIR)/tableside/*.py $(CURDIR)/quant $(CURDIR)/loader $(CURDIR)/serving build/types/tableside
 	@$(BIN)/mypy && $(BIN)/mypy benchmarks/*.py && $(BIN)/mypy campaigns examples
 
+# Needs root, buildah and, with BASE=--base-from-host, mmdebstrap; without BASE the base comes from its registry.
+IMAGES ?= slim
+BASE ?=
+image:           ## builds the image without torch in a chroot, and runs it (IMAGES="slim cpu", BASE=--base-from-host)
+	@$(PYTHON) docker/build_image.py $(IMAGES) $(BASE)
+	@$(MAKE) --no-print-directory dev
+	@$(BIN)/python -m pytest -q tests/docker/test_images.py
+
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh
+
+docs: dev        ## the pages of docs/ as a site in build/site, built offline; a link that leads nowhere fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "build/site/index.html"
 
 bench: dev       ## the benchmarks that need no GPU; results go to benchmarks/results (TRIAL=1: nowhere)
 	@$(BIN)/python benchmarks/run_all.py

@@ -10,7 +10,7 @@ from cache_workload import DEVICE, INDEX_BYTES, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.jobs import CachedLookup, write_jobs
+from tableside.quant.cache.jobs import CachedLookup, cached_rows, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
 
 
@@ -31,7 +31,7 @@ def index() -> list[dict[str, Any]]:
         number = cache.register(table.data_ptr(), rows, 16)
         total = cache.slots
         order = torch.randperm(rows, device=DEVICE)
-        written, jobs = write_jobs([CachedLookup(number, 0, keys, 0)], False)
+        written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, keys, 0)]), False)
         memory = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(DEVICE)
         launched = jobs.placed(memory.data_ptr())
 

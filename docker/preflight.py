@@ -1,7 +1,7 @@
 """Looks, before anything slow, whether a container can load and serve the models that it was started with.
 
-Prints their names, one a line. Where something is missing: one line on stderr that says what was found, what is needed and
-what to change, and exit code 1. Never imports torch, which takes seconds.
+Prints nothing. Where something is missing: one line on stderr that says what was found, what is needed and what to change, and
+exit code 1. Never imports torch, which takes seconds.
 """
 
 import os
@@ -13,9 +13,10 @@ from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.header import plan_tables
 from tableside.loader.memory import available_bytes
-from tableside.loader.model import ModelSpec, read_model
+from tableside.loader.model import ModelSpec
 from tableside.loader.versions import DEFAULT_ROOT, Model
 from tableside.quant import QuantError
+from tableside.serving.cli.models import described
 
 MIB = 1 << 20
 
@@ -40,13 +41,11 @@ def main(arguments: list[str]) -> int:
     except (Problem, LoaderError, QuantError, OSError) as error:
         print("tableside:", " ".join(str(error).split()), file=sys.stderr)
         return 1
-    names = iter([spec.name for spec in specs])
-    print("\n".join(next(names) if is_path(m) else m for m in models))
     return 0
 
 
 def is_path(model: str) -> bool:
-    """Whether an argument is the path of a model.toml: a model's name holds neither character."""
+    """Whether an argument is the path of a model.toml or a checkpoint: a model's name holds neither character."""
     return "." in model or "/" in model
 
 
@@ -56,9 +55,9 @@ def named(arguments: list[str]) -> list[str]:
     models, options = arguments[:end], arguments[end + 1 :]
     if option := next((m for m in models if m.startswith("-")), None):
         raise Problem(f"found option {option} among the models; expected options last: MODEL... -- {option}")
-    if not models:
+    if not models and not serves_all(options):
         raise Problem(
-            "no model is named; expected the path of a model.toml or a published model's name: "
+            "no model is named; expected the path of a model.toml or a checkpoint, or a published model's name: "
             "docker run -v FOLDER:/models:ro IMAGE /models/model.toml"
         )
     if any(o.split("=")[0] == "--root" for o in options):
@@ -66,9 +65,14 @@ def named(arguments: list[str]) -> list[str]:
     return models
 
 
+def serves_all(options: list[str]) -> bool:
+    """Whether the server is to follow the root, whatever is published there."""
+    return "--all" in options or os.environ.get("TABLESIDE_ALL", "").lower() in ("1", "true", "yes", "on")
+
+
 def read(path: Path) -> ModelSpec:
     """The model at `path`, whose checkpoint is there."""
-    spec = read_model(present(path, "model"))
+    _, spec = described(present(path, "model"))
     present(spec.checkpoint, "checkpoint")
     return spec
 

@@ -48,7 +48,7 @@ class DeviceCalls:
     """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same one.
 
     run: the scorer. row_bytes: of each input, int64. rows: the fewest and the most that it takes. is_row_wise: a row's score does
-    not depend on the others. admit: as `Scorer.admit`.
+    not depend on the others.
     """
 
     def __init__(
@@ -59,11 +59,9 @@ class DeviceCalls:
         *,
         rows: tuple[int, int],
         is_row_wise: bool,
-        admit: Callable[[int], object],
         name: str,
     ) -> None:
         self._run, self._widths, self.device, self._rows, self._name = run, widths, device, rows, name
-        self._admit = admit
         self.row_bytes = 4 * np.array(widths, np.int64)
         self._captures = is_row_wise and device.type == "cuda"
         self._rooms: dict[int, Room] = {}
@@ -93,13 +91,13 @@ class DeviceCalls:
             graph.graph.replay()
             return _to_host(graph.scores[:rows])
 
-    def warm_up(self) -> None:
-        """Makes the graphs of few rows, as far as the scorer may take them."""
+    def warm_up(self, admit: Callable[[int], object]) -> None:
+        """Makes the graphs of few rows, as far as the scorer may take them. admit: `Scorer.admit`."""
         rows = 1
         while rows <= WARM_ROWS and self._captures:
             if self._rows[0] <= rows <= self._rows[1]:
                 try:
-                    self._admit(rows)
+                    admit(rows)
                 except ApiError:
                     return  # nor may it take more
                 room = self.room(rows)

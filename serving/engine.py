@@ -7,6 +7,7 @@ replaced version stays mapped until its last request is done, and then goes.
 import logging
 import time
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError
@@ -118,7 +119,7 @@ class Engine:
             )
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
-                self._placer.gpu.warm_up_follower(served.scorer.calls.warm_up)
+                self._placer.gpu.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise

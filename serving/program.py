@@ -83,14 +83,14 @@ class ProgramScorer(Scorer):
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
     def on_device(self) -> DeviceCalls:
-        """Its calls with rows that are on its device."""
+        """Its calls with rows that are on its device. They do not hold this object, which holds them."""
+        runner = self._runner
         return DeviceCalls(
-            lambda inputs: self._runner(*inputs),
+            lambda inputs: runner(*inputs),
             self.widths,
             self._device,
             rows=self._program.rows,
             is_row_wise=self.is_row_wise,
-            admit=self.admit,
             name=self.name,
         )
 
@@ -139,6 +139,5 @@ def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
         torch.device(device),
         rows=(0, _MOST_ROWS),
         is_row_wise=True,
-        admit=scorer.admit,
         name=scorer.name,
     )

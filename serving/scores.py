@@ -42,8 +42,10 @@ class Scoring:
         """The vectors among the sources as a device takes them: int64 [outputs, fields of `quant.gpu.follower.VectorField`]."""
         if self.known_vectors is not None:
             return self.known_vectors
-        found = [(s.at, int(s.half), s.shape[0] * s.shape[1]) for s in self.sources if isinstance(s, Output)]
-        return np.array(found, np.int64).reshape(-1, 3)
+        found = [
+            (s.at, int(s.half), s.shape[1], s.row_values, s.shape[0] * s.shape[1]) for s in self.sources if isinstance(s, Output)
+        ]
+        return np.array(found, np.int64).reshape(-1, 5)
 
     @cached_property
     def in_place(self) -> InPlace | None:

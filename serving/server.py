@@ -5,14 +5,18 @@ a fraction of a second. Each attaches the models itself.
 """
 
 import contextlib
+import errno
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
+from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
 from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
@@ -21,16 +25,20 @@ from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
 
+_BACKLOG = 2048
+
 
 def bind(settings: ServerSettings) -> socket.socket:
     """The listening socket; ServingError where the address is taken or not ours."""
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setblocking(False)
         sock.bind((settings.host, settings.port))
-        sock.listen(2048)  # also finds an address that another server listens on
+        sock.listen(_BACKLOG)  # also finds an address that another server listens on
     except OSError as error:
         sock.close()
         raise ServingError(
@@ -38,6 +46,51 @@ def bind(settings: ServerSettings) -> socket.socket:
             "choose another --port or --host, or end what holds it"
         ) from error
     return sock
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket in the file system, which the user and the group of this process may connect to.
+
+    One that a killed server left is replaced. ServingError: a server listens there, or the path is something else.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        sock.setblocking(False)
+        _remove_unheard(path)
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ServingError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, in a folder that "
+            "this user may write to, or end what listens there"
+        ) from error
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _remove_unheard(path: Path) -> None:
+    """Removes a socket that nobody listens on. OSError: somebody does. What is no socket is left, and `bind` refuses it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise FileExistsError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _url(sock: socket.socket) -> str:
+    """Where clients find a listening socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _say(line: str) -> None:
@@ -55,8 +108,14 @@ def serve(
     LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
     """
     token = admin_token(settings)
-    if not settings.models and token is None:
-        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ...")
+    if settings.all and token is not None:
+        raise ServingError("--all serves every published model, so none is loaded by hand; leave it out, or the admin token")
+    if settings.all:
+        if settings.models:
+            raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
+        settings = settings.model_copy(update={"models": published_models(settings)})
+    elif not settings.models and token is None:
+        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
@@ -77,8 +136,10 @@ def serve(
             f"--workers {len(settings.devices)}"
         )
     sock = bind(settings)
-    host, port = sock.getsockname()[:2]
-    what = f"{', '.join(settings.models) or 'no model yet'} on http://{f'[{host}]' if ':' in host else host}:{port}"
+    named = ", ".join(settings.models) or "no model yet"
+    if settings.all:
+        named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"
+    what = f"{named} on {_url(sock)}"
     where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
     how = f"{settings.workers} workers, lookups on {where}"
     try:
@@ -92,6 +153,9 @@ def serve(
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
             registry = RegionRegistry() if settings.allow_client_shm else None
             config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
-            return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})")).run()
+            following = Following(settings, settings.models) if settings.all else None
+            return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
         sock.close()

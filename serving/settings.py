@@ -20,7 +20,7 @@ from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
 TOKEN_LENGTH = 16  # of an admin token, at least
-_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE"}  # variables that setup.py and the images read
+_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that setup.py, the images and the client read
 _SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
@@ -38,8 +38,17 @@ class ServerSettings(RootSettings):
     """What `tableside serve` runs with."""
 
     models: Annotated[tuple[str, ...], NoDecode] = Field((), description="published models to serve, separated by commas")
+    all: bool = Field(
+        False,
+        description="serve every model of the root, those that are published later too, until they are removed; each change "
+        "replaces the workers one by one",
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    uds: Path | None = Field(
+        None,
+        description="path of a Unix socket to listen on, instead of host and port; the server's user and group may connect to it",
+    )
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
     threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")

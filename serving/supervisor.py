@@ -21,6 +21,7 @@ from uvicorn.config import STARTUP_FAILURE
 
 from tableside.serving import metrics_files
 from tableside.serving.engine_process.keeper import EngineKeeper
+from tableside.serving.following import Following
 from tableside.serving.worker import WorkerConfig, WorkerProcess
 
 logger = logging.getLogger("tableside")
@@ -33,10 +34,19 @@ _KILLED_BY_QUIT = 128 + signal.SIGQUIT
 
 
 class Supervisor:
-    """The workers of one configuration, over `sockets`. announce: called once, when all workers are ready."""
+    """The workers of one configuration, over `sockets`. announce: called once, when all workers are ready.
 
-    def __init__(self, config: WorkerConfig, sockets: list[socket.socket], announce: Callable[[], None]) -> None:
-        self.config, self._sockets, self._announce = config, sockets, announce
+    following: which models workers serve, where that is not fixed.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        sockets: list[socket.socket],
+        announce: Callable[[], None],
+        following: Following | None = None,
+    ) -> None:
+        self.config, self._sockets, self._announce, self._following = config, sockets, announce, following
         self.workers: list[WorkerProcess] = []
         self.failed = False
         self._announced = self._is_ending = self._is_at_once = False
@@ -89,6 +99,17 @@ class Supervisor:
         if not self._announced and self.workers and all(w.is_ready for w in self.workers):
             self._announced = True
             self._announce()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Has workers replaced whose models are not those of the root, once nothing else is being replaced."""
+        if self._following is None or not self._announced or self._to_replace or self._successor or self._retiring:
+            return
+        if self._following.look([w.config.settings.models for w in self.workers]):
+            self.config = self.config.serving(self._following.served)
+            for engine in self._engines.values():
+                engine.serve(self.config)
+            self._to_replace = [w for w in self.workers if w.config.settings.models != self._following.served]
 
     def _do(self, sig: int) -> None:
         if sig == signal.SIGHUP:

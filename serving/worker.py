@@ -88,6 +88,10 @@ class WorkerConfig(uvicorn.Config):
         settings = self.settings.model_copy(update={"devices": (device,), "engine": engine})
         return WorkerConfig(settings, self._make, self._registry, self._models)
 
+    def serving(self, models: tuple[str, ...]) -> "WorkerConfig":
+        """This configuration with other models."""
+        return WorkerConfig(self.settings.model_copy(update={"models": models}), self._make, self._registry, self._models)
+
     def load(self) -> None:
         super().load()
         from tableside.serving.http.connection import limited_protocol

@@ -87,11 +87,14 @@ def test_a_plot_is_drawn_alike_every_time(name: str, tmp_path: Path) -> None:
 
 
 def test_the_plots_are_shown() -> None:
-    """Two by README.md, every one by some text; and no other images are there."""
+    """Two by README.md, beside a drawing by hand; every one by some text; and no other images are there."""
     shown = {path.stem: re.findall(r"images/(\w+)\.svg\)", path.read_text()) for path in TEXTS.values()}
-    assert len(shown["README"]) == 2
-    assert {name for names in shown.values() for name in names} == set(plots.PLOTS)
-    assert {path.name for path in plots.IMAGES.iterdir()} == {f"{name}.svg" for name in plots.PLOTS}
+    assert len(shown["README"]) == 3 and DRAWING in shown["README"]
+    assert {name for names in shown.values() for name in names} == {*plots.PLOTS, DRAWING}
+    assert {path.name for path in plots.IMAGES.iterdir()} == {f"{name}.svg" for name in (*plots.PLOTS, DRAWING)}
+
+
+DRAWING = "overview"  # of how it works, for which there are no results
 
 
 # ---- result files ----

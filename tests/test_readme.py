@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow
 import pytest
+import torch
+from pyarrow import parquet
 from safetensors.numpy import save_file
+from scorers import exported
 from servers import Server, start_server
 from support import end, rows_of, run_tableside
 
@@ -22,12 +27,13 @@ from tableside.loader.model import parse_model
 
 TOP = Path(__file__).parent.parent
 TEXT = (TOP / "README.md").read_text()
+COMMANDS = (TOP / "docs/commands.md").read_text()
 URL = "http://127.0.0.1:8000"
 
 
-def blocks(language: str) -> list[str]:
-    """Returns the README's fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    """Returns the README's fenced blocks of one language, or those of another text."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
@@ -36,23 +42,37 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in lines if line]
 
 
-def test_the_server_runs_before_line_30() -> None:
+def test_the_demo_is_named_before_line_30() -> None:
     assert "make demo" in "\n".join(TEXT.splitlines()[:30])
 
 
 def test_make_targets_exist() -> None:
-    for command in [c for c in commands() if c[0] == "make"] + [["make", t] for t in re.findall(r"`make (\w+)`", TEXT)]:
+    """Of README and of the page that lists all; and that page lists every target of `make help`."""
+    text = TEXT + COMMANDS
+    for command in [c for c in commands() if c[0] == "make"] + [["make", t] for t in re.findall(r"`make ([\w-]+)`", text)]:
         subprocess.run([*command, "-n"], cwd=TOP, check=True, capture_output=True)
+    named = set(re.findall(r"\bmake ([a-z-]+)\b", text))
+    assert set(re.findall(r"^([a-z-]+):.*##", (TOP / "Makefile").read_text(), re.MULTILINE)) <= named | {"help", "clean", "quick"}
 
 
-def test_model_toml_parses() -> None:
-    (text,) = blocks("toml")
+def test_pages_that_are_named_exist() -> None:
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", TEXT):
+        assert (TOP / path).exists(), path
+
+
+def test_commands_of_the_page_exist() -> None:
+    """docs/commands.md has a row for each command, and its model.toml parses."""
+    rows = "".join(line.split("|")[1] for line in COMMANDS.splitlines() if line.startswith("| `"))
+    shown = run_tableside("--help").stdout.split("COMMAND\n")[-1]
+    names = set(re.findall(r"^    ([a-z]+)\b", shown, re.MULTILINE))
+    assert len(names) > 15 and all(re.search(rf"\b{name}\b", rows) for name in names)
+    (text,) = blocks("toml", COMMANDS)
     spec = parse_model(tomllib.loads(text), Path())
     assert (spec.tables[0].name, spec.features[0].pooling) == ("user", "mean")
 
 
 def test_every_file_of_the_tree_exists() -> None:
-    tree = TEXT.split("## The files")[1].split("##")[0]
+    tree = (TOP / "docs/architecture.md").read_text().split("## The files")[1].split("##")[0]
     folder = ""
     for line in tree.splitlines():
         if not line.startswith("    "):
@@ -66,12 +86,20 @@ def test_every_file_of_the_tree_exists() -> None:
                 assert list((TOP / folder).glob(name.rstrip("/*") + "*")), name
 
 
-def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init, load and serve work exactly as written, on a checkpoint with the names that TorchRec gives."""
+class Towers(torch.nn.Module):
+    """The dense part that README's `scorer.pt2` stands for."""
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid((user * item).sum(1))
+
+
+def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init, load, serve and eval work exactly as written, on a checkpoint with the names that TorchRec gives."""
     monkeypatch.chdir(tmp_path)
-    save_file({"embedding_bags.user.weight": rows_of(100, 64)}, tmp_path / "checkpoint.safetensors")
+    weights = {f"embedding_bags.{t}.weight": rows_of(100, 64, seed) for seed, t in enumerate(("user", "item"))}
+    save_file(weights, tmp_path / "checkpoint.safetensors")
     typed = [c for c in commands() if c[0] == "tableside"]
-    assert [c[1] for c in typed] == ["init", "load", "serve"]
+    assert [c[1] for c in typed] == ["init", "load", "serve", "eval"]
     for command in typed[:2]:
         found = run_tableside(*command[1:], root=root)
         assert found.returncode == 0, found.stderr
@@ -85,14 +113,25 @@ def test_your_own_model(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPa
         assert server.stdout is not None
         assert "4 workers" in server.stdout.readline()
         assert end(server) == 0
+    (addition,) = blocks("toml")
+    with open("model.toml", "a", encoding="utf-8") as file:
+        file.write(addition)
+    Path("scorer.pt2").write_bytes(exported(Towers(), user=64, item=64))
+    rng = np.random.default_rng(0)
+    columns = {"user_id": rng.integers(0, 100, 500), "item_id": rng.integers(0, 100, 500), "clicked": rng.integers(0, 2, 500)}
+    parquet.write_table(pyarrow.table(columns), "clicks.parquet")
+    found = run_tableside(*typed[3][1:], root=root)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(Path("runs/1/report.json").read_text())["rows"] == 500
 
 
-def test_python_and_curl(server: Server) -> None:
-    """The Python and curl examples work against a server of the demo's features, on another port."""
-    (code,) = blocks("python")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code.replace(URL, server.url), "README.md", "exec"), {})
-    assert printed.getvalue() == "(2, 64)\n"
+def test_python_and_curl(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client, module and curl work as written against a server of the demo's features, on another port, and over its tables."""
+    monkeypatch.setenv("TABLESIDE_ROOT", str(root))
+    for code, expected in zip(blocks("python"), ("(2, 64)\n", "torch.Size([2, 64])\n"), strict=True):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code.replace(URL, server.url), "README.md", "exec"), {})
+        assert printed.getvalue() == expected
     curls = [c for c in commands() if c[0] == "curl"]
     assert len(curls) == 1
     for _, _, url, _, body in curls:

@@ -55,8 +55,8 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batching"),
-    *("watch", "engine_process", "scrub", "service", "evaluation", "modules"),
-    *("http", "worker", "supervisor", "server", "preload", "cli"),
+    *("scrub", "service", "evaluation", "modules"),
+    *("http", "worker", "following", "supervisor", "server", "preload", "cli"),
 )
 
 

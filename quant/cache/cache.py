@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.check import RowOf, check
 from tableside.quant.cache.index import Index, hottest
-from tableside.quant.cache.jobs import CachedLookup, ProbeJobs, write_jobs
+from tableside.quant.cache.jobs import CachedLookup, ProbeJobs, cached_rows, write_jobs
 from tableside.quant.cache.kernels.state import UNIT_BYTES
 from tableside.quant.cache.memory import CacheMemory, divide
 from tableside.quant.cache.pages import Pages
@@ -309,7 +309,7 @@ class Cache:
         """Admits rows of a table, whatever their scores, for lookups to come; nothing is waited for."""
         for first in range(0, ids.size, _WARM_IDS):
             part = ids[first : first + _WARM_IDS]
-            written, jobs = write_jobs([CachedLookup(number, 0, part.size, 0)], self._is_interpreted)
+            written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, part.size, 0)]), self._is_interpreted)
             sent = bytearray(part.tobytes() + written)
             with self._working():
                 memory = torch.empty(len(sent), dtype=torch.uint8, device=self.device)

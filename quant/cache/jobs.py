@@ -7,8 +7,10 @@ A block is what one program of `find.probe` takes at once: so many ids of one lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels.state import ProbeField
 
@@ -16,12 +18,11 @@ _BLOCK = 128
 _BLOCK_INTERPRETED = 1024  # fewer turns, which are what takes the interpreter long
 
 
-@dataclass(frozen=True)
-class CachedLookup:
+class CachedLookup(NamedTuple):
     """Ids that go through the cache. table: its number; ids: how many.
 
     ids_at: where they begin in the batch's inputs, int64, in bytes. locations_at: where their locations go,
-    int32, in bytes.
+    int32, in bytes. Several lookups are int64 [lookups, fields of this].
     """
 
     table: int
@@ -29,9 +30,27 @@ class CachedLookup:
     ids: int
     locations_at: int
 
-    def shifted(self, inputs_bytes: int, locations_bytes: int) -> "CachedLookup":
-        """The same lookup where its request's inputs and locations begin so many bytes further on."""
-        return replace(self, ids_at=self.ids_at + inputs_bytes, locations_at=self.locations_at + locations_bytes)
+
+_TABLE, _IDS_AT, _IDS, _LOCATIONS_AT = range(len(CachedLookup._fields))
+_OF_PROBE = [ProbeField.TABLE, ProbeField.IDS_AT, ProbeField.IDS, ProbeField.LOCATIONS_AT]
+
+
+def cached_rows(lookups: Sequence[CachedLookup]) -> NDArray[np.int64]:
+    """Lookups as int64 [lookups, fields of CachedLookup]."""
+    return np.array(lookups, np.int64).reshape(-1, len(CachedLookup._fields))
+
+
+def cached_ids(lookups: NDArray[np.int64]) -> int:
+    """Ids of all lookups together."""
+    return int(lookups[:, _IDS].sum())
+
+
+def shifted(lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same lookups where the inputs and locations of each one's request, [lookups], begin so many bytes further on."""
+    moved = lookups.copy()
+    moved[:, _IDS_AT] += inputs
+    moved[:, _LOCATIONS_AT] += locations
+    return moved
 
 
 @dataclass(frozen=True)
@@ -55,15 +74,11 @@ def probe_block(is_interpreted: bool) -> int:
     return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
 
 
-def write_jobs(lookups: Sequence[CachedLookup], is_interpreted: bool) -> tuple[bytes, ProbeJobs]:
-    """The lookups as bytes for the device, and where in them jobs and blocks lie."""
-    block = probe_block(is_interpreted)
-    counts = [-(-lookup.ids // block) for lookup in lookups]
-    firsts = np.cumsum([0, *counts])
+def write_jobs(lookups: NDArray[np.int64], is_interpreted: bool) -> tuple[bytes, ProbeJobs]:
+    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs and blocks lie."""
+    counts = -(-lookups[:, _IDS] // probe_block(is_interpreted))
     jobs = np.zeros((len(lookups), len(ProbeField)), np.int64)
-    for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
-        job[ProbeField.TABLE], job[ProbeField.IDS_AT], job[ProbeField.IDS] = lookup.table, lookup.ids_at, lookup.ids
-        job[ProbeField.LOCATIONS_AT], job[ProbeField.FIRST_BLOCK] = lookup.locations_at, first
+    jobs[:, _OF_PROBE] = lookups
+    jobs[:, ProbeField.FIRST_BLOCK] = np.cumsum(counts) - counts
     job_of_block = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
-    ids = sum(lookup.ids for lookup in lookups)
-    return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(0, jobs.nbytes, ids, sum(counts))
+    return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(0, jobs.nbytes, cached_ids(lookups), int(counts.sum()))

@@ -386,6 +386,7 @@ static PyMethodDef methods[] = {
     {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
     {"find_rows", (PyCFunction)(void (*)(void))py_find_rows, METH_FASTCALL, NULL},
     {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
+    {"move_all", (PyCFunction)(void (*)(void))py_move_all, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
     {"prefetches_into", py_prefetches_into, METH_NOARGS, NULL},

@@ -234,6 +234,21 @@ static int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, i
                          && !__builtin_add_overflow(last, bytes, &end) && end <= b->len));
 }
 
+/* Copies parts of one buffer to another; 0: one of them does not lie in its buffer. */
+static int copy_parts(const Py_buffer *moves, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base) {
+    const move *m = moves->buf;
+    for (int64_t i = 0; i < moves->len / (int64_t)sizeof(move); i++) {
+        int64_t from, to;
+        if (__builtin_add_overflow(m[i].source, source_base, &from) || __builtin_add_overflow(m[i].target, target_base, &to)
+            || !lies_in(source, from, m[i].rows, m[i].source_step, m[i].bytes)
+            || !lies_in(target, to, m[i].rows, m[i].target_step, m[i].bytes))
+            return 0;
+        for (int64_t row = 0; row < m[i].rows; row++, from += m[i].source_step, to += m[i].target_step)
+            memcpy((char *)target->buf + to, (const char *)source->buf + from, (size_t)m[i].bytes);
+    }
+    return 1;
+}
+
 PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_buffer b[3] = {{0}};
     int held = 0, ok = 1;
@@ -242,19 +257,45 @@ PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (PyErr_Occurred()) return NULL;
     while (held < 3 && !PyObject_GetBuffer(args[held], b + held, held == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
     if (held == 3) {
-        const move *m = b[0].buf;
-        for (int64_t i = 0; ok && i < b[0].len / (int64_t)sizeof(move); i++) {
-            int64_t from, to;
-            ok = !__builtin_add_overflow(m[i].source, source_base, &from) && !__builtin_add_overflow(m[i].target, target_base, &to)
-                 && lies_in(b + 1, from, m[i].rows, m[i].source_step, m[i].bytes)
-                 && lies_in(b + 2, to, m[i].rows, m[i].target_step, m[i].bytes);
-            for (int64_t row = 0; ok && row < m[i].rows; row++, from += m[i].source_step, to += m[i].target_step)
-                memcpy((char *)b[2].buf + to, (const char *)b[1].buf + from, (size_t)m[i].bytes);
-        }
+        ok = copy_parts(b, b + 1, b + 2, source_base, target_base);
         if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
     }
     ok = ok && held == 3;
     while (held--) PyBuffer_Release(b + held);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* One of the buffers that are copied from: its moves, and what is added to where its parts go. */
+typedef struct { Py_buffer moves, source; int64_t base; } part;
+
+static int take_part(PyObject *tuple, part *p) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 3) return PyErr_SetString(PyExc_TypeError, "a part is moves, source and base"), 0;
+    p->base = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
+    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GetItem(tuple, 0), &p->moves, PyBUF_SIMPLE)) return 0;
+    if (!PyObject_GetBuffer(PyTuple_GetItem(tuple, 1), &p->source, PyBUF_SIMPLE)) return 1;
+    PyBuffer_Release(&p->moves);
+    return 0;
+}
+
+PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 2 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "move_all takes a list of parts and a target");
+    Py_ssize_t count = PyList_Size(args[0]), held = 0;
+    Py_buffer target;
+    if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) return NULL;
+    part *parts = PyMem_Calloc((size_t)count + 1, sizeof(part));
+    if (!parts) PyErr_NoMemory();
+    while (parts && held < count && take_part(PyList_GetItem(args[0], held), parts + held)) held++;
+    int ok = parts && held == count;
+    if (ok) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; ok && i < count; i++) ok = copy_parts(&parts[i].moves, &parts[i].source, &target, 0, parts[i].base);
+        Py_END_ALLOW_THREADS
+        if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
+    }
+    while (held--) PyBuffer_Release(&parts[held].moves), PyBuffer_Release(&parts[held].source);
+    PyMem_Free(parts);
+    PyBuffer_Release(&target);
     if (!ok) return NULL;
     Py_RETURN_NONE;
 }

@@ -20,3 +20,4 @@
 PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -54,6 +54,7 @@ from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
 from tableside.quant.gpu.follower import Follower
+from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
@@ -449,7 +450,8 @@ class GpuBackend(Backend):
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
         with self.on_stream():
-            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)  # a job of no values
+            nothing[FillField.WIDTH] = 1
             self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()
 
@@ -459,6 +461,7 @@ class GpuBackend(Backend):
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
         batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
+        batch.stage_inputs([inputs for _, inputs in requests])
         for n, (_, inputs) in enumerate(requests):
             batch.stage(n, inputs)
         if clock:

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import ProbeJobs, write_jobs
+from tableside.quant.cache.jobs import ProbeJobs, shifted, write_jobs
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds
 from tableside.quant.gpu.follower import Fills, Taken
 from tableside.quant.gpu.job import FIELDS
-from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned
-from tableside.quant.gpu.moves import move
+from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned, joined
+from tableside.quant.gpu.moves import move, move_all
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS, ResolveJobs, copies_of_the_rest
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
 from tableside.quant.gpu.tables import KernelKey
@@ -151,20 +151,13 @@ def merge(
     written: list[bytes] = []
     launches: list[Launch] = []
     at = flag = 0
-    kinds = dict.fromkeys((kind, layout.key, layout.jobs[kind].config) for kind in range(2) for layout in layouts)
-    for kind, key, config in kinds:
-        numbers = [n for n, layout in enumerate(layouts) if _takes_part(layout, kind, key, config)]
-        if not numbers:
-            continue
-        rows, of_program, members, jobs, programs = [], [], [], 0, 0
-        for n in numbers:
-            own = layouts[n].jobs[kind]
-            rows.append(own.shifted(bases[n], programs).tobytes())
-            of_program.append((own.job_of_program + np.int32(jobs)).tobytes())
-            members.append((n, flag + jobs, flag + jobs + len(own.rows)))
-            programs += own.job_of_program.size
-            jobs += len(own.rows)
+    for (kind, key, config), numbers in _alike(layouts):
         of_kind = [layouts[n].jobs[kind] for n in numbers]
+        rows, of_program = joined(of_kind, [bases[n] for n in numbers])
+        programs, jobs, members = len(of_program) // 4, 0, []
+        for n, own in zip(numbers, of_kind, strict=True):
+            members.append((n, flag + jobs, flag + jobs + len(own.rows)))
+            jobs += len(own.rows)
         launches.append(
             Launch(
                 pooled=of_kind[0].pooled,
@@ -181,7 +174,7 @@ def merge(
                 members=tuple(members),
             )
         )
-        part = b"".join([*rows, *of_program, bytes(-4 * programs % 8)])
+        part = b"".join([rows, of_program, bytes(-4 * programs % 8)])
         written.append(part)
         at += len(part)
         flag += jobs
@@ -193,15 +186,33 @@ def merge(
         written.append(part)
         resolve = resolve.placed(at)
         at += len(part)
-    if cached := [c.shifted(b.inputs, b.locations) for layout, b in zip(layouts, bases, strict=True) for c in layout.cached]:
+    if counts := [len(layout.cached) for layout in layouts if len(layout.cached)]:
+        bases_of = [(b.inputs, b.locations) for la, b in zip(layouts, bases, strict=True) if len(la.cached)]
+        of_lookup = np.repeat(bases_of, counts, axis=0)
+        cached = shifted(np.concatenate([la.cached for la in layouts]), of_lookup[:, 0], of_lookup[:, 1])
         part, probe = write_jobs(cached, is_interpreted)
         written.append(part)
         probe = probe.placed(at)
     return b"".join(written), Launches(tuple(launches), resolve, probe)
 
 
-def _takes_part(layout: Layout, kind: int, key: KernelKey, config: LaunchConfig) -> bool:
-    return layout.key == key and layout.jobs[kind].config == config and len(layout.jobs[kind].rows) > 0
+def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
+    """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and are cut up alike."""
+    first: dict[int, Any] = {}  # by identity: what is equal to it and came first, as hashing takes longer than the rest
+
+    def same(value: Any) -> Any:
+        if (known := first.get(id(value))) is None:
+            known = first[id(value)] = next((v for v in first.values() if v == value), value)
+        return known
+
+    found: dict[tuple[int, int, int], tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = {}
+    for kind in range(2):
+        for n, layout in enumerate(layouts):
+            own = layout.jobs[kind]
+            if len(own.rows):
+                key, config = same(layout.key), same(own.config)
+                found.setdefault((kind, id(key), id(config)), ((kind, key, config), []))[1].append(n)
+    return list(found.values())
 
 
 def jobs_on_device(
@@ -268,10 +279,14 @@ class Batch:
         self._lookups = launches.lookups
         return launches
 
+    def stage_inputs(self, inputs: Sequence[Any]) -> None:
+        """Copies the requests' inputs to where they are sent from."""
+        parts = [(la.moves_in, one, b.inputs) for la, one, b in zip(self._layouts, inputs, self._bases, strict=True)]
+        move_all(parts, self._host)
+
     def stage(self, n: int, inputs: Any) -> None:
-        """Copies a request's inputs to where they are sent from; has its rows gathered, and sends them."""
+        """Has what follows, and rows that are gathered, brought to where they are sent from; the rows are sent."""
         layout, base = self._layouts[n], self._bases[n]
-        move(layout.moves_in, inputs, self._host, 0, base.inputs)
         if (taken := self._taken[n]) is not None:
             first = base.inputs + aligned(layout.in_bytes)
             for tensor, at in taken.staged():

@@ -24,11 +24,13 @@ _BLOCK_INTERPRETED = 16_384  # fewer programs, which are what takes the interpre
 
 
 class VectorField(IntEnum):
-    """The fields of vectors that are taken of a request. They lie one after another on the device."""
+    """The fields of vectors that are taken of a request, as they lie in the caller's output buffer."""
 
-    AT = 0  # bytes, where they begin in the caller's output buffer
+    AT = 0  # bytes, where they begin
     IS_HALF = 1  # 1: they are fp16, else fp32
-    VALUES = 2  # that they have
+    WIDTH = 2  # values of a vector
+    STEP = 3  # values from one vector to the next
+    VALUES = 4  # of all of them
 
 
 class TakenTensor(NamedTuple):
@@ -89,7 +91,10 @@ class Fills:
         self._jobs = np.zeros((len(counts), len(FillField)), np.int64)
         self._jobs[:, FillField.VALUES] = values
         self._jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(counts) - counts
-        self._jobs[: len(self._vectors), FillField.IS_HALF] = self._vectors[:, VectorField.IS_HALF]
+        self._jobs[:, FillField.WIDTH] = self._jobs[:, FillField.STEP] = 1 << 30  # a tensor is one row
+        of_vectors = [FillField.IS_HALF, FillField.WIDTH, FillField.STEP]
+        fields = [VectorField.IS_HALF, VectorField.WIDTH, VectorField.STEP]
+        self._jobs[: len(self._vectors), of_vectors] = self._vectors[:, fields]
         self._jobs[: len(self._vectors), FillField.TARGET] = _joined([t.targets for _, t in self._held], (0,))
         self._jobs[len(self._vectors) :, FillField.TARGET] = [tensor.target for tensor in tensors]
         self.programs = self._of_program.size
@@ -108,6 +113,9 @@ class Fills:
         at = self._vectors[:, VectorField.AT]
         if not all(layouts[n].is_direct for n, _ in self._held):
             at = _joined([_staged_at(layouts[n], t.vectors[:, VectorField.AT]) for n, t in self._held], (0,))
+            apart = np.repeat([not layouts[n].is_direct for n, _ in self._held], counts)  # such lie one after another
+            steps = self._jobs[: len(self._vectors), FillField.STEP]
+            steps[apart] = self._vectors[apart, VectorField.WIDTH]
         sources = at + np.repeat([outputs[n] for n, _ in self._held], counts)
         if any(failed):
             sources[np.repeat([failed[n] for n, _ in self._held], counts)] = 0
@@ -131,7 +139,7 @@ def fill_block(is_interpreted: bool) -> int:
 
 
 def _staged_at(layout: "Layout", at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where vectors that begin at these bytes of the caller's outputs lie in the staged ones, one after another."""
+    """Where vectors that begin at these bytes of the caller's outputs begin in the staged ones."""
     if layout.is_direct:
         return at
     moves = np.frombuffer(layout.moves_out, np.int64).reshape(-1, len(Move._fields))

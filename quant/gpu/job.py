@@ -63,8 +63,10 @@ class FillField(IntEnum):
     SOURCE = 0  # address of the first value, fp32 or fp16; 0: zeros are written
     IS_HALF = 1  # 1: the values are fp16
     VALUES = 2
-    TARGET = 3  # address of fp32 [VALUES]
-    FIRST_PROGRAM = 4  # of the launch, that works on this job
+    WIDTH = 3  # values of a row
+    STEP = 4  # values from one row of the source to the next
+    TARGET = 5  # address of fp32 [VALUES]
+    FIRST_PROGRAM = 6  # of the launch, that works on this job
 
 
 class ReportField(IntEnum):

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import contract
-from tableside.quant.cache.jobs import CachedLookup
+from tableside.quant.cache.jobs import CachedLookup, cached_ids, cached_rows
 from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
@@ -107,16 +107,27 @@ class Jobs:
     is_weighted: bool
     is_indirect: bool
 
-    def shifted(self, bases: Bases, programs: int) -> NDArray[np.int64]:
-        """The rows where the parts of the request begin at `bases`, and other requests of the launch have `programs` programs."""
-        shift = np.zeros(FIELDS, np.int64)
-        shift[[JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT]] = bases.inputs
-        shift[JobField.TABLE] = bases.rows
-        shift[JobField.OUT_AT] = bases.outputs
-        shift[JobField.STARTS_AT] = bases.scratch
-        shift[JobField.LOCATIONS_AT] = bases.locations
-        shift[JobField.FIRST_PROGRAM] = programs
-        return self.rows + self.is_offset * shift
+
+_SHIFTED = [JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT]
+_SHIFTED += [JobField.OUT_AT, JobField.STARTS_AT, JobField.TABLE, JobField.LOCATIONS_AT, JobField.FIRST_PROGRAM]
+
+
+def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]:
+    """The rows and the jobs of programs of several requests' lookups of one kind, one request after another.
+
+    bases: where the parts of each request begin.
+    """
+    counts, programs = [len(part.rows) for part in parts], [part.job_of_program.size for part in parts]
+    before = np.cumsum([[0, 0], *zip(counts, programs, strict=True)], axis=0)[:-1]
+    shifts = np.zeros((len(parts), FIELDS), np.int64)
+    shifts[:, _SHIFTED] = [(b.inputs, b.inputs, b.inputs, b.outputs, b.scratch, b.rows, b.locations, 0) for b in bases]
+    shifts[:, JobField.FIRST_PROGRAM] = before[:, 1]
+    rows = np.repeat(shifts, counts, axis=0)
+    rows *= np.concatenate([part.is_offset for part in parts])
+    rows += np.concatenate([part.rows for part in parts])
+    of_program = np.concatenate([part.job_of_program for part in parts])
+    of_program += np.repeat(before[:, 0].astype(np.int32), programs)
+    return rows.tobytes(), of_program.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +136,11 @@ class Layout:
 
     jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields of Move], as bytes.
     moves_out: from its staged outputs to what the caller asked for, likewise. gathers: rows that the CPU gathers first. resolved:
-    lookups whose ids become row numbers first. cached: lookups whose rows the cache finds. host: a plan of the lookups that the
-    CPU runs, which are `host_lookups` by number. all_found: (at, bytes) of found masks in the caller's output buffer of tables
-    that have every id. is_direct: the staged outputs are what the caller asked for, byte for byte. in_bytes, rows_bytes,
-    out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's output buffer.
+    lookups whose ids become row numbers first. cached: lookups whose rows the cache finds, int64 [lookups, fields of
+    CachedLookup]. host: a plan of the lookups that the CPU runs, which are `host_lookups` by number. all_found: (at, bytes)
+    of found masks in the caller's output buffer of tables that have every id. is_direct: the staged outputs are what the
+    caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the
+    caller's output buffer.
     """
 
     lookups: Callable[[], Sequence[Lookup]]
@@ -138,7 +150,7 @@ class Layout:
     moves_out: bytes
     gathers: tuple[Gather, ...]
     resolved: tuple[ResolvedLookup, ...]
-    cached: tuple[CachedLookup, ...]
+    cached: NDArray[np.int64]
     host: Plan | None
     host_lookups: tuple[int, ...]
     all_found: tuple[tuple[int, int], ...]
@@ -155,7 +167,7 @@ class Layout:
 
     @cached_property
     def cached_ids(self) -> int:
-        return sum(lookup.ids for lookup in self.cached)
+        return cached_ids(self.cached)
 
     @property
     def staged_bytes(self) -> int:
@@ -216,7 +228,7 @@ def lay_out(
         moves_out=as_bytes(moves_out),
         gathers=request.gather_plans(),
         resolved=tuple(request.resolved),
-        cached=tuple(request.cached),
+        cached=cached_rows(request.cached),
         host=cpu.plan(list(request.on_host.values()), threads) if request.on_host else None,
         host_lookups=tuple(request.on_host),
         all_found=tuple(request.all_found),

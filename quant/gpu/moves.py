@@ -27,6 +27,18 @@ def as_bytes(moves: Sequence[Move]) -> bytes:
     return np.array(moves, np.int64).tobytes()
 
 
+def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None:
+    """Copies parts of several buffers to one: for each its moves, the buffer, and what is added to where its parts go.
+
+    Other threads of Python run meanwhile. ValueError: a part lies elsewhere; some may have been copied.
+    """
+    if _native is not None:
+        _native.move_all(parts, target)
+        return
+    for moves, source, target_base in parts:
+        move(moves, source, target, 0, target_base)
+
+
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None:
     """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one lies elsewhere."""
     if _native is not None:

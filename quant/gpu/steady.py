@@ -130,7 +130,7 @@ class SteadyLayouts:
             moves_out=moves_out,
             gathers=(),
             resolved=tuple(ResolvedLookup(*row) for row in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()),
-            cached=tuple(CachedLookup(*row) for row in np.frombuffer(cached, np.int64).reshape(-1, 4).tolist()),
+            cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
             host=None,
             host_lookups=(),
             all_found=(),

@@ -6,8 +6,9 @@ argparse puts the option's name before the error and the command's usage above i
 import argparse
 import math
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from pathlib import Path
 
+from tableside.serving.client.address import Address
 from tableside.serving.sizes import parse_bytes
 
 
@@ -49,13 +50,25 @@ def exponent(text: str) -> float:
 def url(text: str) -> str:
     """A server's address, without a slash at its end."""
     try:
-        parts = urlsplit(text)
-        usable = parts.scheme == "http" and bool(parts.hostname) and (parts.port or 1) > 0
+        Address.parse(text)
     except ValueError:
-        usable = False
-    if not usable:
-        raise _unexpected(text, "an address such as http://127.0.0.1:8000")
+        raise _unexpected(text, "an address such as http://127.0.0.1:8000, https://HOST or unix:PATH") from None
     return text.rstrip("/")
+
+
+def header(text: str) -> dict[str, str]:
+    """A header for every request, as Name: value; @FILE: those of a file, one a line, as a secret is best given."""
+    if text.startswith("@"):
+        try:
+            lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {error}; expected a file of headers") from None
+    else:
+        lines = [text]
+    split = [line.partition(":") for line in lines if line.strip()]
+    if not all(colon for _, colon, _ in split):
+        raise _unexpected(text if not text.startswith("@") else f"a line of {text[1:]} without a colon", "Name: value")
+    return {name.strip(): value.strip() for name, _, value in split}
 
 
 def size(text: str) -> int:

@@ -50,8 +50,9 @@ def make_requests(
     count: int = REQUESTS,
     max_bytes: int = MAX_BYTES,
     seed: int = 0,
+    extra_headers: Mapping[str, str] | None = None,
 ) -> list[bytes]:
-    """Different binary lookups of all features of a model, as /v1/models describes it.
+    """Different binary lookups of all features of a model, as /v1/models describes it. extra_headers: of every request.
 
     At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same ids and lengths.
     ServingError: one request alone is larger than that, or a table has raw ids.
@@ -71,7 +72,7 @@ def make_requests(
     size = 0
     while len(requests) < count:
         headers, body = encode(described, *draw(rng, described, shape), same=shape.same, form=form)
-        request = request_bytes(f"{url}/v2/models/{described['name']}/infer", headers, body)
+        request = request_bytes(f"{url}/v2/models/{described['name']}/infer", headers | dict(extra_headers or {}), body)
         size += len(request)
         if requests and size > max_bytes:
             break

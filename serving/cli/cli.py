@@ -22,8 +22,10 @@ from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
 from tableside.serving.cli.generator import ARRIVALS
 from tableside.serving.cli.parser import Parser
+from tableside.serving.cli.remote import add_headers, add_server
 from tableside.serving.cli.top import top as show_top
 from tableside.serving.client import ClientError, FeatureError
+from tableside.serving.client.address import default_url
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, add_options, unknown_variables
 
@@ -101,7 +103,9 @@ def _add_publishing(command: _AddCommand) -> None:
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
 
-    p = command("list", showing.list_models, "list models and versions in shared memory")
+    p = command("list", showing.list_models, "list models and versions in shared memory, or those that a running server has")
+    p.add_argument("--url", type=url, nargs="?", const=default_url(), help="list what this server serves (alone: TABLESIDE_URL)")
+    add_headers(p)
     _add_json(p)
 
     p = command("inspect", showing.inspect, "show what a version holds")
@@ -231,7 +235,7 @@ def _add_measuring(command: _AddCommand) -> None:
     _add_json(p)
 
     p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
-    p.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    add_server(p)
     p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
     p.add_argument("--once", action="store_true", help="one table, and end")
     _add_json(p)
@@ -243,7 +247,7 @@ def _add_json(p: argparse.ArgumentParser) -> None:
 
 def _add_server(p: argparse.ArgumentParser) -> None:
     p.add_argument("model")
-    p.add_argument("--url", type=url, default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    add_server(p)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,18 +1,20 @@
 """The load generator's connections: sockets with at most one request each, read by one thread.
 
 All sockets are read into one buffer, and the end of an answer is found by its Content-Length. Answers' heads are remembered by
-their bytes, as most are equal. So an answer costs a core some 12 us, most of them in the kernel.
+their bytes, as most are equal. So an answer costs a core some 12 us, most of them in the kernel. TLS costs more.
 """
 
 import re
 import select
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from urllib.parse import urlsplit
+from typing import Any
 
+from tableside.serving.client.address import Address
 from tableside.serving.errors import ServingError
 
 Check = Callable[[bytes], None]
@@ -36,11 +38,26 @@ class Connection:
 
     def __init__(self, sock: socket.socket, is_checked: bool) -> None:
         self.sock, self.fd = sock, sock.fileno()
-        self.recv_into, self.send = sock.recv_into, sock.send
+        # Of TLS a call takes one record at most, which the buffer holds, so that nothing is left where epoll does not see it.
+        is_tls = isinstance(sock, ssl.SSLSocket)
+        self.recv_into: Callable[[Any], int] = _blocking(sock.recv_into) if is_tls else sock.recv_into
+        self.send: Callable[[Any], int] = _blocking(sock.send) if is_tls else sock.send
         self.sent_at, self.unsent = 0.0, memoryview(b"")
         self.status, self.begun, self.missing = 0, b"", 0
         self.is_checked = is_checked
         self.kept: list[bytes] | None = None if is_checked else []
+
+
+def _blocking(call: Callable[[Any], int]) -> Callable[[Any], int]:
+    """A call of a TLS socket that says as others do, by BlockingIOError, that it has to wait."""
+
+    def called(data: Any) -> int:
+        try:
+            return call(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError from error
+
+    return called
 
 
 class Fleet:
@@ -191,21 +208,20 @@ class Fleet:
 
 
 @contextmanager
-def connected(url: str, concurrency: int, check: Check | None) -> Iterator[Fleet]:
-    """Connections to the server at `url`, closed at the end. ServingError: there is no server."""
-    parts = urlsplit(url)
+def connected(where: str | Address, concurrency: int, check: Check | None) -> Iterator[Fleet]:
+    """Connections to the server at a URL or an address, closed at the end. ServingError: there is no server."""
+    address = where if isinstance(where, Address) else Address.parse(where)
     with ExitStack() as stack:
         sockets = []
         for _ in range(concurrency):
             try:
-                sock = socket.create_connection((parts.hostname or "", parts.port or 80), PATIENCE_S)
+                sock = address.connect(PATIENCE_S)
             except OSError as error:
                 raise ServingError(
-                    f"cannot connect to {url}: {error.strerror or error}; is `tableside serve` running there?"
+                    f"cannot connect to {address.base_url}: {error.strerror or error}; is `tableside serve` running there?"
                 ) from error
             sockets.append(stack.enter_context(sock))
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fleet = Fleet(sockets, check)
         stack.callback(fleet.close)
         yield fleet

@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from tableside.serving.cli.connections import PATIENCE_S, Check, Fleet, connected
+from tableside.serving.client.address import Address
 
 Arrivals = Literal["even", "poisson"]
 ARRIVALS: tuple[Arrivals, ...] = get_args(Arrivals)
@@ -57,7 +58,7 @@ def merged(loads: Sequence[Load]) -> Load:
 
 
 def run(
-    url: str, requests: Sequence[bytes], *, concurrency: int, seconds: float, first: int = 0, check: Check | None = None
+    url: str | Address, requests: Sequence[bytes], *, concurrency: int, seconds: float, first: int = 0, check: Check | None = None
 ) -> Load:
     """Sends `requests` in turn over `concurrency` connections for `seconds`, each connection one after another.
 
@@ -79,7 +80,7 @@ def run(
 
 
 def run_at_rate(
-    url: str,
+    url: str | Address,
     requests: Sequence[bytes],
     *,
     rate: float,

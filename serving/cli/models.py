@@ -90,25 +90,33 @@ def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[
     return names
 
 
+def described(path: Path) -> tuple[Path, ModelSpec]:
+    """The model.toml or the checkpoint at a path, and what its load would publish. A folder may hold the model.toml.
+
+    LoaderError: it is neither, or cannot be read.
+    """
+    if os.path.isfile(path / "model.toml"):
+        path /= "model.toml"
+    return path, read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
+
+
 def _named(text: str, settings: RootSettings) -> _Named:
     path = Path(text)
     if NAME.fullmatch(text) and (Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)):
         return _Named(text)
     if not is_path(text) and not os.path.exists(path):
         return _Named(text)  # which `check_name` refuses
-    if os.path.isfile(path / "model.toml"):
-        path /= "model.toml"
-    spec = read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
+    path, spec = described(path)
     return _Named(spec.name, path, spec)
 
 
 def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
     """Loads a model in a process of its own, as `tableside load` does. ServingError: it failed, and has said why."""
     with tempfile.TemporaryDirectory() as folder:
-        described = path
+        toml = path
         if path.suffix != ".toml":
-            described = Path(folder) / "model.toml"
-            described.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
+            toml = Path(folder) / "model.toml"
+            toml.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
             tables = ", ".join(t.name for t in spec.tables)
             errors.print(
                 f"{path} has no model.toml, so each table that is found is int8 and a sum-pooled feature ({tables}); "
@@ -116,7 +124,7 @@ def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
                 markup=False,
             )
         errors.print(f"loading {path} as {spec.name}", markup=False)
-        command = [sys.executable, "-m", "tableside", "load", str(described), "--root", str(settings.root)]
+        command = [sys.executable, "-m", "tableside", "load", str(toml), "--root", str(settings.root)]
         command += [] if settings.owner is None else ["--owner", settings.owner]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             raise ServingError(f"{path} was not loaded, so nothing is served")

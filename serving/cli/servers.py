@@ -1,8 +1,10 @@
 """Commands about a server: start one, ask one that runs, and load it."""
 
 import argparse
+import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import numpy as np
 import orjson
@@ -10,11 +12,12 @@ from rich.table import Table
 
 from tableside.loader.nearest import did_you_mean
 from tableside.serving import wire
+from tableside.serving.cli import remote
 from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.generator import Load, merged, run, run_at_rate
 from tableside.serving.cli.models import load_where_named
 from tableside.serving.cli.output import console, mb, print_json
-from tableside.serving.client import Client
+from tableside.serving.client.address import Address
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, given
 
@@ -26,10 +29,15 @@ def serve(options: argparse.Namespace) -> int:
     """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
     from tableside.serving.server import serve as run
 
+    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too
     if options.models == []:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
     return run(settings.model_copy(update={"models": load_where_named(settings.models, settings)}))
+
+
+def _end(sig: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + sig)
 
 
 def lookup(options: argparse.Namespace) -> int:
@@ -39,7 +47,7 @@ def lookup(options: argparse.Namespace) -> int:
         if name in features:
             raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
         features[name] = ids
-    with Client(options.url) as client:
+    with remote.client(options) as client:
         vectors = client.lookup(options.model, features)
     if options.json:
         print(orjson.dumps({k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY).decode())
@@ -56,7 +64,7 @@ def score(options: argparse.Namespace) -> int:
     """Scores rows on a running server and prints a line for each."""
     features = dict(map(_parse_feature, options.features))
     dense = dict(map(_parse_dense, options.dense or []))
-    with Client(options.url) as client:
+    with remote.client(options) as client:
         scores = client.score(options.model, features, dense)
     for number, row in enumerate(np.atleast_1d(scores)):
         console.print(f"{number} {' '.join(f'{x:.6f}' for x in np.atleast_1d(row))}")
@@ -65,16 +73,18 @@ def score(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
-    with Client(options.url) as client:
+    with remote.client(options) as client:
         served = {m["name"]: m for m in client.models()}
     if (described := served.get(options.model)) is None:
         hint = did_you_mean(options.model, served)
         raise ServingError(f"model {options.model!r} is not served at {options.url}, which has {', '.join(served)}{hint}")
     shape = Shape(options.batch, options.ids, options.same, options.zipf)
     forms = FORMS if options.form == "both" else (options.form,)
-    requests = {form: make_requests(described, options.url, shape, form, max_bytes=MAX_BYTES // len(forms)) for form in forms}
+    address = remote.address(options)
+    common: dict[str, Any] = {"max_bytes": MAX_BYTES // len(forms), "extra_headers": address.headers}
+    requests = {form: make_requests(described, address.http_url, shape, form, **common) for form in forms}
     features = len(described["features"])
-    loads = [_measured(form, load, features, shape) for form, load in _in_turns(options, requests).items()]
+    loads = [_measured(form, load, features, shape) for form, load in _in_turns(options, address, requests).items()]
     failures = [load for load in loads if load["failed"]]
     if options.json:
         asked = {"batch": shape.batch, "ids": shape.ids, "same": shape.same, "zipf": shape.zipf, "rate": options.rate}
@@ -105,7 +115,7 @@ def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, 
     return {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s, **latencies, **counts}
 
 
-def _in_turns(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
+def _in_turns(options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
     """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
     turns = 1 if len(requests) == 1 else _TURNS
     loads: dict[Form, list[Load]] = {form: [] for form in requests}
@@ -117,9 +127,9 @@ def _in_turns(options: argparse.Namespace, requests: Mapping[Form, Sequence[byte
                 "first": sum(load.latencies_s.size for load in loads[form]),
             }
             if options.rate is None:
-                load = run(options.url, prepared, **common)
+                load = run(address, prepared, **common)
             else:
-                load = run_at_rate(options.url, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common)
+                load = run_at_rate(address, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common)
             loads[form].append(load)
     return {form: merged(found) for form, found in loads.items()}
 

@@ -17,6 +17,7 @@ from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, models
+from tableside.serving.cli import remote
 from tableside.serving.cli.models import published, root_settings
 from tableside.serving.cli.output import console, mb, print_json
 
@@ -24,7 +25,9 @@ _UNKNOWN = dict.fromkeys(("state", "created", "tables", "bytes", "fp32_bytes", "
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Prints a line for each version, and how much shared memory is free."""
+    """Prints a line for each version, and how much shared memory is free; or what a running server serves."""
+    if options.url is not None:
+        return _list_served(options)
     settings = root_settings(options)
     root = settings.root
     versions = [v for model in models(root, settings.owner) for v in _versions(model)]
@@ -42,6 +45,22 @@ def list_models(options: argparse.Namespace) -> int:
         table.add_row(*cells)
     console.print(table if table.row_count else f"nothing is published under {root}")
     console.print(f"{mb(free)} of shared memory free")
+    return 0
+
+
+def _list_served(options: argparse.Namespace) -> int:
+    """Prints a line for each model of a running server."""
+    with remote.client(options) as client:
+        served = client.models()
+    if options.json:
+        print_json({"url": options.url, "models": served})
+        return 0
+    table = Table("model", "version", "published", "tables", "features", "bytes", "fp32", box=None)
+    for m in served:
+        counts = (str(len(m[key])) for key in ("tables", "features"))
+        published = ", ".join(map(str, m["versions"]))
+        table.add_row(escape(m["name"]), str(m["version"]), published, *counts, mb(m["segment_bytes"]), mb(m["fp32_bytes"]))
+    console.print(table if table.row_count else f"{options.url} serves no model")
     return 0
 
 

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
+from tableside.serving.cli import remote
 from tableside.serving.cli.output import console, print_json
 from tableside.serving.client import Client
 
@@ -41,7 +42,7 @@ _OF_CACHES = {
 
 def top(options: argparse.Namespace) -> int:
     """Prints rates of a server, once or until it is interrupted; as JSON a line for each look."""
-    with Client(options.url) as client:
+    with remote.client(options) as client:
         looks = _looks(client, options.seconds)
         try:
             if options.json or options.once:

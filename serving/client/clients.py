@@ -4,14 +4,15 @@ A lookup changes nothing. So it is tried again, up to `retries` times, where a c
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from tableside.serving.client import sockets, streams
+from tableside.serving.client.address import Address
 from tableside.serving.client.calls import Calls
 from tableside.serving.client.features import Ids
 from tableside.serving.client.found import LookedUp
-from tableside.serving.client.http import Address
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
 
@@ -21,14 +22,25 @@ T = TypeVar("T")
 class Client:
     """A client of one server. Any thread may call: each call has a connection for itself, which later calls use again.
 
-    base_url: http or https. timeout_s: of making a connection, and of each wait for the server. retries: how often a request is
-    sent again where its connection broke; not where it timed out. Proxies that the environment names are not used. Close it, or
-    use it as a context manager. ValueError: base_url is none.
+    base_url: http, https, or unix:PATH for a Unix socket; None: TABLESIDE_URL of the environment, else port 8000 of this machine.
+    timeout_s: of making a connection, and of each wait for the server. retries: how often a request is sent again where its
+    connection broke; not where it timed out. headers: sent with every request, such as Authorization. ca: a PEM file of the
+    authorities that https trusts; None: the system's. Proxies that the environment names are not used. Close it, or use it as a
+    context manager. ValueError: base_url, headers or ca cannot be used.
     """
 
-    def __init__(self, base_url: str = "http://127.0.0.1:8000", timeout_s: float = 10.0, retries: int = 2) -> None:
-        self._calls = Calls(base_url, retries)
-        self._pool = sockets.Pool(Address.parse(base_url), timeout_s)
+    def __init__(
+        self,
+        base_url: str | None = None,
+        timeout_s: float = 10.0,
+        retries: int = 2,
+        *,
+        headers: Mapping[str, str] | None = None,
+        ca: str | Path | None = None,
+    ) -> None:
+        address = Address.parse(base_url, headers, ca)
+        self._calls = Calls(address.base_url, retries)
+        self._pool = sockets.Pool(address, timeout_s)
 
     @overload
     def lookup(
@@ -161,9 +173,18 @@ class Client:
 class AsyncClient:
     """`Client` for the tasks of one event loop: the same calls, awaited. At most 100 of them are under way at a time."""
 
-    def __init__(self, base_url: str = "http://127.0.0.1:8000", timeout_s: float = 10.0, retries: int = 2) -> None:
-        self._calls = Calls(base_url, retries)
-        self._pool = streams.Pool(Address.parse(base_url), timeout_s)
+    def __init__(
+        self,
+        base_url: str | None = None,
+        timeout_s: float = 10.0,
+        retries: int = 2,
+        *,
+        headers: Mapping[str, str] | None = None,
+        ca: str | Path | None = None,
+    ) -> None:
+        address = Address.parse(base_url, headers, ca)
+        self._calls = Calls(address.base_url, retries)
+        self._pool = streams.Pool(address, timeout_s)
 
     @overload
     async def lookup(

@@ -1,59 +1,20 @@
-"""HTTP/1.1 for both transports: the bytes of a request, and a reader of responses. The parser is httptools (llhttp).
+"""HTTP/1.1 for both transports: a reader of responses, and a watch over idle connections. The parser is httptools (llhttp).
 
 The parser reads a response's head. A body whose length is known then goes from the socket straight into the memory in which its
 vectors are handed out. Any other body (chunked, or up to the connection's end) passes through the parser.
 """
 
 import select
-from base64 import b64encode
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
 
 import httptools
 import numpy as np
 
-from tableside.serving import VERSION
-from tableside.serving.client.messages import Request, Response
+from tableside.serving.client.messages import Response
 
 _HEAD_LIMIT = 1 << 15  # what is read with a head is copied once more
 _UPFRONT_LIMIT = 1 << 30  # a longer body takes memory only as it comes
 _ALIGNMENT = 16
-_BINARY = b"Content-Type: application/octet-stream\r\n\r\n"
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a server is. lines: what every request's head says behind its first line."""
-
-    base_url: str
-    host: str
-    port: int
-    is_tls: bool
-    prefix: str
-    lines: bytes
-
-    @classmethod
-    def parse(cls, base_url: str) -> "Address":
-        """ValueError: this is no http or https URL."""
-        url = urlsplit(base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"base_url is {base_url!r}; expected http://HOST:PORT or https://HOST:PORT")
-        is_tls = url.scheme == "https"
-        lines = f"Host: {url.netloc.rpartition('@')[2]}\r\nUser-Agent: tableside/{VERSION}\r\n"
-        if url.username is not None:
-            secret = b64encode(f"{unquote(url.username)}:{unquote(url.password or '')}".encode()).decode()
-            lines += f"Authorization: Basic {secret}\r\n"
-        prefix = quote(url.path.rstrip("/"), safe="/%")
-        return cls(base_url, url.hostname, url.port or (443 if is_tls else 80), is_tls, prefix, lines.encode("ascii"))
-
-    def head(self, request: Request) -> bytes:
-        """The head of a request, up to its body."""
-        first = f"{request.method} {self.prefix}{request.path} HTTP/1.1\r\n".encode("ascii")
-        if not request.parts:
-            return first + self.lines + b"\r\n"
-        numbers = request.json_bytes or 0, sum(map(len, request.parts))
-        return first + self.lines + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers + _BINARY
 
 
 class ResponseReader:

@@ -1,12 +1,11 @@
 """Connections of blocking sockets, for any number of threads."""
 
-import socket
-import ssl
 import time
 from collections import deque
 from contextlib import suppress
 
-from tableside.serving.client.http import Address, ResponseReader, Watch
+from tableside.serving.client.address import Address
+from tableside.serving.client.http import ResponseReader, Watch
 from tableside.serving.client.messages import Request, Response
 
 _IDLE_S = 30.0  # a connection that was not used for longer is closed
@@ -16,10 +15,7 @@ class _Connection:
     """One connection, used by one thread at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
-        made = socket.create_connection((address.host, address.port), timeout_s)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if address.is_tls:
-            made = ssl.create_default_context().wrap_socket(made, server_hostname=address.host)
+        made = address.connect(timeout_s)
         self._socket, self._is_tls = made, address.is_tls
         self._reader = ResponseReader()
         self._watch = Watch(made.fileno())

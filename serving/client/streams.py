@@ -1,11 +1,12 @@
 """Connections of asyncio, for the tasks of one event loop."""
 
 import asyncio
-import ssl
+import functools
 from collections import deque
 from typing import Any
 
-from tableside.serving.client.http import Address, ResponseReader, Watch
+from tableside.serving.client.address import Address
+from tableside.serving.client.http import ResponseReader, Watch
 from tableside.serving.client.messages import Request, Response
 
 _CONNECTIONS = 100  # more calls than this at one time wait for each other
@@ -103,7 +104,6 @@ class Pool:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._tls = ssl.create_default_context() if address.is_tls else None
         self._idle: deque[_Connection] = deque()
         self._room = asyncio.Semaphore(_CONNECTIONS)
         self._is_closed = False
@@ -135,10 +135,12 @@ class Pool:
 
     async def _connect(self) -> _Connection:
         loop, address = asyncio.get_running_loop(), self._address
+        make = functools.partial(_Connection, self._timeout_s)
         async with asyncio.timeout(self._timeout_s):
-            _, connection = await loop.create_connection(
-                lambda: _Connection(self._timeout_s), address.host, address.port, ssl=self._tls
-            )
+            if address.path is not None:
+                _, connection = await loop.create_unix_connection(make, address.path)
+            else:
+                _, connection = await loop.create_connection(make, address.host, address.port, ssl=address.tls)
         return connection
 
     def close(self) -> None:

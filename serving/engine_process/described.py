@@ -17,7 +17,7 @@ from tableside.quant.contract import Unfound
 from tableside.serving.places import DenseInput, Output, scores_at
 from tableside.serving.request import Request
 from tableside.serving.scores import Scoring
-from tableside.serving.version import ServedVersion
+from tableside.serving.version import Planners, ServedVersion
 
 _HEAD = struct.Struct("<4q")  # model, version, together, features
 _SOURCE = struct.Struct("<7q")  # is dense, at, bytes, rows, width, is half, row bytes or -1
@@ -79,6 +79,7 @@ class Layouts:
         self._version = weakref.ref(served)  # who keeps this keeps it by that version
         self._names = list(served.features)
         self._kept: dict[bytes, Request] = {}
+        self._features: dict[bytes, tuple[tuple[str, ...], Planners]] = {}
 
     def request(self, description: bytes) -> Request:
         """The request that a door described, laid out over this process's tables. QuantError: it is too large to launch."""
@@ -91,38 +92,44 @@ class Layouts:
 
     def _lay_out(self, description: bytes) -> Request:
         served = self._served()
-        _, _, together, count = _HEAD.unpack_from(description)
-        values = np.frombuffer(description, np.int64, offset=_HEAD.size)
-        names = tuple(self._names[n] for n in values[:count].tolist())
-        out_bytes, at = int(values[count]), count + 1
-        places = values[at : at + count * len(Place._fields)].reshape(count, -1)
-        scored = values[at + places.size :].tolist()
-        planners = served.planners(names, bool(together))
-        ids = int(places[:, Place._fields.index("ids")].sum())
-        plan, is_small = planners.plan(places, out_bytes, ids, True)
+        _, _, _, count = _HEAD.unpack_from(description)
+        at = _HEAD.size + 8 * count
+        head = description[:at]
+        if (known := self._features.get(head)) is None:
+            known = self._features[head] = self._read(head)
+            if len(self._features) > _KEPT:
+                del self._features[next(iter(self._features))]
+        names, planners = known
+        out_bytes = int.from_bytes(description[at : at + 8], "little")
+        end = at + 8 + 8 * count * len(Place._fields)
         return Request(
             served.header.model,
             served.version,
             names,
-            plan,
-            ids=ids,
+            planners.device.plan(description[at + 8 : end], out_bytes),
+            ids=0,
             vectors=0,
             row_bytes=0,
             out_bytes=out_bytes,
             tables=planners.tables,
-            scoring=self._scoring(names, scored) if scored else None,
-            is_small=is_small,
+            scoring=self._scoring(description[end:]) if len(description) > end else None,
         )
+
+    def _read(self, head: bytes) -> tuple[tuple[str, ...], Planners]:
+        """The features that a description begins with, and what plans them."""
+        _, _, together, _ = _HEAD.unpack_from(head)
+        names = tuple(self._names[n] for n in np.frombuffer(head, np.int64, offset=_HEAD.size).tolist())
+        return names, self._served().planners(names, bool(together))
 
     def _served(self) -> ServedVersion:
         served = self._version()
         assert served is not None, "a request is laid out while its version is held"
         return served
 
-    def _scoring(self, names: Sequence[str], scored: list[int]) -> Scoring:
+    def _scoring(self, described: bytes) -> Scoring:
         scorer = self._served().scorer
         assert scorer is not None, "a door scores what its engine can"
-        output_at, rows, is_alone, *fields = scored
+        output_at, rows, is_alone, *fields = np.frombuffer(described, np.int64).tolist()
         sources: list[Output | DenseInput] = []
         for n, i in enumerate(scorer.inputs):
             is_dense, at, size, count, width, half, row_bytes = fields[7 * n : 7 * n + 7]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tableside")
 
 NAME = "tableside-gpu"  # of the process, as ps and top show it; the device follows
+SWITCH_S = 1e-4  # for which the event loop, or the GPU's thread, keeps the other one waiting; 5 ms are Python's own
 STATUS_S = 1.0  # between two looks at the cache's counters
 
 
@@ -232,6 +233,7 @@ def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe)
     config.configure_logging()
     (device,) = config.settings.devices
     Path("/proc/self/comm").write_text(f"{NAME}{device}")
+    sys.setswitchinterval(SWITCH_S)
     (listening,) = sockets
     listening.setblocking(False)
     try:

@@ -145,7 +145,8 @@ class Template:
         vectors = None
         if scorer.calls is not None:
             numbers, per_row = self._vectors
-            vectors = per_row * np.array([1, 1, rows], np.int64)
+            vectors = per_row.copy()
+            vectors[:, VectorField.VALUES] *= rows
             vectors[:, VectorField.AT] = np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)][numbers]
         return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, vectors)
 
@@ -153,8 +154,9 @@ class Template:
     def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Of the features that the scorer reads: their numbers, and their vectors of one row, as `Scoring.vectors`."""
         read = [s for s in self.sources if not s.is_dense]
-        per_row = np.array([(0, int(s.half), s.width) for s in read], np.int64).reshape(-1, len(VectorField))
-        return np.array([s.number for s in read], np.int64), per_row
+        steps = [s.width if s.row_bytes is None else s.row_bytes // (2 if s.half else 4) for s in read]
+        per_row = [(0, int(s.half), s.width, step, s.width) for s, step in zip(read, steps, strict=True)]
+        return np.array([s.number for s in read], np.int64), np.array(per_row, np.int64).reshape(-1, len(VectorField))
 
 
 _OUT_AT = Place._fields.index("out_at")

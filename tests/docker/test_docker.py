@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from support import end, rows_of, until
 from tableside.loader.load import load
 from tableside.loader.model import read_model
 from tableside.quant import RowFormat
+from tableside.serving import supervisor
+from tableside.serving.settings import ServerSettings
+from tableside.serving.sizes import parse_bytes
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"
@@ -43,6 +47,7 @@ Run = subprocess.CompletedProcess[str]
 def stages() -> dict[str, list[tuple[str, str]]]:
     """The Dockerfile's stages: name -> (INSTRUCTION, rest of the line), those of its base stage first."""
     text = re.sub(r"^\s*#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
+    text = text[text.index("FROM ") :]
     found: dict[str, list[tuple[str, str]]] = {}
     for line in re.sub(r"\\\n", "", text).splitlines():
         instruction, _, rest = line.partition(" ")
@@ -84,8 +89,8 @@ def test_script_parses_and_may_be_executed(script: Path) -> None:
     subprocess.run([shell, "-n", script], timeout=10, check=True)
 
 
-@pytest.mark.parametrize(("target", "extra"), [("cpu", "torch"), ("cuda", "gpu")])
-def test_image_is_small_unprivileged_and_checked(target: str, extra: str) -> None:
+@pytest.mark.parametrize(("target", "extras"), [("slim", ""), ("cpu", "torch,eval"), ("cuda", "gpu,eval")])
+def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> None:
     """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when it is healthy."""
     assert int(last(target, "USER")) > 0
     assert last(target, "EXPOSE") == "8000"
@@ -94,9 +99,9 @@ def test_image_is_small_unprivileged_and_checked(target: str, extra: str) -> Non
     commands = " ".join(rest for name, rest in stages()[target] if name == "RUN")
     assert ("gcc" in commands) == (target == "cuda")
     assert commands.count("apt-get install") == commands.count("rm -rf /var/lib/apt/lists/*") == (target == "cuda")
-    assert f"[{extra}]" in commands
+    assert re.findall(r"\[([a-z,]+)\]", commands) == [e for e in [extras] if e]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert extra in project["optional-dependencies"]
+    assert {e for e in extras.split(",") if e} <= set(project["optional-dependencies"])
 
 
 def test_builder_gets_every_package_and_installs_no_compiler() -> None:
@@ -125,9 +130,14 @@ def test_nothing_is_fetched_by_a_url_and_no_image_is_latest() -> None:
     """No ADD, no host in a tracked file but this machine's, and a tag on every image."""
     assert not [1 for stage in stages().values() for name, _ in stage if name == "ADD"]
     assert "://" not in "".join(p.read_text() for p in DOCKER.iterdir() if p.is_file())
-    images = re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    images = [image for image in images if image not in stages()]
-    images += [s["image"] for s in compose()["services"].values() if "image" in s]
+    text = (DOCKER / "Dockerfile").read_text()
+    based_on = {image for image in re.findall(r"^FROM (\S+)", text, re.MULTILINE) if image not in stages()}
+    assert based_on == {"${PYTHON_IMAGE}"}  # a digest of it can be given where images are built
+    images = re.findall(r"^ARG PYTHON_IMAGE=(\S+)", text, re.MULTILINE)
+    choices = [s["image"] for s in compose()["services"].values() if "image" in s]
+    choices.append(compose()["services"]["tableside"]["build"]["args"]["PYTHON_IMAGE"])
+    images += [re.fullmatch(r"\$\{\w+_IMAGE:-(.+)\}", choice)[1] for choice in choices]  # type: ignore[index]
+    assert images[0] == images[-1]
     assert all(re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", image) for image in images)
 
 
@@ -141,13 +151,31 @@ def test_compose_runs_the_server() -> None:
     service = compose()["services"]["tableside"]
     assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
     assert service["build"]["target"] in stages()
-    assert list(service["build"]["args"]) == [last("cpu", "ARG").rstrip("=")]
+    assert last("cpu", "ARG").rstrip("=") in service["build"]["args"]
     assert int(service["shm_size"].removesuffix("gb")) >= 1
     assert service["ulimits"]["memlock"] == -1
     assert service["ports"] == ["127.0.0.1:8000:8000"]
     assert [v.rsplit(":", 2)[1:] for v in service["volumes"]] == [["/models", "ro"]]
     assert all(m.startswith("/models/") for m in service["command"])
     assert "disable" not in service["healthcheck"]
+
+
+@pytest.mark.parametrize("name", ["tableside", "prometheus"])
+def test_compose_confines_its_services(name: str) -> None:
+    """They come back after a crash, hold no capability, write to no image, and have a bound on memory and logs."""
+    service = compose()["services"][name]
+    assert service["restart"] == "unless-stopped" and service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["logging"]["options"]["max-size"]
+
+
+def test_compose_waits_for_an_orderly_end() -> None:
+    """Longer than drain, the running requests and the supervisor's patience; what lies in /dev/shm counts as memory."""
+    service, settings = compose()["services"]["tableside"], ServerSettings(models=())
+    patience_s = settings.drain_s + settings.shutdown_timeout_s + supervisor._GRACE_S
+    assert float(service["stop_grace_period"].removesuffix("s")) > patience_s
+    assert parse_bytes(service["mem_limit"].upper()) > parse_bytes(service["shm_size"].upper()) + (512 << 20)
+    assert [m.partition(":")[0] for m in service["tmpfs"]] == ["/tmp"]  # the forkserver's socket lies there
 
 
 def test_prometheus_scrapes_the_server() -> None:
@@ -209,8 +237,15 @@ def private_mount(options: str, folder: Path) -> list[str]:
 
 
 def test_no_model_is_named(root: Path) -> None:
-    assert "no model is named; expected the path of a model.toml" in refused(root)
+    assert "no model is named; expected the path of a model.toml or a checkpoint" in refused(root)
     assert "no model is named" in refused(root, "--", "--workers", "2")
+
+
+@pytest.mark.parametrize(("arguments", "variables"), [(["--", "--all"], {}), ([], {"TABLESIDE_ALL": "true"})])
+def test_a_server_of_all_models_needs_no_name(root: Path, arguments: list[str], variables: dict[str, str]) -> None:
+    command = [sys.executable, str(PREFLIGHT), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment(root, **variables), check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_option_before_the_dashes(root: Path) -> None:
@@ -279,7 +314,8 @@ def test_a_file_of_torchs_is_estimated_without_it(tmp_path: Path) -> None:
     shm.mkdir()
     path = describe(tmp_path, "ads.pt")
     prefix = private_mount("size=16m", shm)
-    line = refused(shm / "tableside", path, prefix=prefix, variables={"PYTHONPATH": str(tmp_path)})
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    line = refused(shm / "tableside", path, prefix=prefix, variables={"PYTHONPATH": search})
     assert line.endswith("docker run --shm-size=64m")
 
 
@@ -324,7 +360,7 @@ def test_memlock_limit_does_not_matter_without_a_gpu(root: Path, tmp_path: Path,
     path = write_model(tmp_path)
     command = [*LOW_MEMLOCK, sys.executable, str(PREFLIGHT), str(path), "--", "--workers", "2"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment(root, **variables), check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "ads\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def preflight() -> ModuleType:
@@ -431,25 +467,39 @@ def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path)
     assert list(temporary.iterdir()) == []
 
 
-def stand_in(folder: Path, name: str, script: str) -> Path:
-    """An executable shell script."""
-    folder.mkdir(exist_ok=True)
-    (path := folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
-
-
-def test_signal_during_the_load_ends_the_load(root: Path, tmp_path: Path) -> None:
-    """The shell passes the signal on and does not start the server; a stand-in for the command makes the load last."""
-    stand_in(tmp_path / "bin", "tableside", f'echo "$1" >> {tmp_path}/ran; exec sleep 600')
-    with container(root, write_model(tmp_path), PATH=f"{tmp_path}/bin{os.pathsep}{PATH}") as process:
-        until((tmp_path / "ran").exists, what="the start of the load")
+@pytest.mark.parametrize("named", ["model.toml", "ads.safetensors"])
+def test_signal_during_the_load_ends_load_and_container(root: Path, tmp_path: Path, named: str) -> None:
+    """SIGTERM that comes while rows are read: both processes end at once, nothing is published, the exit code is 143."""
+    write_model(tmp_path, rows=10)
+    slow_safetensors(tmp_path / "ads.safetensors", rows=8_000_000, dim=16)
+    with container(root, tmp_path / named, TABLESIDE_HOST="127.0.0.1") as process:
+        until(lambda: process.poll() is not None or list(root.glob("*/*.partial")), 60, "the start of the load")
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        began = time.monotonic()
         assert end(process) == 128 + signal.SIGTERM
-    assert (tmp_path / "ran").read_text() == "load\n"
+        assert time.monotonic() - began < PROMPT_S
+    assert not list(root.glob("*/*.segment"))
+
+
+PROMPT_S = 5  # orders of magnitude over what it takes, and less than the load does
+
+
+def slow_safetensors(path: Path, rows: int, dim: int) -> None:
+    """A checkpoint whose rows are a hole of half a GB, which takes no disk."""
+    size = rows * dim * 4
+    head = json.dumps({"user": {"dtype": "F32", "shape": [rows, dim], "data_offsets": [0, size]}}).encode()
+    head = head.ljust(-(-len(head) // 8) * 8)
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    os.truncate(path, 8 + len(head) + size)
 
 
 def test_load_that_fails_is_the_containers_exit_code(root: Path, tmp_path: Path) -> None:
-    stand_in(tmp_path / "bin", "tableside", f'echo "$1" >> {tmp_path}/ran; exit 7')
-    with container(root, write_model(tmp_path), PATH=f"{tmp_path}/bin{os.pathsep}{PATH}") as process:
-        assert process.wait(20) == 7
-    assert (tmp_path / "ran").read_text() == "load\n"
+    """Nothing is served then; the load's own line comes before the server's."""
+    path = write_model(tmp_path)
+    save_file({"user": np.full((100, 16), np.inf, np.float32)}, tmp_path / "ads.safetensors")
+    with container(root, path) as process:
+        assert process.stdout is not None
+        text = process.stdout.read()
+        assert process.wait(DEADLINE_S) == 1
+    assert "was not loaded, so nothing is served" in text.splitlines()[-1]
+    assert not list(root.glob("*/*.segment"))

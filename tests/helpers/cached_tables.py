@@ -7,7 +7,7 @@ import tables
 import torch
 
 from tableside.quant import choose
-from tableside.quant.cache.jobs import CachedLookup, write_jobs
+from tableside.quant.cache.jobs import CachedLookup, cached_rows, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.gpu.backend import GpuBackend
@@ -46,7 +46,7 @@ class CachedTables:
         for number, wanted in ids.items():
             lookups.append(CachedLookup(number, 8 + 8 * at, wanted.size, 4 * at))
             at += wanted.size
-        written, jobs = write_jobs(lookups, device.type == "cpu")
+        written, jobs = write_jobs(cached_rows(lookups), device.type == "cpu")
         memory = torch.frombuffer(bytearray(written + bytes(8)), dtype=torch.uint8).to(device)
         self._kept += [inputs, memory]
         if device.type == "cuda":

@@ -11,8 +11,9 @@ import torch
 from rounding import expect
 from tables import gpu_backend, placed, table_of
 
-from tableside.quant import BadIds, Lookup, Pooling, Precision, RowFormat, choose
+from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowFormat, choose
 from tableside.quant.cache.settings import CacheSettings
+from tableside.quant.contract import place_of
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.follower import Fills, Taken, TakenTensor, fill_block
 from tableside.quant.gpu.job import FillField
@@ -63,12 +64,29 @@ class Asked:
             self.lookups.append(lk)
             at += lk.vector_bytes if together else bags * lk.vector_bytes
         self.out_bytes = at if not together else bags * (row_bytes or 0)
-        self.parts: list[Any] = [(lk.out_at, int(lk.precision is Precision.FP16), bags * lk.table.dim) for lk in self.lookups]
+        self.parts: list[Any] = [
+            (
+                lk.out_at,
+                int(lk.precision is Precision.FP16),
+                lk.table.dim,
+                (row_bytes or lk.vector_bytes) // lk.precision.bytes,
+                bags * lk.table.dim,
+            )
+            for lk in self.lookups
+        ]
         self.parts.append((self.context_at, bags * CONTEXT))
 
     @property
     def inputs(self) -> bytes:
         return self.ids.tobytes() + self.context.tobytes() + self.lengths.tobytes()
+
+    def plan(self, planned: bool) -> Any:
+        backend: Any = gpu_backend()
+        if not planned:
+            return backend.plan(self.lookups, out_bytes=self.out_bytes)
+        kinds = [LookupKind(lk.table, lk.pooling, lk.precision, lk.out_row_bytes) for lk in self.lookups]
+        places = np.array([place_of(lk) for lk in self.lookups], np.int64)
+        return backend.planner(kinds).plan(places, self.out_bytes)
 
     def check(self, matrices: Sequence[np.ndarray], start: int) -> None:
         rows = slice(start, start + self.bags)
@@ -77,20 +95,22 @@ class Asked:
         np.testing.assert_array_equal(matrices[2][rows], self.context)
 
 
-def look_up(asked: Sequence[Asked], stays: Sequence[bool]) -> tuple[list[Any], Gathers]:
+def look_up(asked: Sequence[Asked], stays: Sequence[bool], planned: bool = False) -> tuple[list[Any], Gathers]:
+    """planned: requests are laid out by a planner, as a server's are, and not one by one."""
     backend: Any = gpu_backend()
     follower = Gathers([a.bags for a in asked], [a.parts for a in asked], stays)
-    requests = [(backend.plan(a.lookups, out_bytes=a.out_bytes), a.inputs) for a in asked]
+    requests = [(a.plan(planned), a.inputs) for a in asked]
     found, _ = backend.run_timed(requests, timed=True, follower=follower)
     return found, follower
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("together", [False, True])
-def test_matrices_hold_every_request(together: bool) -> None:
+def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
     """Vectors of two precisions and dense tensors of requests of several sizes, one of none; all outputs come to the host too."""
     rng = np.random.default_rng(0)
     asked = [Asked(rng, bags, together) for bags in (3, 1, 0, 70)]
-    found, follower = look_up(asked, [False] * 4)
+    found, follower = look_up(asked, [False] * 4, planned)
     start = 0
     for a, answer in zip(asked, found, strict=True):
         a.check(follower.seen, start)
@@ -190,9 +210,9 @@ def test_jobs_of_many_programs() -> None:
     block = fill_block(False)
     direct: Any = SimpleNamespace(is_direct=True)
     taken = [
-        Taken(np.array([(0, 0, 2 * block + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True),
+        Taken(np.array([(0, 0, 8, 8, 2 * block + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True),
         None,
-        Taken(np.array([(16, 1, block)]), np.array([400]), [], False),
+        Taken(np.array([(16, 1, 4, 9, block)]), np.array([400]), [], False),
     ]
     fills = Fills(taken, False)
     written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
@@ -200,6 +220,7 @@ def test_jobs_of_many_programs() -> None:
     np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [1000, 0, 2000, 2016])
     np.testing.assert_array_equal(jobs[:, FillField.TARGET], [100, 400, 200, 300])
     np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 1, 0, 0])
+    np.testing.assert_array_equal(jobs[:2, [FillField.WIDTH, FillField.STEP]], [(8, 8), (4, 9)])
     np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 4, 5])
     np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 1, 2, 3])
     assert fills.programs == 6 and fills.bytes >= len(written)

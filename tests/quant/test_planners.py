@@ -29,7 +29,7 @@ from tableside.quant.backends import backend_names
 from tableside.quant.contract import lookup_at
 from tableside.quant.gpu import moves
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.moves import Move, as_bytes, move
+from tableside.quant.gpu.moves import Move, as_bytes, move, move_all
 
 FORMATS = (RowFormat.INT8, RowFormat.INT4, RowFormat.FP16)
 ROWS = 60
@@ -235,3 +235,8 @@ def test_moves_copy_parts_and_stay_in_their_buffers(monkeypatch: pytest.MonkeyPa
     for bad in (Move(38, 0, 4), Move(0, 38, 4), Move(0, 0, 2, 9, 5, 1), Move(0, 0, 2, 9, 1, 5)):
         with pytest.raises(ValueError, match="does not lie in its buffer"):
             move(as_bytes([bad]), source, target, 0, 0)
+        with pytest.raises(ValueError, match="does not lie in its buffer"):
+            move_all([(as_bytes([Move(0, 0, 4)]), source, 0), (as_bytes([bad]), source, 0)], target)
+    target[:] = 0
+    move_all([(as_bytes([Move(1, 5, 4)]), source, 2), (as_bytes([Move(10, 20, 2, 3, 4, 6)]), source[1:].tobytes(), 2)], target)
+    np.testing.assert_array_equal(target, expected)

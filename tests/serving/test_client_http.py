@@ -3,10 +3,7 @@
 import asyncio
 import gc
 import inspect
-import shutil
 import socket
-import ssl
-import subprocess
 import threading
 import time
 import warnings
@@ -19,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 from support import until
+from tls import make_certificate, needs_openssl, server_context
 
 from tableside.serving.client import AsyncClient, Client, ClientError, sockets, streams
 
@@ -248,14 +246,11 @@ def test_no_proxy_of_the_environment_is_used(connect: Callable[..., Both], monke
         assert connect(script.url).ask("models") == []
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@needs_openssl
 def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Bodies larger than a TLS record arrive, connections are used again, and a certificate that nobody signed is refused."""
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
-    subprocess.run([*made, *files, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    certificate = make_certificate(tmp_path)
+    context = server_context(certificate)
     large = answer({"models": ["x" * 300_000]})
 
     def handle(script: Script, connection: socket.socket) -> None:
@@ -267,7 +262,7 @@ def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tm
         url = script.url.replace("http://127.0.0.1", "https://localhost")
         with pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
             connect(url, retries=0).ask("models")
-        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         client = connect(url, retries=0)
         before = len(script.connections)
         for _ in range(3):

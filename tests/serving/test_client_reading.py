@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tableside.serving.client import Client
-from tableside.serving.client.http import Address, ResponseReader
+from tableside.serving.client.address import Address
+from tableside.serving.client.http import ResponseReader
 from tableside.serving.client.messages import Request, Response
 
 OK = b"HTTP/1.1 200 OK\r\n"

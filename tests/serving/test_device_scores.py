@@ -1,9 +1,14 @@
 """Scores that are computed where a GPU's lookups wrote the vectors: they are the CPU's, whatever shares the batch."""
 
 import asyncio
+import gc
 import logging
+import signal
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from tableside.serving.executors import CpuExecutor
 from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput
 from tableside.serving.request import Answer, FeatureInput, Request
+from tableside.serving.scorer import ScorerLimits
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
 
@@ -133,9 +139,19 @@ class Both:
 class Asked:
     """A request of one model: bags of ids of each feature that its scorer takes, as jagged tensors, and dense rows."""
 
-    def __init__(self, model: str, rows: int, seed: int, *, score: bool = True, alone: bool = True, bad_id: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        rows: int,
+        seed: int,
+        *,
+        score: bool = True,
+        alone: bool = True,
+        bad_id: bool = False,
+        together: bool = False,
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self.model, self.rows, self.score, self.alone = model, rows, score, alone
+        self.model, self.rows, self.score, self.alone, self.together = model, rows, score, alone, together
         self.parts: list[np.ndarray] = []
         self.features: list[FeatureInput] = []
         at = 0
@@ -155,7 +171,7 @@ class Asked:
 
     def of(self, versions: dict[str, ServedVersion]) -> tuple[Request, bytes]:
         dense = self.dense if self.score else []
-        request = versions[self.model].lay_out(self.features, dense, self.score, scores_alone=self.alone)
+        request = versions[self.model].lay_out(self.features, dense, self.score, self.together, scores_alone=self.alone)
         return request, b"".join(part.tobytes() for part in self.parts)
 
 
@@ -211,6 +227,7 @@ def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tm
     calls: list[int] = []
     own = both.device["picked"].scorer.calls
     assert own is not None
+    own._captures = False  # so that each call is seen
     run = own._run
     own._run = lambda inputs: calls.append(len(inputs[0])) or run(inputs)  # type: ignore[func-returns-value]
     found = check(asked, both)
@@ -241,6 +258,69 @@ def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -
     check([Asked(name, rows, rows) for name, rows in (("ctr", 3), ("dot", 4), ("ctr", 5))], both)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_features_that_come_together_are_scored(root: Path, tmp_path: Path, alone: bool) -> None:
+    """Their vectors lie side by side for the caller, and one feature after another on the device."""
+    publish(root, tmp_path, "dot")
+    check([Asked("dot", rows, rows, together=rows != 5, alone=alone) for rows in (4, 5, 1, 17)], Both(root, "dot"))
+
+
+def test_a_late_scorer_on_a_device_refuses_all_that_wait(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call is watched, the wait for its scores included; who is told of it refuses the batch and what comes later."""
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    began, let_go, tells = threading.Event(), threading.Event(), []
+
+    def watch(self: Any, scorer: Any, tell: Any) -> Any:
+        tells.append(tell)
+        return nullcontext()
+
+    monkeypatch.setattr("tableside.serving.deadline.Deadline.watch", watch)
+    scorer = both.device["ctr"].scorer
+    assert scorer is not None and scorer.calls is not None
+    run = scorer.calls._run
+    scorer.calls._run = lambda inputs: began.set() or (let_go.wait(20) and run(inputs))  # type: ignore[func-returns-value]
+    scorer.limits = ScorerLimits(timeout_s=60.0)
+
+    async def ask() -> None:
+        batcher = Batcher(both.placer.gpu, 1, 0.0)  # type: ignore[arg-type]
+        waiting = [asyncio.ensure_future(batcher.run(*Asked("ctr", 3, n).of(both.device))) for n in range(2)]
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        tells[0](scorer)
+        for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20):
+            assert isinstance(error, ApiError) and "ctr version 1 took longer than 60 s" in error.message
+        let_go.set()
+        batcher.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_device_that_is_lost_to_a_scorer_fails_its_batch(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Whatever the scorer raised; where the device is well, requests for scores alone are refused."""
+    signals: list[int] = []
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    gpu, scorer = both.placer.gpu, both.device["ctr"].scorer
+    assert gpu is not None and scorer is not None and scorer.calls is not None
+    monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
+    monkeypatch.setattr(gpu, "is_lost", lambda: is_lost)
+
+    def fail(inputs: Any) -> Any:
+        raise TypeError("an illegal memory access was encountered")
+
+    scorer.calls._run = fail
+    found = both.on_device([Asked("ctr", 3, n, score=n > 0).of(both.device) for n in range(3)])
+    if is_lost:
+        assert all(isinstance(f, RuntimeError) and "the device was lost to the scorer of ctr version 1" in str(f) for f in found)
+        assert signals == [signal.SIGTERM]
+    else:
+        assert isinstance(found[0], Answer) and all(isinstance(f, TypeError) for f in found[1:]) and not signals
+
+
 # ---- calls of a scorer ----
 
 
@@ -265,18 +345,14 @@ class Replayed(DeviceCalls):
         return _Graph(Graph(), scores)
 
 
-def calls_of(most: int = 1 << 20, **more: Any) -> tuple[Replayed, list[int]]:
+def calls_of(**more: Any) -> tuple[Replayed, list[int]]:
     rows: list[int] = []
 
     def run(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         rows.append(len(inputs[0]))
         return (inputs[0].sum(1) + inputs[1].sum(1)).unsqueeze(1)
 
-    def admit(count: int) -> None:
-        if count > most:
-            raise ApiError(413, Kind.TOO_LARGE, "too many")
-
-    arguments = {"rows": (1, 1 << 20), "is_row_wise": True, "admit": admit, "name": "played version 3"} | more
+    arguments = {"rows": (1, 1 << 20), "is_row_wise": True, "name": "played version 3"} | more
     return Replayed(run, [4, 2], torch.device("cpu"), **arguments), rows
 
 
@@ -313,7 +389,7 @@ def test_parts_of_a_batch_and_many_rows_are_called_as_they_are(monkeypatch: pyte
 def test_scorers_that_take_no_more_rows_are_called_as_they_are(more: dict[str, Any]) -> None:
     """Programs that were exported for so many rows alone, and those that look at other rows."""
     calls, rows = calls_of(**more)
-    calls.warm_up()
+    calls.warm_up(lambda count: None)
     assert not rows
     np.testing.assert_array_equal(calls.score(fill(calls, 7, 1.0), 0, 7, True), np.full(7, 6.0))
     assert rows == [7] and not calls.captured
@@ -334,8 +410,13 @@ def test_a_scorer_that_is_not_captured_runs_without(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(("most", "graphs"), [(1 << 20, 11), (40, 6)])
 def test_graphs_of_few_rows_are_there_before_the_first_request(most: int, graphs: int) -> None:
     """As far as a call may have so many rows."""
-    calls, _ = calls_of(most)
-    calls.warm_up()
+
+    def admit(count: int) -> None:
+        if count > most:
+            raise ApiError(413, Kind.TOO_LARGE, "too many")
+
+    calls, _ = calls_of()
+    calls.warm_up(admit)
     assert calls.captured == [1 << n for n in range(graphs)]
 
 
@@ -391,9 +472,26 @@ def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, t
     with Client(on_gpu.url, retries=0) as gpu, Client(on_cpu.url, retries=0) as cpu:
         for model, ids, dense in (("ctr", IDS, {"context": CONTEXT}), ("cosine", near, {})):
             np.testing.assert_allclose(gpu.score(model, ids, dense), cpu.score(model, ids, dense), rtol=1e-5, atol=1e-7)
+        for turn in range(4):
+            ids = {"user": [[1] * turn, [3], [5]], "near": [[7], [8] * turn, [10, 11]]}
+            found, expected = (client.score("cosine", ids, compact=True) for client in (gpu, cpu))
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT.tolist()}}
         scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=30).json()["scores"] for s in (on_gpu, on_cpu)]
         np.testing.assert_allclose(*scores, rtol=1e-5)
         for client in (gpu, cpu):
             with pytest.raises(ClientError, match=r"400.*feature 'clicked': id 100 at position 2"):
                 client.score("ctr", {**IDS, "clicked": [[4, 5], [], [100]]}, {"context": CONTEXT})
+
+
+def test_a_scorer_goes_with_its_version(root: Path, tmp_path: Path) -> None:
+    """With its memory on the device, at once: no reference of its own keeps it."""
+    publish(root, tmp_path, "ctr", "dot")
+    both = Both(root, "ctr", "dot")
+    gc.disable()
+    try:
+        held = [weakref.ref(version.scorer.calls) for version in both.device.values()]  # type: ignore[union-attr]
+        both.device.clear()
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()

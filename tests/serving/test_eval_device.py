@@ -122,6 +122,7 @@ def test_tables_are_away_while_the_dense_part_runs(root: Path, tmp_path: Path, m
     away: list[list[bool]] = []
     stashed: list[int] = []
     run, stash = scorer.calls._run, gpu.stash
+    scorer.calls._captures = False  # so that each call is seen
     scorer.calls._run = lambda inputs: away.append([t.is_away for t in gpu._stashable]) or run(inputs)  # type: ignore[func-returns-value]
     monkeypatch.setattr(gpu, "stash", lambda: stashed.append(stash()) or stashed[-1])
     batch_bytes = next(evaluator._reader.batches(shard)).requests[0][0].out_bytes

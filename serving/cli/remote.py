@@ -1,0 +1,50 @@
+"""The running server that a command asks: its address, and the headers and authorities that go with it."""
+
+import argparse
+
+from tableside.serving.cli.arguments import header, url
+from tableside.serving.client import Client
+from tableside.serving.client.address import URL_VARIABLE, Address, default_url
+from tableside.serving.errors import ServingError
+
+
+def add_server(p: argparse.ArgumentParser) -> None:
+    """The options of every command that asks a running server."""
+    p.add_argument(
+        "--url",
+        type=url,
+        default=default_url(),
+        help=f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
+    )
+    add_headers(p)
+
+
+def add_headers(p: argparse.ArgumentParser) -> None:
+    """The options beside --url."""
+    p.add_argument(
+        "--header",
+        type=header,
+        action="append",
+        default=[],
+        metavar="HEADER",
+        help="'Name: value' for every request; @FILE: those of a file, one a line; may come again",
+    )
+    p.add_argument("--ca", metavar="FILE", help="PEM file of the authorities that https trusts (default: the system's)")
+
+
+def address(options: argparse.Namespace) -> Address:
+    """Where the server is, as the options say. ServingError: headers or authorities cannot be used."""
+    try:
+        return Address.parse(options.url, _headers(options), options.ca)
+    except ValueError as error:
+        raise ServingError(str(error)) from error
+
+
+def _headers(options: argparse.Namespace) -> dict[str, str]:
+    return {name: value for given in options.header for name, value in given.items()}
+
+
+def client(options: argparse.Namespace) -> Client:
+    """A client of that server; ServingError: as of `address`."""
+    found = address(options)
+    return Client(found.base_url, headers=_headers(options), ca=options.ca)

@@ -1,0 +1,135 @@
+"""Where a server is, and what every request to it says: the base URL, headers of the caller's, the authorities that are trusted.
+
+http://HOST:PORT/PREFIX     TCP; https: TLS, its certificate checked
+http://USER:SECRET@HOST     with an Authorization header
+unix:PATH                   a Unix socket on this host (`tableside serve --uds PATH`)
+"""
+
+import os
+import re
+import socket
+import ssl
+from base64 import b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from tableside.serving import VERSION
+from tableside.serving.client.messages import Request
+
+URL_VARIABLE = "TABLESIDE_URL"
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_EXPECTED = "expected http://HOST:PORT, https://HOST:PORT or unix:PATH"
+_BINARY = b"Content-Type: application/octet-stream\r\n\r\n"
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_VALUE = re.compile(r"[\t -~]*")
+# What the client writes itself: a second one would change where a request ends, or what its body is.
+_OURS = {
+    "connection", "content-encoding", "content-length", "content-type", "host", "inference-header-content-length",
+    "transfer-encoding",
+}  # fmt: skip
+
+
+def default_url() -> str:
+    """The server that is asked where none is named: TABLESIDE_URL of the environment, else port 8000 of this machine."""
+    return os.environ.get(URL_VARIABLE) or _DEFAULT_URL
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is. authority: host and port as the URL has them. path: of a Unix socket; else None. tls: what checks the
+    server's certificate; None: no TLS.
+
+    lines: what every request's head says behind its first line. headers: those of the caller's among them.
+    """
+
+    base_url: str
+    host: str
+    port: int
+    authority: str
+    prefix: str
+    lines: bytes
+    path: str | None = None
+    tls: ssl.SSLContext | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, base_url: str | None, headers: Mapping[str, str] | None = None, ca: str | Path | None = None) -> "Address":
+        """base_url: None: `default_url`. headers: sent with every request. ca: a PEM file of the authorities to trust, for https.
+
+        ValueError: this is no such URL, a header cannot be sent, or the file holds no certificates.
+        """
+        base_url = base_url if base_url is not None else default_url()
+        sent = {name: _checked(name, value) for name, value in (headers or {}).items()}
+        url = urlsplit(base_url)
+        path = base_url.removeprefix("unix://").removeprefix("unix:") if url.scheme == "unix" else None
+        if not path and (url.scheme not in ("http", "https") or not url.hostname):
+            raise ValueError(f"base_url is {base_url!r}; {_EXPECTED}")
+        if ca is not None and url.scheme != "https":
+            raise ValueError(f"ca is given and base_url is {base_url!r}; authorities are for https")
+        if url.username is not None:
+            if any(name.lower() == "authorization" for name in sent):
+                raise ValueError("base_url has a user, and headers have Authorization; expected one of the two")
+            secret = b64encode(f"{unquote(url.username)}:{unquote(url.password or '')}".encode()).decode()
+            sent["Authorization"] = f"Basic {secret}"
+        authority = "localhost" if path else url.netloc.rpartition("@")[2]
+        lines = "".join(f"{n}: {v}\r\n" for n, v in {"Host": authority, "User-Agent": f"tableside/{VERSION}", **sent}.items())
+        prefix = "" if path else quote(url.path.rstrip("/"), safe="/%")
+        tls = _tls(ca) if url.scheme == "https" else None
+        port = 0 if path else url.port or (443 if tls else 80)
+        host = url.hostname or authority
+        return cls(base_url, host, port, authority, prefix, lines.encode("ascii"), path, tls, sent)
+
+    @property
+    def is_tls(self) -> bool:
+        return self.tls is not None
+
+    @property
+    def http_url(self) -> str:
+        """The base URL as a request's first lines need it: without a user; of a Unix socket, http://localhost."""
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
+
+    def head(self, request: Request) -> bytes:
+        """The head of a request, up to its body."""
+        first = f"{request.method} {self.prefix}{request.path} HTTP/1.1\r\n".encode("ascii")
+        if not request.parts:
+            return first + self.lines + b"\r\n"
+        numbers = request.json_bytes or 0, sum(map(len, request.parts))
+        return first + self.lines + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers + _BINARY
+
+    def connect(self, timeout_s: float) -> socket.socket:
+        """A connection, its TLS handshake done. OSError: there is none."""
+        if self.path is not None:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                made.settimeout(timeout_s)
+                made.connect(self.path)
+            except BaseException:
+                made.close()
+                raise
+            return made
+        made = socket.create_connection((self.host, self.port), timeout_s)
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return self.tls.wrap_socket(made, server_hostname=self.host) if self.tls is not None else made
+        except BaseException:
+            made.close()
+            raise
+
+
+def _checked(name: str, value: str) -> str:
+    if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+        raise ValueError(
+            f"header {name!r} cannot be sent; expected a name of letters, digits and -, and a value of ASCII in one line"
+        )
+    if name.lower() in _OURS:
+        raise ValueError(f"header {name!r} is the client's own to write; leave it out")
+    return value.strip()
+
+
+def _tls(ca: str | Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=None if ca is None else str(ca))
+    except OSError as error:
+        raise ValueError(f"ca {ca} holds no certificates that can be read ({error}); expected a PEM file") from error

@@ -1,0 +1,121 @@
+"""The site of docs/ is built offline and strictly, and what its pages show works."""
+
+import contextlib
+import io
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from servers import Server, running
+from support import run_tableside
+
+TOP = Path(__file__).parent.parent
+
+
+def build(top: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    """`make docs`, of a tree, into a folder. No name is resolved: a build that asked the network would fail."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(top / "mkdocs.yml")]
+    without_network = ["unshare", "--net", "--map-root-user"]
+    alone = subprocess.run([*without_network, "true"], capture_output=True, check=False).returncode == 0
+    full = [*(without_network if alone else []), *command, "--site-dir", str(site)]
+    return subprocess.run(full, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(TOP, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class _Loaded(HTMLParser):
+    """What a browser fetches by itself for a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.urls += [url for url in (found.get("src"), found.get("srcset")) if url]
+        elif tag == "link" and found.get("rel") not in ("canonical", "prev", "next"):
+            self.urls.append(found.get("href") or "")
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, fonts and images are files of the site; every one of them is there."""
+    pages = sorted(site.glob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        loaded = _Loaded()
+        loaded.feed(page.read_text())
+        assert loaded.urls
+        for url in loaded.urls:
+            assert not re.match(r"(?:https?:)?//", url), f"{page.name} fetches {url}"
+            path = url.partition("?")[0].partition("#")[0]
+            assert url.startswith("data:") or (site / path.lstrip("/")).exists(), url  # of 404.html they begin at the top
+    styles = "".join(p.read_text() for p in site.rglob("*.css"))
+    assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", styles)
+
+
+def test_every_page_is_in_the_navigation_and_limits_come_first() -> None:
+    """A page that is not would be found by search alone."""
+    nav = yaml.safe_load((TOP / "mkdocs.yml").read_text())["nav"]
+    files = re.findall(r"[\w-]+\.md", str(nav))
+    assert sorted(files) == sorted(p.name for p in (TOP / "docs").glob("*.md"))
+    assert files[:2] == ["index.md", "limits.md"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[x](nowhere.md)", "nowhere.md"),
+        ("[x](limits.md#nowhere)", "nowhere"),
+        ("[x](../quant/nowhere.py)", "nowhere.py is not there"),
+    ],
+)
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path: Path, text: str, complaint: str) -> None:
+    """To a page, to a heading, to a file of the repository."""
+    for name in ("docs", "builder"):
+        shutil.copytree(TOP / name, tmp_path / name)
+    shutil.copy(TOP / "mkdocs.yml", tmp_path)
+    for page in (tmp_path / "docs").glob("*.md"):
+        if page.name not in ("index.md", "limits.md"):
+            page.write_text("# A page\n")
+    (tmp_path / "docs/index.md").write_text(f"# Index\n\n{text}\n")
+    (tmp_path / "docs/limits.md").write_text("# Limits\n")
+    done = build(tmp_path, tmp_path / "site")
+    assert done.returncode != 0 and complaint in done.stdout + done.stderr
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running(tmp_path) as one:
+        yield one
+
+
+def test_an_unchanged_triton_client_asks_as_the_page_says(server: Server) -> None:
+    """The block of docs/from-triton.md, on another port."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (TOP / "docs/from-triton.md").read_text(), re.MULTILINE | re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), "docs/from-triton.md", "exec"), {})
+    assert printed.getvalue() == "(2, 64)\n"
+
+
+def test_settings_and_metrics_that_the_page_names_exist(server: Server) -> None:
+    """Options of commands, and names of metrics that a server shows."""
+    text = (TOP / "docs/from-triton.md").read_text()
+    shown = run_tableside("serve", "--help").stdout
+    options = set(re.findall(r"`(--[a-z-]+)", text)) - {"--model-control-mode"}
+    assert len(options) > 5 and all(option in shown for option in options)
+    metrics = server.get("/metrics").text
+    names = set(re.findall(r"`(tableside_\w+)`", text))
+    assert names and all(name.removesuffix("_total") in metrics for name in names)
