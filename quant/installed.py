@@ -24,8 +24,15 @@ def fbgemm_version() -> str | None:
 
 def require(what: str, *packages: str, extra: str) -> None:
     """MissingBackend, in one line that says which extra of tableside to install, where `what` lacks one of its packages."""
-    if absent := [name for name in packages if find_spec(name) is None]:
+    if absent := [name for name in packages if not _is_there(name)]:
         raise MissingBackend(f"{what} needs {absent[0]}, which is not installed; install tableside[{extra}]")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # what it is a part of is not there either
+        return False
 
 
 def check_pair(required: bool = True) -> None:

@@ -72,6 +72,11 @@ class Slots:
         """Whether a request that comes now has to wait."""
         return len(self._held) >= self.slots
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
     def enter(self, turn: Turn) -> None:
         """Begins a turn now, where there is a slot, or later. The request may be over, and its turn too, when this returns."""
         if self.is_full:

@@ -17,6 +17,7 @@ class Kind(StrEnum):
     DAMAGED = "damaged"
     SCORER = "scorer"
     SCORER_TIMEOUT = "scorer_timeout"
+    DENIED = "denied"
 
 
 INTERNAL_ERROR = "internal error; the server's log has the details"
@@ -35,11 +36,16 @@ class ServingError(Exception):
 class ApiError(ServingError):
     """A request that is refused. status: of the HTTP response; message: for the client.
 
-    lacking: the table that has no row for an id, where that is why.
+    lacking: the table that has no row for an id, where that is why. headers: of the response, beside those that errors have.
     """
 
-    def __init__(self, status: int, kind: Kind, message: str, lacking: str | None = None) -> None:
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    def __init__(
+        self, status: int, kind: Kind, message: str, lacking: str | None = None, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
         super().__init__(message)
+        self.headers = headers
         self.status, self.kind, self.message, self.lacking = status, kind, message, lacking
 
 
@@ -53,6 +59,13 @@ class DeviceLost(ApiError):
 def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:
     """400: the request is wrong. `message` names the field, the value and what was expected."""
     return ApiError(400, kind, message)
+
+
+def wrong_method(method: str, path: str, *allowed: str) -> ApiError:
+    """405: the path is there, and takes the methods `allowed` alone. GET brings HEAD with it."""
+    methods = [m for a in allowed if a != "HEAD" for m in ((a, "HEAD") if a == "GET" else (a,))]
+    what = f"{method} {short(path)}: expected {' or '.join(methods)}"
+    return ApiError(405, Kind.BAD_REQUEST, what, headers=((b"allow", ", ".join(methods).encode()),))
 
 
 def not_found(message: str) -> ApiError:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
-from tableside.serving import metrics_files, shared_counts
+from tableside.serving import metrics_files, shared_counts, worker_gauges
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
 from tableside.serving.request import Request
 from tableside.serving.shared_counts import Tally
+from tableside.serving.worker_gauges import WorkerGauges
 
 if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 shared_counts.count_in_reserved_files()
 
-_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 STAGES = ("parse", "lookup", "encode")
 GPU_STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
 UNKNOWN = "unknown"
@@ -42,6 +44,13 @@ STAGE_SECONDS = Histogram(
     ["model", "protocol", "stage"],
     buckets=_SECONDS,
 )
+REQUEST_SECONDS = Histogram(
+    "tableside_request_seconds",
+    "Seconds from the first byte of a request to the last byte of its response: ok, refused, unavailable, failed, aborted.",
+    ["protocol", "outcome"],
+    buckets=_SECONDS,
+)
+CPU_SECONDS = Counter("tableside_cpu_seconds_total", "Seconds that workers computed, those that ended included.", ["process"])
 SCORE_SECONDS = Histogram(
     "tableside_score_seconds",
     "Seconds that the scorer took for a request, or for those of a GPU's batch together.",
@@ -145,6 +154,31 @@ class ModelMetrics:
                 tally.add(count)
 
 
+class MetricsOfModels(dict[str, ModelMetrics]):
+    """The counters of each model that is served by one protocol, made when it first counts."""
+
+    def __init__(self, protocol: str) -> None:
+        super().__init__()
+        self._protocol = protocol
+
+    def __missing__(self, model: str) -> ModelMetrics:
+        made = self[model] = ModelMetrics(model, self._protocol)
+        return made
+
+
+class RequestSeconds:
+    """The histograms of whole requests by protocol and outcome, both from fixed sets. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._histograms: dict[tuple[str, str], _Seconds] = {}
+
+    def observe(self, protocol: str, outcome: str, seconds: float) -> None:
+        """Counts a request whose response is sent, or whose client left."""
+        if (found := self._histograms.get((protocol, outcome))) is None:
+            found = self._histograms[protocol, outcome] = _Seconds(REQUEST_SECONDS.labels(protocol, outcome))
+        found.observe(seconds)
+
+
 class GpuMetrics:
     """The histograms of one device. Their labels are resolved once."""
 
@@ -196,6 +230,14 @@ def refused(model: str, protocol: str, kind: Kind, lacking: str | None = None) -
         WITHOUT_ROW.labels(model, lacking, "refused").inc()
 
 
+def _live_version(engine: Engine, served: int) -> int:
+    """The version that the record names; the served one where it cannot be read, which the log says."""
+    try:
+        return engine.model.record().current or served
+    except (LoaderError, OSError):
+        return served
+
+
 class _Now:
     """Gauges whose values are taken at the moment of the scrape."""
 
@@ -205,6 +247,7 @@ class _Now:
     def collect(self) -> Iterator[Metric]:
         names = {
             "tableside_version": "Number of the version that this worker serves.",
+            "tableside_live_version": "Number of the version that is live, and that all workers should serve.",
             "tableside_segment_bytes": "Bytes of the served version's segment.",
             "tableside_fp32_bytes": "Bytes that its tables would take in fp32.",
             "tableside_load_seconds": "Seconds that its load took.",
@@ -216,6 +259,7 @@ class _Now:
             served, label = engine.attached(), [engine.model.name]
             values = (
                 served.version,
+                _live_version(engine, served.version),
                 served.segment.size,
                 served.header.fp32_bytes,
                 served.header.load.get("seconds", 0.0),
@@ -226,6 +270,7 @@ class _Now:
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
         yield self._backfilled()
+        yield from _of_workers()
         for cache in {engine.cache for engine in self._engines} - {None}:
             assert cache is not None
             for name, value in zip(cache._fields[1:], cache[1:], strict=True):
@@ -244,11 +289,42 @@ class _Now:
         return gauge
 
 
+def _of_workers() -> Iterator[Metric]:
+    """What the workers of this server do now, summed over those that run."""
+    seen = worker_gauges.workers(_folder())
+    nows = [worker.now for worker in seen]
+    for name, text, value in (
+        ("workers", "Workers that run.", len(seen)),
+        ("ready_workers", "Workers that take requests.", sum(n.is_ready for n in nows)),
+        (
+            "in_flight_requests",
+            "Requests whose responses are not complete, in all workers.",
+            sum(n.in_flight_requests for n in nows),
+        ),
+        ("waiting_requests", "Of them, those that wait for their turn.", sum(n.waiting_requests for n in nows)),
+        ("open_connections", "Connections of all workers.", sum(n.open_connections for n in nows)),
+        ("max_connections", "Connections that all workers may have.", sum(n.max_connections for n in nows)),
+        ("held_bytes", "Bytes of bodies and responses that all workers hold.", sum(n.held_bytes for n in nows)),
+        ("open_files", "Open files of the worker that has most.", max((w.open_files for w in seen), default=0)),
+    ):
+        yield GaugeMetricFamily(f"tableside_{name}", text, value=float(value))
+    text = "Resident bytes of all workers: private, file (code), shared (tables that each has touched)."
+    memory = GaugeMetricFamily("tableside_memory_bytes", text, labels=["kind"])
+    for kind in ("private", "file", "shared"):
+        memory.add_metric([kind], float(sum(w.memory_bytes.get(kind, 0) for w in seen)))
+    yield memory
+
+
 def _folder() -> Path:
     folder = os.environ.get(shared_counts.VARIABLE)
     if not folder:
         raise ServingError(f"{shared_counts.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
     return Path(folder)
+
+
+def gauges() -> WorkerGauges:
+    """Where this worker writes what it does now."""
+    return WorkerGauges(_folder())
 
 
 def counters() -> Iterable[Metric]:

@@ -29,8 +29,9 @@ from prometheus_client import Metric
 from prometheus_client.mmap_dict import MmapedDict
 
 from tableside.loader.huge_pages import huge_page_bytes
+from tableside.serving import worker_gauges
 from tableside.serving.errors import ServingError
-from tableside.serving.shared_counts import NOWHERE, REMEDY, VARIABLE, entry_bytes, reserve
+from tableside.serving.shared_counts import NOWHERE, REMEDY, VARIABLE, SharedCounts, entry_bytes, reserve
 
 logger = logging.getLogger("tableside")
 
@@ -38,6 +39,9 @@ TYPES = ("counter", "histogram")
 _FOLDED = "folded "  # and a PID: the entry of a file that is in the sums
 _TORN = (ValueError, RuntimeError, KeyError, IndexError, TypeError, struct.error)  # what a torn file makes of its parser
 _TRIES = 100  # of a reader; each further one takes a fold that ends meanwhile
+_NAME = "tableside_worker_restarts"
+RESTARTS = json.dumps([_NAME, f"{_NAME}_total", {}, "Workers that ended by themselves, or were killed, and were replaced."])
+_supervisor: dict[str, SharedCounts] = {}  # by folder: the supervisor's own counts
 _reported: set[str] = set()  # torn files, which are logged once
 
 
@@ -70,10 +74,13 @@ def metrics_folder(root: Path) -> Iterator[None]:
             error.strerror,
         )
     os.environ[VARIABLE] = str(folder)
+    worker_restarted(0)  # so that the counter is there
     try:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
+        if (counts := _supervisor.pop(str(folder), None)) is not None:
+            counts.close()
         if lock >= 0:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
@@ -112,6 +119,18 @@ def worker_ended(pid: int | None) -> None:
     """Folds what a worker of this server counted. Called when it has been joined; again does nothing."""
     if pid is not None and (folder := os.environ.get(VARIABLE)):
         fold(Path(folder), pid)
+        with contextlib.suppress(OSError):  # it does not count any more in any case
+            worker_gauges.forget(Path(folder), pid)
+
+
+def worker_restarted(times: int = 1) -> None:
+    """Counts that a worker ended by itself, or was killed, and is replaced. In the supervisor, whose file no fold touches."""
+    if not (folder := os.environ.get(VARIABLE)) or not Path(folder).is_dir():
+        return
+    if folder not in _supervisor:
+        _supervisor[folder] = SharedCounts(f"{folder}/counter_supervisor.db")
+    counts = _supervisor[folder]
+    counts.write_value(RESTARTS, counts.read_value(RESTARTS)[0] + times, 0.0)  # type: ignore[no-untyped-call]
 
 
 def fold(folder: Path, pid: int) -> None:

@@ -16,11 +16,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tableside.serving.errors import ApiError, Kind, bad_request, short
 from tableside.serving.region_registry import RegionRegistry, Registered
+from tableside.serving.shared_list import lives, process_of
 
 FOLDER = "/dev/shm"
 RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
@@ -149,7 +149,7 @@ class Regions:
         """until_disconnected: a region ends with the connection that registered it."""
         self._registry, self._limits = registry, limits
         self.until_disconnected = until_disconnected
-        self._worker = _process(os.getpid()) if until_disconnected else ""
+        self._worker = process_of(os.getpid()) if until_disconnected else ""
         self._folder = os.open(FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._folder)
         self._device = os.fstat(self._folder).st_dev
@@ -248,7 +248,7 @@ class Regions:
         with self._lock:
             self._refresh()
             entries = list(self._entries.values())
-        if over := [e for e in entries if not self._is_named(e) or not _lives(e.worker)]:
+        if over := [e for e in entries if not self._is_named(e) or (e.worker and not lives(e.worker))]:
             self._registry.change(lambda now: [e for e in now if e not in over])
             with self._lock:
                 self._refresh()
@@ -296,16 +296,3 @@ def _no_object(name: str) -> ApiError:
         f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX shared memory that the "
         "server's user owns, by a name without slashes that is not reserved"
     )
-
-
-def _process(pid: int) -> str:
-    """A process by its PID and when it started, as a PID alone may be given again; "" where there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return f"{pid} {fields[19]}" if fields[0] not in "ZX" else ""
-
-
-def _lives(worker: str) -> bool:
-    return not worker or _process(int(worker.split()[0])) == worker

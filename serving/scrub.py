@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from tableside.loader.errors import LoaderError, VersionError
@@ -36,8 +36,8 @@ _LONGEST_LOOK_S = 60.0
 class Scrubber:
     """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to one event loop."""
 
-    def __init__(self, engines: Iterable[Engine], every_s: float) -> None:
-        self._engines, self._every_s = list(engines), every_s
+    def __init__(self, engines: Collection[Engine], every_s: float) -> None:
+        self._engines, self._every_s = engines, every_s
         self._checked_at: dict[tuple[str, int], float] = {}  # (model, version) -> time.time() of its last whole reading here
         self._reader: asyncio.subprocess.Process | None = None
 
@@ -45,7 +45,7 @@ class Scrubber:
         """Scrubs until it is cancelled."""
         while self._every_s:
             await asyncio.sleep(min(_LONGEST_LOOK_S, self._every_s / _LOOKS))
-            for engine in self._engines:
+            for engine in list(self._engines):  # models come and go meanwhile
                 try:
                     await self._scrub_if_due(engine)
                 except (LoaderError, ServingError, OSError) as error:

@@ -18,9 +18,10 @@ from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
+from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import needs_torch
-from tableside.serving.settings import ServerSettings
+from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
 
@@ -106,11 +107,14 @@ def serve(
 
     LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
     """
+    token = admin_token(settings)
+    if settings.all and token is not None:
+        raise ServingError("--all serves every published model, so none is loaded by hand; leave it out, or the admin token")
     if settings.all:
         if settings.models:
             raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
         settings = settings.model_copy(update={"models": published_models(settings)})
-    elif not settings.models:
+    elif not settings.models and token is None:
         raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
@@ -121,15 +125,20 @@ def serve(
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
+    if settings.traces:
+        require("--traces", "opentelemetry.sdk", extra="otel")
+        from tableside.serving.http.tracing import exporter_named
+
+        exporter_named(settings.traces)
     if len(settings.devices) > settings.workers:
         raise ServingError(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
             f"--workers {len(settings.devices)}"
         )
     sock = bind(settings)
-    named = ", ".join(settings.models)
+    named = ", ".join(settings.models) or "no model yet"
     if settings.all:
-        named = f"all models of {settings.root} ({named or 'none yet'})"
+        named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"
     what = f"{named} on {_url(sock)}"
     where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
     how = f"{settings.workers} workers, lookups on {where}"
@@ -142,7 +151,8 @@ def serve(
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-            config = WorkerConfig(settings, make, RegionRegistry() if settings.allow_client_shm else None)
+            registry = RegionRegistry() if settings.allow_client_shm else None
+            config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
             following = Following(settings, settings.models) if settings.all else None
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:

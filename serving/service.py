@@ -2,34 +2,38 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from tableside.loader.errors import LoaderError, ModelError, VersionError
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, choose
+from tableside.quant import CpuBackend, QuantError, choose
+from tableside.serving import metrics
 from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.engine import Engine
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
-from tableside.serving.errors import bad_request, not_found, short
+from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
 from tableside.serving.executors import CpuExecutor, Executor
+from tableside.serving.metrics import ERRORS
+from tableside.serving.model_list import ModelList
 from tableside.serving.placement import Placer
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.regions import RegionLimits, Regions
 from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
-from tableside.serving.settings import ServerSettings
+from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.version import ServedVersion
 from tableside.serving.watch import Watch
+from tableside.serving.worker_gauges import Now
 
 logger = logging.getLogger("tableside")
 
 _Result = TypeVar("_Result")
 
-
-def _nothing() -> None:
-    pass
+_LOOK_S = 0.02  # between two looks whether all workers have followed a change
 
 
 def _engine(model: Model, backend: CpuBackend, settings: ServerSettings, link: EngineLink | None) -> Engine:
@@ -53,19 +57,21 @@ class Service:
     """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`, `in_flight`).
 
     Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients registered; None: not
-    allowed.
+    allowed. models: what is to be served, where that may change (`load_model`); None: the settings' models.
     """
 
     executor: Executor
     regions: Regions | None = None
+    models: ModelList | None = None
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.link = EngineLink(settings) if settings.devices else None
-        backend = choose(settings.backend)
-        self.engines = {
-            name: _engine(Model(settings.root, name, settings.owner), backend, settings, self.link) for name in settings.models
-        }
+        self._backend = choose(settings.backend)
+        self.engines = {name: self._new_engine(name) for name in settings.models}
+        self.admin_token = admin_token(settings)
+        self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
+        self._following: asyncio.Task[None] | None = None
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
@@ -86,25 +92,52 @@ class Service:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
         if self.settings.allow_client_shm and self.regions is None:
             self.share_regions(RegionRegistry())  # this worker is the only one
+        if self.admin_token is not None and self.models is None:
+            self.models = ModelList.of(self.engines)  # as above
+        if self.models is not None:
+            self._expect(self.models.wanted().models)
         if self.link is not None:
             await self.link.open()
         self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
         for engine in self.engines.values():
-            engine.swap(engine.attach(engine.model.good() if self.link is None else None))
-            served = engine.served()
-            logger.info(
-                "serving %s version %d: %d tables, %.1f MB, lookups on %s",
-                engine.model.name,
-                served.version,
-                len(served.header.tables),
-                served.segment.size / 1e6,
-                served.backend.description,
-            )
-        look = self.regions.look if self.regions is not None else _nothing
-        self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=look)
+            self._begin(engine)
+        if self.models is not None:
+            await self._follow()
+        self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)
         self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
+
+    def _new_engine(self, name: str) -> Engine:
+        return _engine(Model(self.settings.root, name, self.settings.owner), self._backend, self.settings, self.link)
+
+    def _begin(self, engine: Engine) -> None:
+        """Attaches a model's live version and answers from it."""
+        engine.swap(engine.attach(engine.model.good() if self.link is None else None))
+        served = engine.served()
+        logger.info(
+            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+            engine.model.name,
+            served.version,
+            len(served.header.tables),
+            served.segment.size / 1e6,
+            served.backend.description,
+        )
+
+    def _expect(self, models: Sequence[str]) -> None:
+        """Has this worker start with other models than the settings name."""
+        if self.link is not None:
+            self.link = EngineLink(self.settings.model_copy(update={"models": tuple(models)}))
+        self.engines.clear()  # the same object: the scrubber and the watch have it
+        self.engines.update({name: self._new_engine(name) for name in models})
+
+    def _look(self) -> None:
+        """Looks at what workers share, as often as at versions."""
+        if self.regions is not None:
+            self.regions.look()
+        is_following = self._following is not None and not self._following.done()
+        if self.models is not None and self.models.generation != self._taken_generation and not is_following:
+            self._following = asyncio.create_task(self._follow())
 
     @property
     def ready(self) -> bool:
@@ -121,18 +154,101 @@ class Service:
         self._is_open = False
         if self._watch is not None:
             await self._watch.stop()
+            if self._following is not None:
+                self._following.cancel()
+                await asyncio.gather(self._following, return_exceptions=True)
             self._scrubbing.cancel()
             await asyncio.gather(self._scrubbing, return_exceptions=True)
             self._scrubber.stop()
         self._beside.shutdown()
         self.executor.close()
 
+    def now(self, connections: int = 0, in_flight: int = 0) -> Now:
+        """What this worker does at this moment. connections, in_flight: of its door."""
+        waiting, held = self.slots.waiting, self.in_flight.held
+        return Now(float(self.ready), in_flight, waiting, connections, held, self.settings.max_connections)
+
+    # ---- models that come and go ----
+
+    async def load_model(self, name: str) -> None:
+        """Has every worker serve a published model, and returns when all do. One that is served stays as it is.
+
+        ApiError: 400 where it cannot be served, 503 where a worker has not taken it within `ready_timeout_s`.
+        """
+        models = self._models()
+        async with self._changing:
+            if name not in self.engines:
+                self.engines[name] = await self._attached(name)  # here first: where it fails no other worker hears of it
+            serial = models.want(name, True)
+        await self._until_all(serial, f"model {name!r} is loaded")
+        if why := models.reason(name):
+            models.want(name, False)
+            raise bad_request(f"model {short(name)} cannot be loaded by every worker: {why}")
+
+    async def unload_model(self, name: str) -> None:
+        """Has every worker let a model go, and returns when all have. Requests that began with it end with it.
+
+        ApiError: 404 where it is not served, 503 where a worker has not let it go within `ready_timeout_s`.
+        """
+        models = self._models()
+        self.engine(name)
+        await self._until_all(models.want(name, False), f"model {name!r} is unloaded")
+
+    def _models(self) -> ModelList:
+        assert self.models is not None  # whoever has no token does not come here
+        return self.models
+
+    async def _until_all(self, serial: int, what: str) -> None:
+        deadline = time.monotonic() + self.settings.ready_timeout_s
+        await self._follow()
+        while late := self._models().late(serial):
+            if time.monotonic() > deadline:
+                why = f"{what}, but {len(late)} workers have not followed within {self.settings.ready_timeout_s} s"
+                raise ApiError(503, Kind.SWAP, f"{why} (ready_timeout_s); see their log")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _attached(self, name: str) -> Engine:
+        """The engine of a model, ready to answer. ApiError 400: it cannot be served here."""
+        try:
+            engine = self._new_engine(name)
+            await asyncio.get_running_loop().run_in_executor(None, self._begin, engine)
+        except (LoaderError, QuantError, ServingError, OSError) as error:
+            logger.error("model %s cannot be loaded: %s", short(name), error)
+            ERRORS.labels(metrics.UNKNOWN, Kind.SWAP.value).inc()
+            what = "the server's log has the reason"  # which may name paths
+            if isinstance(error, ModelError):
+                what = str(error)
+            elif isinstance(error, VersionError):
+                what = "no version of it is live on this host; publish one with: tableside load model.toml"
+            raise bad_request(f"model {short(name)} cannot be loaded: {what}") from error
+        return engine
+
+    async def _follow(self) -> None:
+        """Takes and lets go models until this worker serves what is wanted, and tells the others that it does."""
+        models = self._models()
+        while models.generation != self._taken_generation:
+            async with self._changing:
+                generation, entries = models.read()
+                wanted, reasons = entries[0], list[tuple[str, str]]()
+                for name in [n for n in self.engines if n not in wanted.models]:
+                    self.engines.pop(name).close()
+                    logger.info("model %s is unloaded", name)
+                for name in [n for n in wanted.models if n not in self.engines]:
+                    try:
+                        self.engines[name] = await self._attached(name)
+                    except ApiError as error:
+                        reasons.append((name, error.message))
+                self._taken_generation = generation
+                if wanted.serial != self._taken_serial:
+                    self._taken_serial = wanted.serial
+                    models.tell(wanted.serial, self.engines, reasons)
+
     # ---- requests ----
 
     def engine(self, model: Any) -> Engine:
         """The engine of a model by its name, as a client sent it. ApiError 404: it is not served here."""
         if not isinstance(model, str) or (engine := self.engines.get(model)) is None:
-            raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines)}")
+            raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines) or 'none'}")
         return engine
 
     def live(self, model: Any) -> ServedVersion:

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tableside.loader.nearest import did_you_mean
 from tableside.loader.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER
+from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
+TOKEN_LENGTH = 16  # of an admin token, at least
 _OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that setup.py, the images and the client read
 _SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
@@ -126,6 +128,18 @@ class ServerSettings(RootSettings):
         description="a region lasts until it is unregistered, or only until the connection closes that registered it; in either "
         "case until its object is removed",
     )
+    log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
+    traces: str = Field(
+        "",
+        description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
+        "tableside[otel], and OTEL_* variables set it up; empty: no spans",
+    )
+    admin_token: SecretStr | None = Field(
+        None,
+        min_length=TOKEN_LENGTH,
+        description="who brings it may load and unload models while the server runs; a file hides it from other users' ps",
+    )
+    admin_token_file: Path | None = Field(None, description="file with the admin token; white space around it does not count")
     scrub_hours: float = Field(
         24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
     )
@@ -164,6 +178,12 @@ class ServerSettings(RootSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_admin_token(self) -> "ServerSettings":
+        if self.admin_token is not None and self.admin_token_file is not None:
+            raise ValueError("admin_token and admin_token_file are both set; expected one of them")
+        return self
+
+    @model_validator(mode="after")
     def _one_request_fits(self) -> "ServerSettings":
         if self.max_in_flight_bytes < self.max_body_bytes + self.max_response_bytes:
             raise ValueError(
@@ -197,6 +217,21 @@ class ServerSettings(RootSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value
+
+
+def admin_token(settings: ServerSettings) -> str | None:
+    """The admin token; None: this server has none. ServingError: its file cannot be read, or holds none."""
+    if settings.admin_token is not None:
+        return settings.admin_token.get_secret_value()
+    if (file := settings.admin_token_file) is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServingError(f"the admin token's file {file} cannot be read: {error}") from error
+    if len(token) < TOKEN_LENGTH or not token.isascii() or not token.isprintable():
+        raise ServingError(f"{file} holds no admin token; expected one line of {TOKEN_LENGTH} or more ASCII characters")
+    return token
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:

@@ -139,6 +139,7 @@ class Supervisor:
             self._successor = None
             return
         logger.info("worker %s ended; it is replaced", worker.process.pid)
+        metrics_files.worker_restarted()
         self.workers[place] = self._started(worker.device)
 
     def _put_off(self, place: int, worker: WorkerProcess) -> None:

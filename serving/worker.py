@@ -17,6 +17,8 @@ from typing import Any
 
 import uvicorn
 
+from tableside.serving.logs import log_config
+from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
 
@@ -55,9 +57,15 @@ def make_application(settings: ServerSettings) -> Any:
 class WorkerConfig(uvicorn.Config):
     """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and protocol class there."""
 
-    def __init__(self, settings: ServerSettings, make: MakeApplication, registry: RegionRegistry | None = None) -> None:
-        """registry: of the shared memory that clients register; None: they may not."""
-        self.settings, self._make, self._registry = settings, make, registry
+    def __init__(
+        self,
+        settings: ServerSettings,
+        make: MakeApplication,
+        registry: RegionRegistry | None = None,
+        models: ModelList | None = None,
+    ) -> None:
+        """registry: of the shared memory that clients register; None: they may not. models: to serve; None: the settings'."""
+        self.settings, self._make, self._registry, self._models = settings, make, registry, models
         super().__init__(
             functools.partial(make, settings),
             factory=True,
@@ -69,7 +77,7 @@ class WorkerConfig(uvicorn.Config):
             date_header=False,
             server_header=False,
             proxy_headers=False,
-            log_config=_log_config(),
+            log_config=log_config(settings.log_format),
             timeout_keep_alive=settings.idle_timeout_s,
             timeout_graceful_shutdown=settings.shutdown_timeout_s,
             backlog=2048,
@@ -78,11 +86,11 @@ class WorkerConfig(uvicorn.Config):
     def on(self, device: str, engine: str) -> "WorkerConfig":
         """This configuration for a device's engine process, whose address is `engine`, and for the workers that ask it."""
         settings = self.settings.model_copy(update={"devices": (device,), "engine": engine})
-        return WorkerConfig(settings, self._make, self._registry)
+        return WorkerConfig(settings, self._make, self._registry, self._models)
 
     def serving(self, models: tuple[str, ...]) -> "WorkerConfig":
         """This configuration with other models."""
-        return WorkerConfig(self.settings.model_copy(update={"models": models}), self._make, self._registry)
+        return WorkerConfig(self.settings.model_copy(update={"models": models}), self._make, self._registry, self._models)
 
     def load(self) -> None:
         super().load()
@@ -91,23 +99,9 @@ class WorkerConfig(uvicorn.Config):
         app = self.loaded_app
         if self._registry is not None:
             app.service.share_regions(self._registry)
+        if self._models is not None:
+            app.service.models = self._models
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
-
-
-def _log_config() -> dict[str, Any]:
-    line = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
-    handler = {"class": "logging.StreamHandler", "formatter": "line", "stream": "ext://sys.stderr"}
-    loggers = {
-        name: {"handlers": ["stderr"], "level": level, "propagate": False}
-        for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))
-    }
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": line},
-        "handlers": {"stderr": handler},
-        "loggers": loggers,
-    }
 
 
 Run = Callable[[WorkerConfig, list[socket.socket], Connection], None]

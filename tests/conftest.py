@@ -25,7 +25,13 @@ LONG = (
     *("serving/modules/test_operators.py", "campaigns/test_campaigns.py", "serving/test_score_limits.py", "serving/test_cli.py"),
     *("serving/modules/test_device.py", "quant/test_cache_kernels.py", "quant/test_cache.py", "serving/test_processes.py"),
     *("loader/test_raw_load.py", "loader/test_damaged_checkpoints.py", "loader/test_load.py", "quant/test_stash_torchrec.py"),
-    *("serving/test_limits.py", "serving/test_eval_kills.py", "serving/test_supervisor.py", "serving/test_metrics_files.py"),
+    *(
+        "serving/test_docs_page.py",
+        "serving/test_limits.py",
+        "serving/test_eval_kills.py",
+        "serving/test_supervisor.py",
+        "serving/test_metrics_files.py",
+    ),
 )
 
 

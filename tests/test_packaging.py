@@ -27,7 +27,7 @@ TOP = Path(__file__).parent.parent
 FIXTURES = TOP / "tests" / "fixtures"
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-ALL_EXTRAS = "torch fbgemm_gpu triton pyarrow ray safetensors"
+ALL_EXTRAS = "torch fbgemm_gpu triton pyarrow ray safetensors opentelemetry.sdk"
 NATIVE = "tableside.quant.cpu._native"
 
 
@@ -162,6 +162,7 @@ def one_feature() -> bytes:
         ("fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
         ("torch fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
         ("torch fbgemm_gpu", ("--backend", "reference"), "torch"),
+        ("opentelemetry.sdk", ("--traces", "console"), "otel"),
     ],
 )
 def test_a_server_without_a_package_names_the_extra(
@@ -207,6 +208,9 @@ MODULES = {
     "pydantic-settings": "pydantic_settings",
     "fbgemm-gpu-cpu": "fbgemm_gpu",
     "pyyaml": "yaml",
+    "fastapi-offline": "fastapi_offline",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 
 BY_NAME = {"uvloop"}  # uvicorn imports it, as the workers' configuration names it
@@ -235,7 +239,7 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "ray") for r in EXTRAS[name]])
+    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray") for r in EXTRAS[name]])
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
 

@@ -187,7 +187,7 @@ class Door:
         """Sends where an answer lies. It stays there until the door gives it back."""
         buffer = answer.buffer
         self._answers[number] = buffer
-        told = b"" if answer.unfound is None else orjson.dumps({"unfound": answer.unfound})
+        told = b"" if answer.unfound is None else orjson.dumps({"unfound": [tuple(u) for u in answer.unfound]})
         self._post(Answered(number, self._doors.answers.at(buffer), buffer.size, told))
 
     def refuse(self, number: int, error: BaseException) -> None:

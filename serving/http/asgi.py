@@ -152,7 +152,9 @@ class Response(NamedTuple):
 
 def error_response(error: ApiError) -> Response:
     """{"error": message}: the shape that the Triton client decodes."""
-    return Response(error.status, (JSON_TYPE, *retry_after(error.status)), [orjson.dumps({"error": error.message})])
+    return Response(
+        error.status, (JSON_TYPE, *retry_after(error.status), *error.headers), [orjson.dumps({"error": error.message})]
+    )
 
 
 async def respond_error(send: Send, error: ApiError) -> None:

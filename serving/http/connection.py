@@ -24,6 +24,7 @@ import asyncio
 import functools
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,13 @@ from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import AT_CLOSE, HOLD, JSON_TYPE, retry_after
 from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.late_timer import LateTimer
+from tableside.serving.http.traffic import REQUEST_ID, TRACED, V2, Trace, protocol_of, trace_of
 from tableside.serving.settings import ServerSettings
 
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
-_WATCHED = frozenset((*_FRAMING, *READS))
+_WATCHED = frozenset((*_FRAMING, *READS, *TRACED))
 _CLOSE = b"connection: close\r\n"
 _BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
 
@@ -98,17 +100,34 @@ class _Reader(asyncio.BufferedProtocol):
 class _Request:
     """A request whose response is not complete.
 
-    asked: what the door is asked; None: it goes through ASGI. body: of what the door is asked. turn: None where it needs no slot.
-    is_whole: its body is here. shed: the refusal that it gets once its body was read.
+    since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked; None: it goes through
+    ASGI. body: of what the door is asked. turn: None where it needs no slot. is_whole: its body is here. shed: the refusal that
+    it gets once its body was read. status: of its response; 0: it has none yet.
     """
 
     hold: Hold
+    protocol: str
+    since: float
+    trace: Trace
     asked: Asked | None = None
     body: bytes = b""
     turn: Turn | None = None
     is_started: bool = False
     is_whole: bool = False
     shed: ApiError | None = None
+    status: int = 0
+
+    async def pass_on(self, app: ASGI3Application, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI: answers by `app`, and notes the status on the way."""
+
+        async def noting(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                if self.trace.request_id is not None:
+                    message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, self.trace.request_id)]}
+            await send(message)
+
+        await app(scope, receive, noting)
 
 
 class _LimitedProtocol(HttpToolsProtocol):
@@ -123,6 +142,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._traffic = self.door.traffic
         self._deadline = LateTimer(self.loop, self.limits.header_timeout_s)  # the nearest deadline that there is
         self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0  # received for headers that are not complete, and for trailers
@@ -139,7 +159,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._is_said_again = False  # a new parser is given the framing headers that came before
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
         self._parts: list[bytes] = []  # of the body that is being read
-        self._unsent: list[Hold] = []  # of responses that the client has not read yet
+        self._unsent: list[_Request] = []  # whose responses the client has not read yet
+        self._since = 0.0  # when the first byte of the request that is read came
         self._at_close: dict[Any, Callable[[], None]] = {}
         self._door_tasks: set[asyncio.Task[None]] = set()
 
@@ -149,6 +170,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             self._is_over = not self._close_an_idle_one()
+        self._traffic.connections = len(self.connections)
         self.idle[self] = self.loop.time()
         self._deadline.set(self.limits.header_timeout_s, transport.close)
 
@@ -168,14 +190,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._deadline.end()
         self.idle.pop(self, None)
         for request in self._open:
-            request.hold.release()
-            if request.turn is not None:
-                request.turn.end()
-        for hold in self._unsent:
-            hold.release()
+            self._end_request(request, request.status if self._refused else 0)
+        for request in self._unsent:
+            self._end_request(request, 0)
         if self._write_deadline is not None:
             self._write_deadline.cancel()
         super().connection_lost(exc)
+        self._traffic.connections = len(self.connections)
 
     @property
     def takes_all(self) -> bool:
@@ -232,12 +253,12 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         request = self._open.popleft()
-        if self.flow.write_paused:
-            self._unsent.append(request.hold)
-        else:
-            request.hold.release()
         if request.turn is not None:
             request.turn.end()
+        if self.flow.write_paused:
+            self._unsent.append(request)
+        else:
+            self._end_request(request, request.status or 500)
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -247,6 +268,13 @@ class _LimitedProtocol(HttpToolsProtocol):
                 self._rest()
         if self._last_words is not None and not self._open:
             self._end_with(self._last_words)
+
+    def _end_request(self, request: _Request, status: int) -> None:
+        """Lets go of what a request holds, and counts it. status: 0: its client left before it had the whole response."""
+        request.hold.release()
+        if request.turn is not None:
+            request.turn.end()
+        self._traffic.ended(request.protocol, status, request.since, request.trace)
 
     def _start_next(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if self._open and not self.transport.is_closing():
@@ -259,7 +287,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         while self._unsent:
-            self._unsent.pop().release()
+            self._end_request((request := self._unsent.pop()), request.status or 500)
         if self._write_deadline is not None:
             self._write_deadline.cancel()
             self._write_deadline = None
@@ -270,7 +298,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._is_said_again:
             return
         self.url, self.headers, self.expect_100_continue = b"", [], False
-        self._watched, self._named_bytes = [], 0
+        self._watched, self._named_bytes, self._since = [], 0, time.perf_counter()
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
@@ -285,7 +313,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(405, "CONNECT: this server is no proxy")
+            self._refuse(405, "CONNECT: this server is no proxy")  # its Allow: `_plain_answer`
             return
         if self.parser.should_upgrade():
             self._offers_upgrade = True  # `_parse` goes on from here, with another parser
@@ -304,8 +332,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif not self._check_encoding():
             return
         else:
-            request = _Request(Hold(self.in_flight), self.door.asks(self.parser.get_method(), self.url, self._watched))
+            method = self.parser.get_method()
+            asked = self.door.asks(method, self.url, self._watched)
+            protocol = V2 if asked is not None else protocol_of(method, self.url)
+            request = _Request(Hold(self.in_flight), protocol, self._since, trace_of(method, self.url, self._watched), asked)
             self._open.append(request)
+            self._traffic.began()
             if request.asked is not None:
                 self._ask_door()
             else:
@@ -348,7 +380,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         request.is_started = True
         self.flow.resume_reading()
         if request.asked is None:
-            super()._start_asgi_task(cycle, app)
+            super()._start_asgi_task(cycle, functools.partial(request.pass_on, app))
         elif request.is_whole:
             self.slices.run(functools.partial(self._answer, request, cycle))
         if not request.is_whole:
@@ -367,6 +399,10 @@ class _LimitedProtocol(HttpToolsProtocol):
             task.add_done_callback(self._door_tasks.discard)
             return
         cycle.response_started = cycle.response_complete = True
+        answered = self._open[0]
+        answered.status = int(head[9:12])  # behind "HTTP/1.1 "
+        if answered.trace.request_id is not None:
+            head += b"%s: %s\r\n" % (REQUEST_ID, answered.trace.request_id)
         self.transport.writelines([head if cycle.keep_alive else head + _CLOSE, b"\r\n", *parts])
         if not cycle.keep_alive:
             self.transport.close()
@@ -392,7 +428,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _answer_shed(self, cycle: RequestResponseCycle, error: ApiError) -> None:
         cycle.response_started = cycle.response_complete = True
-        self.transport.write(_plain_answer(error.status, error.message, cycle.keep_alive))
+        self._open[0].status = error.status
+        self.transport.write(_plain_answer(error.status, error.message, cycle.keep_alive, self._open[0].trace.request_id))
         if not cycle.keep_alive:
             self.transport.close()
         self.on_response_complete()
@@ -509,6 +546,11 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._refused = True
         self._deadline.clear()
         cycle = self.cycle
+        is_open = bool(self._open) and not self._open[-1].is_whole  # else its headers are not complete, or it is none
+        if is_open:
+            self._open[-1].status = status
+        else:
+            self._traffic.refused(status, self._since)
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
                 cycle.keep_alive = False
@@ -534,13 +576,18 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _give_up_last(self) -> None:
         """Forgets the request that is being read. It has not begun, as others before it are under way."""
         self.pipeline.popleft()
-        self._open.pop().hold.release()
+        request = self._open.pop()
+        self._end_request(request, request.status)
 
 
-def _plain_answer(status: int, message: str, keep_alive: bool) -> bytes:
+def _plain_answer(status: int, message: str, keep_alive: bool, request_id: bytes | None = None) -> bytes:
     """The bytes of an error response that comes from the connection and not from the application."""
     body = orjson.dumps({"error": message})
     headers = [JSON_TYPE, (b"content-length", b"%d" % len(body)), *retry_after(status)]
+    if status == 405:
+        headers.append((b"allow", b"GET, HEAD, POST"))
+    if request_id is not None:
+        headers.append((REQUEST_ID, request_id))
     if not keep_alive:
         headers.append((b"connection", b"close"))
     return STATUS_LINE[status] + b"\r\n".join([*(name + b": " + value for name, value in headers), b"", body])

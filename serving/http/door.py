@@ -18,6 +18,7 @@ from tableside.serving import metrics
 from tableside.serving.admission import Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind
 from tableside.serving.http.asgi import Response, error_response
+from tableside.serving.http.traffic import Traffic
 from tableside.serving.http.v2 import LENGTH, V2
 
 logger = logging.getLogger("tableside")
@@ -60,10 +61,10 @@ class DoorCycle:
 
 
 class Door:
-    """Answers the infer requests of a worker. Belongs to one event loop."""
+    """Answers the infer requests of a worker. Belongs to one event loop. traffic: of its connections."""
 
     def __init__(self, v2: V2) -> None:
-        self._v2 = v2
+        self._v2, self.traffic = v2, Traffic()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Asked | None:

@@ -12,35 +12,40 @@ where that is not 0. An input has exactly so many bytes; an output has at most s
 from collections.abc import Sequence
 from typing import Any
 
-from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
+from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short, wrong_method
 from tableside.serving.http.asgi import json_object
 from tableside.serving.region_registry import Registered
 from tableside.serving.regions import Region, Regions
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 PATH = "systemsharedmemory"
+_METHODS = {"status": "GET", "register": "POST", "unregister": "POST"}
 INLINE_BYTES = 4 << 20  # in regions up to which they are read and written on the event loop: some 0.4 ms
 
 
-def answer(regions: Regions | None, path: Sequence[str], body: bytes | None) -> tuple[Any, Registered | None]:
+def answer(regions: Regions | None, method: str, path: Sequence[str], body: bytes) -> tuple[Any, Registered | None]:
     """What a request under PATH is answered, None for nothing, and the region that it registered, if it did.
 
-    path: behind PATH. body: None: a GET.
+    path: behind PATH. body: of a POST.
 
     ApiError: regions are not allowed here, there is no such path, or what it asks for is refused.
     """
     if regions is None:
         raise _not_allowed("")
     name = "/".join(path[1:-1]) if path[:1] == ["region"] and len(path) > 2 else None
-    match path[-1:], body:
-        case ["status"], None if name is not None or len(path) == 1:
-            return [_described(entry) for entry in regions.status(name)], None
-        case ["unregister"], bytes() if name is not None or len(path) == 1:
-            regions.unregister(name)
-            return None, None
-        case ["register"], bytes() if name is not None:
-            return None, _register(regions, name, json_object(body))
-    raise not_found(f"{short('/'.join(('/v2', PATH, *path)))} is not a path of this server, or not with this method")
+    whole = "/".join(("/v2", PATH, *path))
+    action = path[-1] if path and (name is not None or len(path) == 1) else ""
+    if (expected := _METHODS.get(action)) is None or (action == "register" and name is None):
+        raise not_found(f"{short(whole)} is not a path of this server")
+    if method != expected and (method, expected) != ("HEAD", "GET"):
+        raise wrong_method(method, whole, expected)
+    if action == "status":
+        return [_described(entry) for entry in regions.status(name)], None
+    if action == "unregister":
+        regions.unregister(name)
+        return None, None
+    assert name is not None
+    return None, _register(regions, name, json_object(body))
 
 
 def _register(regions: Regions, name: str, asked: dict[str, Any]) -> Registered:

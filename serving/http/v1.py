@@ -3,18 +3,21 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from fastapi.responses import PlainTextResponse
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, Field
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.exceptions import HTTPException
 
-from tableside.serving import metrics
+from tableside.serving import VERSION, metrics
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short, wrong_method
+from tableside.serving.http import static_page
 from tableside.serving.http.asgi import (
     JSON_BESIDE_BYTES,
     JSON_TYPE,
@@ -24,15 +27,16 @@ from tableside.serving.http.asgi import (
     Send,
     check_json_answer,
     check_json_size,
+    error_response,
     holding,
     read_body,
     respond,
     respond_error,
-    retry_after,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.openapi import POSTS, complete, refusals, takes
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
-from tableside.serving.metrics import ModelMetrics, Stages
+from tableside.serving.metrics import MetricsOfModels, Stages
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 
@@ -99,18 +103,27 @@ class Health(BaseModel):
     models: dict[str, int]
 
 
+class Models(BaseModel):
+    """What a server serves: of itself its version, devices and doors; of each model its version, tables, features and more."""
+
+    server: dict[str, Any]
+    models: list[dict[str, Any]]
+
+
 class V1:
     """ASGI: answers everything but /v2. Lookups and scores go a short path; FastAPI describes them, and answers the rest."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tell: Callable[[], None] = lambda: None) -> None:
         self._service = service
-        self._counts = {name: ModelMetrics(name, "v1") for name in service.engines}
+        self._counts = MetricsOfModels("v1")
         self._layouts = Layouts()
-        self._app = _make_fastapi(service, self)
+        self._app = _make_fastapi(service, self, tell)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         score = _IS_SCORE.get(scope["path"])
         if score is None or scope["type"] != "http" or scope["method"] != "POST":
+            if scope["type"] == "http" and scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}  # whoever sends the answer leaves its body out
             await self._app(scope, receive, send)
         else:
             await self._answer_or_refuse(scope, receive, send, score)
@@ -179,62 +192,80 @@ def _model_of(scope: Scope) -> str:
     return str(scope.get(_MODEL, metrics.UNKNOWN))
 
 
-def make_app(service: Service) -> V1:
-    """The application of a worker, but for /v2."""
-    return V1(service)
+def make_app(service: Service, tell: Callable[[], None]) -> V1:
+    """The application of a worker, but for /v2. tell: brings what this worker counts up to date, before a scrape."""
+    return V1(service, tell)
 
 
-def _make_fastapi(service: Service, v1: V1) -> FastAPI:
+def _make_fastapi(service: Service, v1: V1, tell: Callable[[], None]) -> FastAPI:
     """FastAPI's part. Requests of /v1/lookup and /v1/score go by it; it describes them, and refuses other methods."""
-    app = FastAPI(title="Tableside", summary="Quantized embedding tables from shared memory", redoc_url=None)
+    app: FastAPI = FastAPIOffline(
+        title="Tableside",
+        summary="Quantized embedding tables from shared memory",
+        version=VERSION,
+        redoc_url=None,
+        static_url="/docs/files",
+    )
+    refused = refusals(*POSTS)
+    draining: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "It drains"}, **refusals(405)}
     _answer_errors(app)
 
-    @app.post("/v1/lookup", response_model=LookupResponse, openapi_extra=_takes(LookupRequest), summary="Look ids up")
+    @app.post(
+        "/v1/lookup",
+        response_model=LookupResponse,
+        openapi_extra=takes(LookupRequest),
+        responses=refused,
+        summary="Look ids up",
+    )
     async def lookup(http: HttpRequest) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
 
-    @app.post("/v1/score", response_model=ScoreResponse, openapi_extra=_takes(ScoreRequest), summary="Score rows")
+    @app.post(
+        "/v1/score",
+        response_model=ScoreResponse,
+        openapi_extra=takes(ScoreRequest),
+        responses=refused,
+        summary="Score rows",
+    )
     async def score(http: HttpRequest) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
 
-    @app.get("/v1/models", summary="What is served")
+    @app.get("/v1/models", summary="What is served", response_model=Models, responses=refusals(405))
     async def models() -> Response:
-        return _json({"models": [_describe(service, name) for name in service.engines]})
+        return _json(
+            {"server": _describe_server(service), "models": [_describe_model(service, name) for name in service.engines]}
+        )
 
-    @app.get("/health", response_model=Health, summary="Whether this worker takes requests")
+    @app.get("/health", response_model=Health, summary="Whether this worker takes requests", responses=draining)
     async def health() -> Response:
         status = "ready" if service.ready else "draining"
         versions = {name: engine.attached().version for name, engine in service.engines.items()}
         return _json({"status": status, "models": versions}, 200 if service.ready else 503)
 
-    @app.get("/metrics", summary="Prometheus metrics, summed over all workers", response_class=Response)
+    @app.get(
+        "/metrics",
+        summary="Prometheus metrics, summed over all workers",
+        response_class=PlainTextResponse,
+        responses=refusals(405),
+    )
     async def prometheus() -> Response:
+        tell()
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.exposition, service.engines.values())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    _describe_bodies(app, LookupRequest, ScoreRequest)
+    static_page.add_to(app)
+    _describe(app, LookupRequest, ScoreRequest)
     return app
 
 
-_SCHEMAS = "#/components/schemas/"
-
-
-def _takes(schema: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body: a reference to a schema that `_describe_bodies` adds."""
-    content = {"application/json": {"schema": {"$ref": _SCHEMAS + schema.__name__}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _describe_bodies(app: FastAPI, *taken: type[BaseModel]) -> None:
-    """Adds the schemas of bodies to /openapi.json. FastAPI does not know them, as bodies are parsed here."""
+def _describe(app: FastAPI, *taken: type[BaseModel]) -> None:
+    """Completes /openapi.json: with the schemas of bodies, which FastAPI does not know as they are parsed here, and with /v2."""
     described = app.openapi
-    modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(schema, "validation") for schema in taken]
-    _, definitions = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
 
     def openapi() -> dict[str, Any]:
+        is_new = app.openapi_schema is None
         found = described()
-        found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
-        return found
+        return complete(found, taken) if is_new else found
 
     app.openapi = openapi  # type: ignore[method-assign]
 
@@ -245,17 +276,16 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(http: HttpRequest, error: ApiError) -> Response:
         metrics.refused(_model_of(http.scope), "v1", error.kind, error.lacking)
-        headers = {name.decode(): value.decode() for name, value in retry_after(error.status)}
-        return Response(orjson.dumps({"error": error.message}), error.status, headers, "application/json")
+        return _refusal(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(http: HttpRequest, error: HTTPException) -> Response:
         metrics.refused(metrics.UNKNOWN, "v1", Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST)
-        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs"
-        return _json(
-            {"error": f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"},
-            error.status_code,
-        )
+        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
+        if error.status_code == 405:
+            return _refusal(wrong_method(http.method, http.url.path, *(error.headers or {}).get("Allow", "GET").split(", ")))
+        what = f"{http.method} {short(http.url.path)}: {error.detail}; this server has: {known}"
+        return _json({"error": what}, error.status_code)
 
     @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: HttpRequest, error: Exception) -> Response:
@@ -267,11 +297,23 @@ def _answer_errors(app: FastAPI) -> None:
         return Response(status_code=400)  # no one reads it
 
 
+def _refusal(error: ApiError) -> Response:
+    status, headers, parts = error_response(error)
+    return Response(parts[0], status, {name.decode(): value.decode() for name, value in headers})
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def _describe(service: Service, name: str) -> dict[str, Any]:
+def _describe_server(service: Service) -> dict[str, Any]:
+    doors = ["HTTP: /v1 (JSON), /v2 (Open Inference Protocol)"]
+    if service.regions is not None:
+        doors.append("shared memory of clients")
+    return {"version": VERSION, "devices": list(service.settings.devices), "doors": doors}
+
+
+def _describe_model(service: Service, name: str) -> dict[str, Any]:
     served = service.engines[name].attached()
     header, placements = served.header, served.placed.placements
     return {
@@ -289,6 +331,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
                 "row_format": t.row_format,
                 "rows": t.rows,
                 "dim": t.dim,
+                "bytes": t.bytes,
                 "placement": placements[t.name],
                 **describe_ids(t),
             }

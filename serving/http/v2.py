@@ -1,11 +1,11 @@
 """The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
-model configuration extensions, and Triton's system shared memory where the server allows it (`serving.http.shm`). It is an ASGI
-application of its own, as the path that a lookup takes must be short.
+model configuration extensions, the model repository (`serving.http.repository`), and Triton's system shared memory where the
+server allows it (`serving.http.shm`). It is an ASGI application of its own, as the path that a lookup takes must be short.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
     GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
-    POST /v2/repository/index               /v2/systemsharedmemory/...
+    POST /v2/repository/...                 /v2/systemsharedmemory/...
 """
 
 import functools
@@ -15,8 +15,8 @@ from typing import Any
 
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
-from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
-from tableside.serving.http import kjt, shm, v2_request
+from tableside.serving.errors import bad_request, not_found, short, wrong_method
+from tableside.serving.http import kjt, repository, shm, v2_request
 from tableside.serving.http.asgi import (
     AT_CLOSE,
     JSON_BESIDE_BYTES,
@@ -38,7 +38,7 @@ from tableside.serving.http.asgi import (
 from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
-from tableside.serving.metrics import ModelMetrics, Stages, statistics
+from tableside.serving.metrics import MetricsOfModels, Stages, statistics
 from tableside.serving.request import Answer
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
@@ -52,7 +52,7 @@ class V2:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._metrics = {name: ModelMetrics(name, "v2") for name in service.engines}
+        self._metrics = MetricsOfModels("v2")
         self._templates = Templates()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,11 +60,12 @@ class V2:
         if path[:1] == ["models"] and path[-1] == "infer":
             _check_method(scope, "POST")
             await self._infer(scope, receive, send, path[1:-1])
-        elif path == ["repository", "index"]:
+        elif path[:1] == [repository.PATH]:
             _check_method(scope, "POST")
             with holding(scope, self.service.in_flight) as hold:
-                await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
-            await respond_json(send, self._index())
+                body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
+            found = await repository.answer(self.service, path[1:], body, header(scope, b"authorization"))
+            await (respond(send, 200, ()) if found is None else respond_json(send, found))
         elif path[:1] == [shm.PATH]:
             await self._share(scope, receive, send, path[1:])
         else:
@@ -74,11 +75,11 @@ class V2:
     async def _get(self, send: Send, path: list[str]) -> None:
         match path:
             case []:
-                await respond_json(send, _server_metadata(self.service.regions is not None))
+                await respond_json(send, _server_metadata(self.service))
             case ["health", "live"]:
-                await respond(send, 200, ())
+                await respond_json(send, {"live": True})
             case ["health", "ready"]:
-                await respond(send, 200 if self.service.ready else 503, ())
+                await respond_json(send, {"ready": self.service.ready}, 200 if self.service.ready else 503)
             case ["models", "stats"]:
                 stats = [s for engine in self.service.engines.values() for s in self._stats(engine.attached())]
                 await respond_json(send, {"model_stats": stats})
@@ -87,7 +88,8 @@ class V2:
                 what = named.pop() if named[-1] in ("ready", "config", "stats") else ""
                 served = await self._served(named)
                 if what == "ready":
-                    await respond(send, 200 if self.service.ready else 503, ())
+                    said = {"name": served.header.model, "ready": self.service.ready}
+                    await respond_json(send, said, 200 if self.service.ready else 503)
                 elif what == "config":
                     await respond_json(send, _config(served))
                 elif what == "stats":
@@ -107,12 +109,12 @@ class V2:
                 raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
 
     async def _share(self, scope: Scope, receive: Receive, send: Send, path: list[str]) -> None:
-        body = None
+        body = b""
         if scope["method"] == "POST":
             with holding(scope, self.service.in_flight) as hold:
                 body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
         regions = self.service.regions
-        found, registered = shm.answer(regions, path, body)
+        found, registered = shm.answer(regions, scope["method"], path, body)
         if regions is not None and registered is not None and regions.until_disconnected and AT_CLOSE in scope:
             at_close = scope[AT_CLOSE]
             for entry in [e for e in at_close if e not in regions.status(None)]:
@@ -223,13 +225,6 @@ class V2:
         self._templates.learn(served, head, header, infer)
         return infer
 
-    def _index(self) -> list[dict[str, str]]:
-        found = []
-        for name, engine in self.service.engines.items():
-            state = "READY" if self.service.ready and engine.is_usable else "UNAVAILABLE"
-            found.append({"name": name, "version": str(engine.attached().version), "state": state})
-        return found
-
     def _metadata(self, served: ServedVersion) -> dict[str, Any]:
         return {
             "name": served.header.model,
@@ -263,7 +258,7 @@ class V2:
                 "inference_stats": {
                     "success": {"count": count, "ns": total},
                     "fail": {"count": found["refused"][0], "ns": 0},
-                    "queue": nothing,
+                    "queue": {"count": count, "ns": 0},
                     "compute_input": ns["parse"],
                     "compute_infer": ns["lookup"],
                     "compute_output": ns["encode"],
@@ -277,7 +272,7 @@ class V2:
 
 def _check_method(scope: Scope, expected: str) -> None:
     if scope["method"] != expected and not (expected == "GET" and scope["method"] == "HEAD"):
-        raise ApiError(405, Kind.BAD_REQUEST, f"{scope['method']} {short(scope['path'])}: expected {expected}")
+        raise wrong_method(scope["method"], scope["path"], expected)
 
 
 def _parse_length(value: bytes, size: int) -> int:
@@ -294,9 +289,11 @@ def _json_bytes(header_length: bytes | None, body: bytes) -> int:
     return len(body) if header_length is None else _parse_length(header_length, len(body))
 
 
-def _server_metadata(has_regions: bool) -> dict[str, Any]:
-    extensions = ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
-    if has_regions:
+def _server_metadata(service: Service) -> dict[str, Any]:
+    extensions = ["binary_tensor_data", "statistics", "model_configuration"]
+    if service.admin_token is not None:
+        extensions.append("model_repository")
+    if service.regions is not None:
         extensions.append("system_shared_memory")
     return {"name": "tableside", "version": VERSION, "extensions": extensions}
 

@@ -23,6 +23,7 @@ from tableside.serving.admission import NEWEST_FIRST_AFTER_S, SLICE_S, Bytes, Ho
 from tableside.serving.client import Client
 from tableside.serving.errors import ApiError
 from tableside.serving.http.connection import limited_protocol
+from tableside.serving.http.traffic import Traffic
 from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Any]
@@ -110,6 +111,9 @@ def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
 
 class NoDoor:
     """A door that leaves every request to the application."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     def asks(self, method: bytes, url: bytes, headers: Any) -> None:
         return None

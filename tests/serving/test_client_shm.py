@@ -454,9 +454,6 @@ def test_registering_is_checked(server: Server, share: Callable[..., Shared], as
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "region/r/register"),
-        ("GET", "unregister"),
-        ("POST", "status"),
         ("POST", "register"),
         ("POST", "region/register"),
         ("GET", ""),
@@ -468,6 +465,21 @@ def test_paths(server: Server, method: str, path: str) -> None:
     reply = httpx.request(method, f"{server.url}/v2/systemsharedmemory/{path}", content=b"")
     assert reply.status_code == 404, reply.text
     assert "is not a path of this server" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "region/r/register", "POST"),
+        ("GET", "unregister", "POST"),
+        ("PUT", "region/r/unregister", "POST"),
+        ("POST", "status", "GET, HEAD"),
+        ("DELETE", "region/r/status", "GET, HEAD"),
+    ],
+)
+def test_methods(server: Server, method: str, path: str, allowed: str) -> None:
+    reply = httpx.request(method, f"{server.url}/v2/systemsharedmemory/{path}")
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
 
 
 def test_off_unless_it_is_allowed(start: Callable[..., Server]) -> None:

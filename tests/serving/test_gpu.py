@@ -229,6 +229,21 @@ def test_metrics_count_what_the_cache_did(start: Start) -> None:
     assert 0 < of_device["bytes"] <= 2 << 20
 
 
+def test_counts_of_the_cache_follow_on_a_quiet_server(start: Start) -> None:
+    """Three lookups and none after them: what they did is told, though no batch comes that would bring the counts."""
+    server = start(*on_gpu(), "--placement", "cached", "--hbm-budget", "1MiB")
+
+    def ids() -> float:
+        found = re.search(r'tableside_cache_ids_total{table="demo/user"} (\S+)', server.get("/metrics").text)
+        return float(found[1]) if found else 0.0
+
+    with Client(server.url) as client:
+        before = cache_counts(server, client, "user")["ids"]
+        for _ in range(3):
+            client.lookup("demo", {"user": [[5, 6, 7], [8, 9]]})
+    until(lambda: ids() == before + 15, what="the counts")
+
+
 def test_a_version_that_is_taken_is_warm(start: Start, root: Path, tmp_path: Path) -> None:
     """Its first request finds the hotter half of what the cache held of the version before, and none of that one's rows."""
     server = start(*on_gpu(), "--placement", "cached", "--hbm-budget", "1MiB")

@@ -5,19 +5,27 @@ import json
 import os
 import re
 import signal
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import pytest
 from json_keys import documented_keys, keys_of
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support import run_tableside, until
 
 from tableside.serving import metrics
 from tableside.serving.cli import top
 from tableside.serving.client import Client, ClientError
+from tableside.serving.engine import CacheState
+from tableside.serving.metrics_files import RESTARTS
+from tableside.serving.shared_counts import VARIABLE
 
 Start = Callable[..., Any]
 
@@ -57,22 +65,24 @@ def documented() -> set[str]:
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
 
 
-def test_every_metric_of_the_table_is_there(root: Path) -> None:
+def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every metric that there is stands in the table of docs/operations.md."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     registered = {m for value in vars(metrics).values() for m in (value.values() if isinstance(value, dict) else [value])
                   if isinstance(m, MetricWrapperBase)}  # fmt: skip
     engine: Any = SimpleNamespace(
-        model=SimpleNamespace(name="demo", versions=lambda: [1]),
+        model=SimpleNamespace(name="demo", versions=lambda: [1], record=lambda: SimpleNamespace(current=1)),
         attached=lambda: SimpleNamespace(
             version=1,
             segment=SimpleNamespace(size=1),
             header=SimpleNamespace(fp32_bytes=1, load={}, tables=()),
             placed=SimpleNamespace(hbm_bytes=0),
         ),
-        cache=SimpleNamespace(statistics=lambda: SimpleNamespace(slots=1, occupied=1), bytes=1, device="cuda:0"),
+        cache=CacheState("cuda:0", 1, 1, 1),
     )
     families = [f for metric in registered for f in metric.describe()] + list(metrics._Now([engine]).collect())
     there = {f.name + ("_total" if f.type == "counter" else "") for f in families}
+    there.add(json.loads(RESTARTS)[1])  # the supervisor's
     told = documented()
     assert len(there) > 25
     for name in told:
@@ -100,6 +110,77 @@ def test_errors_by_kind_without_invented_labels(start: Start) -> None:
     assert "model7" not in text
 
 
+def quiet_sum(text: str, name: str, **labels: str) -> float:
+    """The sum of all samples of that name with these labels."""
+    families = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return sum(s.value for s in families if s.name == name and labels.items() <= s.labels.items())
+
+
+def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
+    """From the first byte to the last: a body that comes late is in it, and so is a client that leaves."""
+    server = start("--workers", 2)
+
+    def count(protocol: str, outcome: str, what: str = "count") -> float:
+        return quiet_sum(server.get("/metrics").text, f"tableside_request_seconds_{what}", protocol=protocol, outcome=outcome)
+
+    with Client(server.url) as client:
+        for _ in range(7):
+            client.lookup("demo", {"user": [[1]]})
+    asked = {"model": "demo", "features": {"user": [[1]]}}
+    for _ in range(3):
+        httpx.post(f"{server.url}/v1/lookup", json=asked)
+    httpx.post(f"{server.url}/v1/lookup", json={**asked, "model": "nothing"})
+    httpx.post(f"{server.url}/v2/models/demo/infer", content=b"{")
+    assert [count("v2", "ok"), count("v1", "ok"), count("v1", "refused"), count("v2", "refused")] == [7, 3, 1, 1]
+    assert count("http", "ok") >= 4  # the scrapes
+    body, before = json.dumps(asked).encode(), count("v1", "ok", "sum")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as late:
+        late.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        time.sleep(0.4)
+        late.sendall(body)
+        assert late.recv(100).startswith(b"HTTP/1.1 200")
+    until(lambda: count("v1", "ok") == 4, what="the late one to be counted")
+    assert count("v1", "ok", "sum") - before > 0.35
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as gone:
+        gone.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        time.sleep(0.1)
+    until(lambda: count("v1", "aborted") == 1, what="the one that left to be counted")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wrong:
+        wrong.sendall(b"NONSENSE\r\n\r\n")
+        assert wrong.recv(100).startswith(b"HTTP/1.1 400")
+    until(lambda: count("http", "refused") == 1, what="what was no request to be counted")
+
+
+def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
+    """Connections and requests of all workers, whichever is asked; a worker that was killed is in no sum, and counted."""
+    server = start("--workers", 2)
+
+    def now(name: str) -> float:
+        return sample(server.get("/metrics").text, f"tableside_{name}")
+
+    until(lambda: now("workers") == now("ready_workers") == 2, what="both to tell")
+    assert now("worker_restarts_total") == now("waiting_requests") == 0 and now("max_connections") == 2048
+    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    opened = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
+    for one in opened[:12]:
+        one.sendall(begun)
+    until(lambda: now("open_connections") >= 20 and now("in_flight_requests") >= 12, what="all to be seen")
+    assert now("held_bytes") >= 12
+    for one in opened:
+        one.close()
+    until(lambda: now("open_connections") < 5 and now("in_flight_requests") <= 1, what="all to be gone")
+    text = server.get("/metrics").text
+    for kind in ("private", "file", "shared"):
+        assert sample(text, f'tableside_memory_bytes{{kind="{kind}"}}') > 1e5
+    assert 10 < now("open_files") < 500
+    used = sample(text, 'tableside_cpu_seconds_total{process="worker"}')
+    os.kill(server.workers()[0], signal.SIGKILL)
+    until(lambda: now("worker_restarts_total") == 1 and now("workers") == 2, what="the successor to tell")
+    assert 0 < used <= sample(server.get("/metrics").text, 'tableside_cpu_seconds_total{process="worker"}') < 60
+    (folder,) = root.glob(".metrics-*")
+    until(lambda: len(list(folder.glob("now_*"))) == 2, what="the file of the one that was killed to go")
+
+
 def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, root: Path) -> None:
     """A worker killed in the middle of a write leaves a torn file: it is left out, the rest counts."""
     server = start("--workers", 2)
@@ -124,7 +205,7 @@ def test_counters_survive_kills(start: Start, root: Path) -> None:
             assert sample(client.metrics(), name) == 10 * killed
         (folder,) = root.glob(".metrics-*")
         numbers = {p.stem.partition("_")[2] for p in folder.glob("*.db")}
-        assert "folded" in numbers and numbers <= {"folded", *map(str, server.workers())}
+        assert "folded" in numbers and numbers <= {"folded", "supervisor", *map(str, server.workers())}
 
 
 def test_top_shows_rates(start: Start) -> None:

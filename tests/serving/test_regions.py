@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tableside.serving import region_registry, regions
+from tableside.serving import regions, shared_list
 from tableside.serving.errors import ApiError
 from tableside.serving.region_registry import RegionRegistry, Registered
 from tableside.serving.regions import RegionLimits, Regions, Slice
@@ -398,7 +398,7 @@ def test_the_list_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = [Registered("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, f"{1 << 22} {1 << 62}")] * 1024
     registry.change(lambda entries: longest)
     assert registry.read()[1] == longest
-    monkeypatch.setattr(region_registry, "HALF_BYTES", 1 << 12)
+    monkeypatch.setattr(shared_list, "HALF_BYTES", 1 << 12)
     small = RegionRegistry()
     with pytest.raises(Exception, match=r"the list of client regions has .* bytes; expected at most 4,088"):
         small.change(lambda entries: longest)

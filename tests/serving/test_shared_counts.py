@@ -91,7 +91,7 @@ from prometheus_client import Counter
 from tableside.serving import metrics, metrics_files
 counts, request = metrics.ModelMetrics("first", "v2"), type("R", (), dict(ids=3, vectors=2, row_bytes=5, out_bytes=7))()
 for turn in range(3):
-    counts.answered(request, 11, metrics.Stages(0.0, 2e-5, 5e-5, 5.0))
+    counts.answered(request, 11, metrics.Stages(0.0, 2e-5, 5e-5, 50.0))
     for model in range(700):
         metrics.IDS.labels(f"turn{turn}.{model}").inc()  # the file grows and is mapped again
 found = metrics_files.totals(Path(sys.argv[1]))
@@ -113,7 +113,7 @@ def test_tallies_count_where_metrics_are_read(tmp_path: Path) -> None:
     }
     assert [float(v[0].split()[0]) for v in values.values()] == [9.0, 3.0]
     encode = [line for line in lines if '"encode"' in line]
-    assert sum(float(line.split()[0]) for line in encode if "_sum" in line) == pytest.approx(3 * (5.0 - 5e-5))
+    assert sum(float(line.split()[0]) for line in encode if "_sum" in line) == pytest.approx(3 * (50.0 - 5e-5))
     assert [line.split()[0] for line in encode if '"+Inf"' in line] == ["3.0"]
     lookup = [line for line in lines if '"lookup"' in line and line.startswith("3.0")]
     assert len(lookup) == 1 and '"3e-05"' in lookup[0]

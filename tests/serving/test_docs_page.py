@@ -1,0 +1,87 @@
+"""/docs and /openapi.json: whole, true, and without any other host."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browsers import needs_chromium, page_of
+from servers import Server
+
+from tableside.serving.client import Client
+
+
+@pytest.fixture(scope="module")
+def described(server: Any) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/openapi.json").json()
+    return found
+
+
+def test_every_reference_resolves(described: dict[str, Any]) -> None:
+    """Also when it is asked for again, and by the other worker."""
+    refs = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(described)))
+    assert refs and refs <= set(described["components"]["schemas"])
+
+
+def test_it_is_the_same_each_time(server: Any, described: dict[str, Any]) -> None:
+    assert all(server.get("/openapi.json").json() == described for _ in range(5))
+
+
+def test_every_operation_tells_what_it_refuses(described: dict[str, Any]) -> None:
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            assert {"200", "405"} <= set(operation["responses"]), (method, path)
+            if method == "post":
+                assert {"400", "413", "503"} <= set(operation["responses"]), path
+
+
+def test_both_protocols_are_described(server: Any, described: dict[str, Any]) -> None:
+    """Every path that is described is there: what is asked of it without anything is no 404 of an unknown path."""
+    assert {"/v1/lookup", "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(described["paths"])
+    values = {"{model}": "demo", "{version}": "1", "{region}": "r"}
+    for path, operations in described["paths"].items():
+        for method in operations:
+            asked = re.sub(r"{\w+}", lambda m: values[m[0]], path)
+            found = httpx.request(method, server.url + asked)
+            assert found.status_code != 405 and "is not a path of this server" not in found.text, (method, path, found.text)
+
+
+def test_the_page_names_no_other_host(server: Any) -> None:
+    text = server.get("/docs").text
+    files = re.findall(r'(?:src|href)="([^"]+)"', text)
+    assert len(files) == 3 and all(file.startswith("/") for file in files) and "://" not in text
+    for file in files:
+        assert server.get(file).status_code == 200 and len(server.get(file).content) > 1000
+
+
+@needs_chromium
+def test_the_page_renders_without_a_network(server: Any) -> None:
+    """In a browser that reaches this server alone: the operations of both protocols are shown, and no error."""
+    shown = page_of(f"{server.url}/docs")
+    for text in ("/v1/lookup", "Open Inference Protocol V2", "Model repository", "Tableside"):
+        assert text in shown
+    assert "Failed to load API definition" not in shown and "Resolver error" not in shown
+
+
+def test_schemathesis_finds_nothing(start: Any, tmp_path: Path) -> None:
+    """Generated requests, right and wrong: statuses, bodies and headers are those that the description has, and no 500 comes.
+
+    One of its checks is left out: that whatever the schema allows is answered. A schema does not know a model's features.
+    """
+    server: Server = start("--allow-client-shm", "--admin-token", "a-token-of-an-operator")
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color", "--seed", "1"]
+    command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
+    command += ["--max-examples", "10", "--max-time", "30", "--generation-database", "none", "--no-shrink"]
+    command += ["--report", "json", "--report-json-path", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
+    assert report.exists(), done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["failures"] == [] and found["errors"] == [], done.stdout[-8000:]
+    assert found["test_cases"]["generated"] > 200 and not found["warnings"]["unresolvable_reference"]
+    with Client(server.url) as client:
+        assert 'kind="internal"' not in client.metrics()
