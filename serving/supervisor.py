@@ -20,7 +20,7 @@ from types import FrameType
 from uvicorn.config import STARTUP_FAILURE
 
 from tableside.serving import metrics_files
-from tableside.serving.engine_process.keeper import EngineKeeper
+from tableside.serving.engine_keeper import EngineKeeper
 from tableside.serving.following import Following
 from tableside.serving.worker import WorkerConfig, WorkerProcess
 

@@ -55,8 +55,8 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batching"),
-    *("scrub", "service", "evaluation", "modules"),
-    *("http", "worker", "following", "supervisor", "server", "preload", "cli"),
+    *("watch", "engine_process", "scrub", "service", "evaluation", "modules"),
+    *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),
 )
 
 

@@ -1,7 +1,7 @@
 """A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where that one ended.
 
 Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked again of its
-successor, once. A request that waits longer than `engine_timeout_s` is answered 503.
+successors, twice at most. A request that waits longer than `engine_timeout_s` is answered 503.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from tableside.serving.settings import ServerSettings
 logger = logging.getLogger("tableside")
 
 _LOOK_S = 0.1
-_MOST_ASKED = 2  # times that a request is sent: a second engine that ends over it is one too many
+_MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 
 @dataclass
@@ -201,7 +201,7 @@ class EngineLink(Executor):
         self._is_ready.clear()
         for asked in list(self._asked.values()):
             if asked.times >= _MOST_ASKED or asked.future.done():
-                self._refuse(asked, overloaded("two engine processes ended over this request"))
+                self._refuse(asked, overloaded(f"{_MOST_ASKED} engine processes ended over this request"))
         for attaching in self._attaching.values():
             attaching.set_exception(overloaded("the engine process ended"))
         self._attaching.clear()
