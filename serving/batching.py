@@ -103,15 +103,7 @@ class Batcher(Executor):
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
-    def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        if not request.is_small:
-            return None
-        request.check(inputs)
-        return request.look_up(inputs)
-
     async def _run(self, request: Request, inputs: Any) -> Answer:
-        if request.is_small:
-            return request.look_up(inputs)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.submit(request, inputs, future)
         return await future

@@ -4,11 +4,8 @@ import asyncio
 import functools
 import multiprocessing
 import multiprocessing.connection
-import os
 import pickle
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,6 +18,7 @@ from tableside.serving.logs import log_config
 from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
+from tableside.serving.supervised import answer
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop
 PING_S = 1.0  # between two questions whether a worker that serves still answers
@@ -161,22 +159,10 @@ def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -
     """What the worker's process runs."""
     config.configure_logging()
     server = Worker(config)
-    threading.Thread(target=_answer, args=(server, pipe), daemon=True).start()
+    answer(server, pipe)
     # Whether it blocks is a property of the socket that all workers share. One that made it block, as `dup` of a socket that is
     # not known to be non-blocking does, would stop the others in the midst of accepting.
     for sock in sockets:
         sock.setblocking(False)
     # uvloop takes one connection from a socket in each round of its loop; several descriptors of it let it take as many.
     server.run([sock.dup() for sock in sockets for _ in range(ACCEPTS)])
-
-
-def _answer(server: Worker, pipe: Connection) -> None:
-    """Tells the supervisor, whenever it asks, whether this worker takes requests. Ends the worker when the supervisor is gone."""
-    try:
-        while True:
-            pipe.recv()
-            pipe.send(server.started)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        # The pipe is closed where the supervisor asked for the end, which is then under way, or where it died.
-        if not server.is_ending:
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import os
-import pickle
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -28,6 +25,7 @@ from tableside.serving.errors import ServingError, not_found
 from tableside.serving.placement import Placer
 from tableside.serving.scorer import ScorerLimits
 from tableside.serving.settings import ServerSettings
+from tableside.serving.supervised import answer
 from tableside.serving.version import ServedVersion
 from tableside.serving.watch import Watch
 
@@ -238,20 +236,9 @@ def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe)
     listening.setblocking(False)
     try:
         host = EngineHost(config.settings, listening)
-        threading.Thread(target=_answer, args=(host, pipe), daemon=True).start()
+        answer(host, pipe)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.run())
-    except (LoaderError, QuantError, ServingError) as error:
+    except (LoaderError, QuantError, ServingError, OSError) as error:
         logger.error("the engine process cannot start: %s", error)
         sys.exit(STARTUP_FAILURE)
-
-
-def _answer(host: EngineHost, pipe: Pipe) -> None:
-    """Tells the supervisor, whenever it asks, whether this engine serves. Ends it when the supervisor is gone."""
-    try:
-        while True:
-            pipe.recv()
-            pipe.send(host.started)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        if not host.is_ending:
-            os.kill(os.getpid(), signal.SIGTERM)
