@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 HIDDEN = 1000
-LIVE = "live"  # the answer to GET /v2/health/live: an empty 200
+LIVE = "live"  # the answer to GET /v2/health/live: a 200 that says so
 REFUSED = "refused"  # a 4xx or 501, after which the connection is closed
 Answer = int | str  # the id of a looked-up row, LIVE or REFUSED
 

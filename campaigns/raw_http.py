@@ -88,7 +88,8 @@ def answers(data: bytes) -> list[Answer]:
 def _answer(status: str, body: bytes) -> Answer:
     if status != "200":
         return status
-    return int(json.loads(body)["outputs"][0]["data"][1]) if body else LIVE
+    said = json.loads(body)
+    return LIVE if said == {"live": True} else int(said["outputs"][0]["data"][1])
 
 
 def is_right(script: Script, found: list[Answer]) -> bool:

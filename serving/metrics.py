@@ -322,9 +322,9 @@ def _folder() -> Path:
     return Path(folder)
 
 
-def gauges() -> WorkerGauges:
-    """Where this worker writes what it does now."""
-    return WorkerGauges(_folder())
+def gauges() -> WorkerGauges | None:
+    """Where this worker writes what it does now; None: no server started it, so there is nobody to read that."""
+    return WorkerGauges(_folder()) if shared_counts.VARIABLE in os.environ else None
 
 
 def counters() -> Iterable[Metric]:

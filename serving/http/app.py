@@ -93,7 +93,8 @@ class Application:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
         await self.service.stop()
-        self._gauges.close()
+        if self._gauges is not None:
+            self._gauges.close()
         if spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector
         await send({"type": "lifespan.shutdown.complete"})
