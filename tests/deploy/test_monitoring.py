@@ -86,7 +86,7 @@ def test_every_metric_exists_on_a_live_server(live: Server, root: Path, tmp_path
         there = {re.split(r"[{ ]", line)[0] for line in live.get("/metrics").text.splitlines() if not line.startswith("#")}
         return asked - there
 
-    until(lambda: not lacking(), 30, "the cache's counts, the swap and the scrub to be told")
+    until(lambda: not lacking(), 120, "the cache's counts, the swap and the scrub to be told")
 
 
 def test_rules_stand_on_rules_that_there_are() -> None:
