@@ -15,6 +15,8 @@ import yaml
 from servers import Server, running
 from support import run_tableside
 
+from tableside.serving.client import Client
+
 TOP = Path(__file__).parent.parent
 
 
@@ -116,6 +118,8 @@ def test_settings_and_metrics_that_the_page_names_exist(server: Server) -> None:
     shown = run_tableside("serve", "--help").stdout
     options = set(re.findall(r"`(--[a-z-]+)", text)) - {"--model-control-mode"}
     assert len(options) > 5 and all(option in shown for option in options)
+    with Client(server.url) as client:  # a server that answered nothing has not counted anything
+        client.lookup("demo", {"user": [[1, 2]]})
     metrics = server.get("/metrics").text
     names = set(re.findall(r"`(tableside_\w+)`", text))
     assert names and all(name.removesuffix("_total") in metrics for name in names)

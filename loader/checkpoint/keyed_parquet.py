@@ -30,7 +30,7 @@ from tableside.quant import Source
 
 _READ_BYTES = 1 << 20  # of a column chunk at once
 _SMALLER = 4  # than elsewhere are blocks: Arrow takes some 12 times a block's bytes, and is no slower
-_ARROW_BYTES = 24 << 20  # that it takes besides
+_ARROW_BYTES = 28 << 20  # that it takes besides, in huge pages
 _SOURCES = {pa.float32(): Source.FP32, pa.float16(): Source.FP16}
 
 
