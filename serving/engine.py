@@ -18,6 +18,7 @@ from tableside.serving.errors import ApiError, Kind, ServingError, not_found
 from tableside.serving.placement import Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
+from tableside.serving.settings import ServerSettings
 from tableside.serving.version import Beside, ServedVersion
 
 logger = logging.getLogger("tableside")
@@ -62,6 +63,38 @@ class Engine:
         self._live = 0
         self._unusable: ApiError | None = None
         self._last_warning = ""
+
+    @classmethod
+    def of(cls, settings: ServerSettings, name: str, backend: CpuBackend, placer: Placer) -> "Engine":
+        """The engine of a model that this process looks up itself, as the settings have it."""
+        limits = ScorerLimits(
+            settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
+        )
+        return cls(
+            Model(settings.root, name, settings.owner),
+            backend,
+            placer,
+            threads=settings.threads,
+            verify=settings.verify,
+            max_response_bytes=settings.max_response_bytes,
+            scorer_limits=limits,
+        )
+
+    def begin(self) -> None:
+        """Attaches the version to serve first, and answers from it. Errors: as of `attach`, VersionError where none is live."""
+        self.swap(self.attach(self._first()))
+        served = self.served()
+        logger.info(
+            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+            self.model.name,
+            served.version,
+            len(served.header.tables),
+            served.segment.size / 1e6,
+            served.backend.description,
+        )
+
+    def _first(self) -> int | None:
+        return self.model.good()
 
     @property
     def cache(self) -> CacheState | None:

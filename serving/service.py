@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tableside.loader.errors import LoaderError, ModelError, VersionError
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, QuantError, choose
+from tableside.quant import QuantError, choose
 from tableside.serving import metrics
 from tableside.serving.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.engine import Engine
@@ -22,7 +22,6 @@ from tableside.serving.model_list import ModelList
 from tableside.serving.placement import Placer
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.regions import RegionLimits, Regions
-from tableside.serving.scorer import ScorerLimits
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.version import ServedVersion
@@ -34,23 +33,6 @@ logger = logging.getLogger("tableside")
 _Result = TypeVar("_Result")
 
 _LOOK_S = 0.02  # between two looks whether all workers have followed a change
-
-
-def _engine(model: Model, backend: CpuBackend, settings: ServerSettings, link: EngineLink | None) -> Engine:
-    """The versions of one model, as this worker looks them up itself, or has its engine process do so."""
-    if link is not None:
-        return DoorEngine(link, model, backend, settings)
-    return Engine(
-        model,
-        backend,
-        Placer(settings, backend),
-        threads=settings.threads,
-        verify=settings.verify,
-        max_response_bytes=settings.max_response_bytes,
-        scorer_limits=ScorerLimits(
-            settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
-        ),
-    )
 
 
 class Service:
@@ -100,7 +82,7 @@ class Service:
             await self.link.open()
         self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
         for engine in self.engines.values():
-            self._begin(engine)
+            engine.begin()
         if self.models is not None:
             await self._follow()
         self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)
@@ -109,20 +91,9 @@ class Service:
         self._is_open = True
 
     def _new_engine(self, name: str) -> Engine:
-        return _engine(Model(self.settings.root, name, self.settings.owner), self._backend, self.settings, self.link)
-
-    def _begin(self, engine: Engine) -> None:
-        """Attaches a model's live version and answers from it."""
-        engine.swap(engine.attach(engine.model.good() if self.link is None else None))
-        served = engine.served()
-        logger.info(
-            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
-            engine.model.name,
-            served.version,
-            len(served.header.tables),
-            served.segment.size / 1e6,
-            served.backend.description,
-        )
+        if self.link is None:
+            return Engine.of(self.settings, name, self._backend, Placer(self.settings, self._backend))
+        return DoorEngine(self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings)
 
     def _expect(self, models: Sequence[str]) -> None:
         """Has this worker start with other models than the settings name."""
@@ -211,7 +182,7 @@ class Service:
         """The engine of a model, ready to answer. ApiError 400: it cannot be served here."""
         try:
             engine = self._new_engine(name)
-            await asyncio.get_running_loop().run_in_executor(None, self._begin, engine)
+            await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         except (LoaderError, QuantError, ServingError, OSError) as error:
             logger.error("model %s cannot be loaded: %s", short(name), error)
             ERRORS.labels(metrics.UNKNOWN, Kind.SWAP.value).inc()

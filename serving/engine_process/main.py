@@ -15,7 +15,6 @@ import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.versions import Model
 from tableside.quant import QuantError, choose
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
@@ -23,7 +22,6 @@ from tableside.serving.engine_process.described import Layouts, model_key
 from tableside.serving.engine_process.doors import AnswerMemory, Doors
 from tableside.serving.errors import ServingError, not_found
 from tableside.serving.placement import Placer
-from tableside.serving.scorer import ScorerLimits
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervised import answer
 from tableside.serving.version import ServedVersion
@@ -94,29 +92,10 @@ class EngineHost:
 
     async def _add(self, name: str) -> Engine:
         """Attaches a model's live version and serves it. LoaderError, QuantError, ServingError, OSError: it cannot be."""
-        s = self._settings
-        limits = ScorerLimits(s.max_scorer_bytes, s.scorer_timeout_s, s.drain_s + s.shutdown_timeout_s)
-        engine = Engine(
-            Model(s.root, name, s.owner),
-            self._backend,
-            self._placer,
-            threads=s.threads,
-            verify=s.verify,
-            max_response_bytes=s.max_response_bytes,
-            scorer_limits=limits,
-        )
-        engine.swap(await asyncio.get_running_loop().run_in_executor(None, lambda: engine.attach(engine.model.good())))
-        served = engine.served()
+        engine = Engine.of(self._settings, name, self._backend, self._placer)
+        await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         key = model_key(name)
-        self._engines[key], self._served[key], self._was_usable[key] = engine, served, True
-        logger.info(
-            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
-            name,
-            served.version,
-            len(served.header.tables),
-            served.segment.size / 1e6,
-            served.backend.description,
-        )
+        self._engines[key], self._served[key], self._was_usable[key] = engine, engine.served(), True
         return engine
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]:

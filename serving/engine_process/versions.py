@@ -80,6 +80,9 @@ class DoorEngine(Engine):
         """The engine process's, as it was a second ago."""
         return self._link.cache
 
+    def _first(self) -> None:
+        """The one that the engine process serves."""
+
     def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps a version that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
         live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
