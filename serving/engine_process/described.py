@@ -20,6 +20,7 @@ from tableside.serving.scores import Scoring
 from tableside.serving.version import Planners, ServedVersion
 
 _HEAD = struct.Struct("<4q")  # model, version, together, features
+_SCORES = struct.Struct("<3q")  # where they go, rows, whether nobody reads the vectors
 _SOURCE = struct.Struct("<7q")  # is dense, at, bytes, rows, width, is half, row bytes or -1
 _KEPT = 1024  # descriptions of a version whose requests are kept
 
@@ -51,7 +52,7 @@ def describe(request: Request) -> bytes:
     assert isinstance(plan, DescribedPlan), "small requests are the door's own"
     if scoring is None:
         return plan.description
-    parts = [plan.description, struct.pack("<3q", scoring.output.at, scoring.rows, scoring.is_alone)]
+    parts = [plan.description, _SCORES.pack(scoring.output.at, scoring.rows, scoring.is_alone)]
     for s in scoring.sources:
         if isinstance(s, DenseInput):
             parts.append(_SOURCE.pack(1, s.at, 0, s.rows, s.width, 0, -1))
@@ -129,10 +130,10 @@ class Layouts:
     def _scoring(self, described: bytes) -> Scoring:
         scorer = self._served().scorer
         assert scorer is not None, "a door scores what its engine can"
-        output_at, rows, is_alone, *fields = np.frombuffer(described, np.int64).tolist()
+        output_at, rows, is_alone = _SCORES.unpack_from(described)
         sources: list[Output | DenseInput] = []
-        for n, i in enumerate(scorer.inputs):
-            is_dense, at, size, count, width, half, row_bytes = fields[7 * n : 7 * n + 7]
+        for i, source in zip(scorer.inputs, _SOURCE.iter_unpack(described[_SCORES.size :]), strict=True):
+            is_dense, at, size, count, width, half, row_bytes = source
             if is_dense:
                 sources.append(DenseInput(i.name, at, count, width))
             else:

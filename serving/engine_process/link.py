@@ -37,12 +37,9 @@ _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 @dataclass
 class _Asked:
-    """A request under way. at: of its inputs in this door's memory. since: of time.monotonic. times: it was sent."""
+    """A request under way. since: of time.monotonic. times: it was sent."""
 
-    number: int
-    at: int
-    size: int
-    described: int
+    ask: Ask
     since: float
     future: "asyncio.Future[Answer]"
     times: int = 0
@@ -128,10 +125,10 @@ class EngineLink(Executor):
         held[at : at + given.size] = given
         self._numbers += 1
         loop = asyncio.get_running_loop()
-        asked = _Asked(self._numbers, at, given.size, len(description), time.monotonic(), loop.create_future())
-        begin = messages.described_at(_ask(asked))
+        ask = Ask(self._numbers, at, given.size, len(description))
+        begin = messages.described_at(ask)
         held[begin : begin + len(description)] = np.frombuffer(description, np.uint8)
-        self._asked[asked.number] = asked
+        asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), loop.create_future())
         self._send(asked)
         return await asked.future
 
@@ -160,7 +157,7 @@ class EngineLink(Executor):
         """Sends a request, or leaves it for the next engine."""
         if self._connection is not None and self.is_ready:
             asked.times += 1
-            self._connection.post(Kind.ASKS, messages.ASK.pack(*_ask(asked)))
+            self._connection.post(Kind.ASKS, messages.ASK.pack(*asked.ask))
 
     def _answered(self, answer: Answered) -> None:
         memory = self._answers
@@ -168,7 +165,7 @@ class EngineLink(Executor):
         asked = self._asked.pop(answer.number, None)
         told = orjson.loads(answer.told) if answer.told else {}
         if asked is not None:
-            self._give_back(asked.at)
+            self._give_back(asked.ask.at)
         if "error" in told:
             if asked is not None and not asked.future.done():
                 asked.future.set_exception(_error(told["error"]))
@@ -311,12 +308,8 @@ class EngineLink(Executor):
         if not asked.future.done():
             asked.future.set_exception(error)
         if not self.is_ready:
-            del self._asked[asked.number]
-            self._give_back(asked.at)
-
-
-def _ask(asked: _Asked) -> Ask:
-    return Ask(asked.number, asked.at, asked.size, asked.described)
+            del self._asked[asked.ask.number]
+            self._give_back(asked.ask.at)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, connection: Connection, number: int) -> None:
