@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import console, report, shared_folder
-from gpu_server import check_placed, gpus, mean_stages, serve, stage_sums
+from gpu_server import BATCH, DESCRIBED, DIM, FEATURES, IDS, ROWS, check_placed, gpus, mean_stages, serve, stage_sums
 from make_model import publish_random
 
 from tableside.loader.memory import processes_below
@@ -25,16 +25,15 @@ from tableside.serving.cli import bench
 from tableside.serving.cli.generator import Load, merged, run, run_at_rate
 from tableside.serving.engine_process.main import NAME
 
-FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 128, 500_000
 WORKERS, CONNECTIONS, GENERATORS = 4, 64, 4
 SECONDS, ROUNDS, REQUESTS = 2.0, 3, 64
 TARGETS = {"hbm": 1.5, "cached 10 %": 1.2}
 
 
-def generate(url: str, described: dict[str, Any], cores: list[int], rate: float, seed: int, begin: Any, answers: Any) -> None:
+def generate(url: str, cores: list[int], rate: float, seed: int, begin: Any, answers: Any) -> None:
     """One load generator: a process, with its share of connections. begin: a barrier that all generators pass together."""
     os.sched_setaffinity(0, cores)
-    requests = bench.make_requests(described, url, bench.Shape(BATCH, IDS, zipf=1.05), count=REQUESTS)
+    requests = bench.make_requests(DESCRIBED, url, bench.Shape(BATCH, IDS, zipf=1.05), count=REQUESTS)
     each = CONNECTIONS // GENERATORS
     begin.wait(120)
     if rate:
@@ -44,13 +43,12 @@ def generate(url: str, described: dict[str, Any], cores: list[int], rate: float,
     answers.put(load)
 
 
-def loaded(url: str, described: dict[str, Any], cores: list[int], rate: float = 0.0) -> Load:
+def loaded(url: str, cores: list[int], rate: float = 0.0) -> Load:
     """What all generators together measured in the same seconds. rate: requests a second of all; 0: as many as are answered."""
     context = multiprocessing.get_context("spawn")
     answers, begin = context.Queue(), context.Barrier(GENERATORS)
     made = [
-        context.Process(target=generate, args=(url, described, cores[n::GENERATORS], rate, n, begin, answers))
-        for n in range(GENERATORS)
+        context.Process(target=generate, args=(url, cores[n::GENERATORS], rate, n, begin, answers)) for n in range(GENERATORS)
     ]
     for process in made:
         process.start()
@@ -72,20 +70,20 @@ def loop_seconds(server: Any) -> float:
     return 0.0
 
 
-def rows_of(servers: dict[str, Any], described: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
+def rows_of(servers: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
     for server in servers.values():  # templates, and what is hot in a cache
-        loaded(server.url, described, cores)
+        loaded(server.url, cores)
     loads: dict[str, list[Load]] = {name: [] for name in servers}
     costs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for _ in range(ROUNDS):
         for name, server in servers.items():
             before, spent = stage_sums(server.url), loop_seconds(server)
-            load = loaded(server.url, described, cores)
+            load = loaded(server.url, cores)
             loads[name].append(load)
             spent = loop_seconds(server) - spent
             costs[name].append({"loop us": 1e6 * spent / max(1, load.requests), **mean_stages(before, stage_sums(server.url))})
     rates = {name: statistics.median(load.requests_per_s for load in found) for name, found in loads.items()}
-    half = {name: [loaded(s.url, described, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()}
+    half = {name: [loaded(s.url, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()}
     rows = []
     for name, found in loads.items():
         most, at_half = merged(found), merged(half[name])
@@ -114,11 +112,6 @@ def main() -> None:
         raise SystemExit("nvidia-smi is not here; expected a host with a GPU")
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = cores[: len(cores) // 2], cores[len(cores) // 2 :]
-    described = {
-        "name": "ads",
-        "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
-        "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
-    }
     budget = f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"
     ways = {
         "cpu": (),
@@ -134,7 +127,7 @@ def main() -> None:
             console.print(f"{name}: ready in {servers[name].ready_s:.1f} s")
             check_placed(root, servers[name].url, FEATURES)
         os.sched_setaffinity(0, theirs)
-        rows = rows_of(servers, described, theirs)
+        rows = rows_of(servers, theirs)
     title = (
         f"lookups of {FEATURES} features x {BATCH} x {IDS} ids, int8 D {DIM}, Zipf 1.05, over HTTP: {WORKERS} workers on "
         f"{len(ours)} cores, {CONNECTIONS} connections from {GENERATORS} processes on {len(theirs)} others"

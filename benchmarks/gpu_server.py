@@ -33,6 +33,11 @@ from tableside.serving.cli.generator import Load, merged, run
 from tableside.serving.client import Client
 
 FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 128, 500_000
+DESCRIBED = {
+    "name": "ads",
+    "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
+    "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
+}
 SECONDS, ROUNDS = 2.0, 3
 HTTP_S, CONNECTIONS = 1.5, 16  # of each way and server of --http
 STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
@@ -174,11 +179,6 @@ def http_rows(case: Case, urls: dict[str, str]) -> list[dict[str, Any]]:
 
 def placements(root: Path) -> list[dict[str, Any]]:
     publish_random(root, "ads", {f"t{i}": (ROWS, DIM, "int8") for i in range(FEATURES)})
-    described = {
-        "name": "ads",
-        "tables": [{"name": f"t{i}", "rows": ROWS} for i in range(FEATURES)],
-        "features": [{"name": f"t{i}", "table": f"t{i}"} for i in range(FEATURES)],
-    }
     ways = {
         "cpu": (),
         "hbm": ("--devices", 0, "--placement", "hbm"),
@@ -193,7 +193,7 @@ def placements(root: Path) -> list[dict[str, Any]]:
             with serve(root, ["ads"], "--workers", workers, *options) as server:
                 url, sent = server.url, 0
                 check_placed(root, url, FEATURES)
-                requests = bench.make_requests(described, url, bench.Shape(BATCH, IDS, zipf=1.05))
+                requests = bench.make_requests(DESCRIBED, url, bench.Shape(BATCH, IDS, zipf=1.05))
                 run(url, requests, concurrency=16, seconds=2.0)
                 for concurrency in (1, 16, 64):
                     before = stage_sums(url)
