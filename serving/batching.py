@@ -97,7 +97,7 @@ class Batcher(Executor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-gpu")
         self._timer: asyncio.TimerHandle | None = None
         self._is_running = self._is_ending = False
-        self.lost: ApiError | None = None
+        self._lost: ApiError | None = None
         self._scores = ScoreStage(backend.is_lost)
         self._batches = 0
         self._metrics = metrics.GpuMetrics(str(backend.device))
@@ -110,8 +110,8 @@ class Batcher(Executor):
 
     def submit(self, request: Request, inputs: Any, future: Future) -> None:
         """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an ApiError."""
-        if self.lost is not None:
-            future.set_exception(self.lost)
+        if self._lost is not None:
+            future.set_exception(self._lost)
             return
         self._waiting.append(_Waiting(request, inputs, future, time.perf_counter()))
         if len(self._waiting) > self._max_waiting:
@@ -133,13 +133,13 @@ class Batcher(Executor):
             self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._is_running))
 
     def end_if_lost(self) -> bool:
-        if self.lost is None and self._backend.is_lost():
+        if self._lost is None and self._backend.is_lost():
             logger.critical("%s is lost to this process, which ends; the supervisor replaces it", self._backend.description)
-            self.lost = DeviceLost()
+            self._lost = DeviceLost()
             while self._waiting:
-                _fail(self._waiting.popleft(), self.lost)
+                _fail(self._waiting.popleft(), self._lost)
             os.kill(os.getpid(), signal.SIGTERM)
-        return self.lost is not None
+        return self._lost is not None
 
     def _start_if_due(self) -> None:
         if self._is_running or self._is_ending or not self._waiting:
@@ -223,9 +223,9 @@ class Batcher(Executor):
 
     def _give_up(self, taken: list[_Waiting], scorer: Scorer) -> None:
         """On the event loop, where a scorer takes too long: this worker answers no request any more, and ends."""
-        self.lost = timed_out(scorer)
+        self._lost = timed_out(scorer)
         for w in (*taken, *self._waiting):
-            _fail(w, self.lost)
+            _fail(w, self._lost)
 
     def _done(self, taken: list[_Waiting], running: "asyncio.Future[Any]") -> None:
         self._is_running = False
