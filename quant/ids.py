@@ -25,15 +25,12 @@ a bucket are; both move as they are.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.row_format import RowFormat
-
-if TYPE_CHECKING:
-    from tableside.quant.overlay import Overlay
 
 MIX = 0xD6E8FEB86659FD93
 SEED = 0x9E3779B97F4A7C15
@@ -160,6 +157,20 @@ def directory_entries(directory: NDArray[np.int64]) -> NDArray[np.uint32]:
     return entries
 
 
+class Overriding(Protocol):
+    """Rows that override a table's: `quant.overlay.Overlay`."""
+
+    @property
+    def native_address(self) -> int: ...
+
+    @property
+    def levels(self) -> "tuple[Any, ...]": ...
+
+    def override(self, ids: Ids, rows: NDArray[np.int64]) -> None: ...
+
+    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class RowMap:
     """How ids become row numbers of one table.
@@ -175,7 +186,7 @@ class RowMap:
     index: IdIndex | None = None
     first: int = 0
     own: int | None = None
-    overlay: "Overlay | None" = None
+    overlay: Overriding | None = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which may be negative."""

@@ -122,9 +122,17 @@ class Overlay:
     def __init__(self, levels: Sequence[Level]) -> None:
         if not 1 <= len(levels) <= MOST_LEVELS:
             raise QuantError(f"an overlay of {len(levels)} levels; kernels read 1 to {MOST_LEVELS}: merge them")
-        self.levels = tuple(levels)
-        self._native = np.array([level.native for level in self.levels], np.int64)
-        self.native_address = _address(self._native)
+        self._levels = tuple(levels)
+        self._native = np.array([level.native for level in self._levels], np.int64)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return self._levels
+
+    @property
+    def native_address(self) -> int:
+        """Where the fields of a `NativeLevel` lie for each level, as long as this object lives."""
+        return _address(self._native)
 
     def override(self, ids: Ids, rows: NDArray[np.int64]) -> None:
         """Writes the number of the row of each id that a level has to rows [n], which hold those of the table's own."""
