@@ -33,5 +33,9 @@ class RegistrationError(LoaderError):
     """CUDA does not register a segment's memory."""
 
 
+class ChangesError(LoaderError):
+    """Changes of rows that cannot be read, or are not what they must be."""
+
+
 class ProgramError(LoaderError):
     """A scorer that is not a plain exported program, or does not fit the model's features."""
