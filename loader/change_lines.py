@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.loader.change_rows import RowRules, changes, narrowed
+from tableside.loader.change_rows import Row, RowRules, changes, narrowed
 from tableside.loader.changes import TableChanges
 from tableside.loader.errors import ChangesError
 from tableside.loader.files import open_regular
@@ -23,12 +23,12 @@ class Rows:
 
     def __init__(self, rules: RowRules, table: str) -> None:
         self.rules, self.table = rules, table
-        self.numbers: list[int] = []
+        self.numbers: list[Row] = []
         self.ids: list[int] = []
         self.vectors: list[list[float]] = []
         self.deleted: list[bool] = []
 
-    def add(self, number: int, id_: int, vector: list[float] | None) -> None:
+    def add(self, number: Row, id_: int, vector: list[float] | None) -> None:
         """number: of the row, in its source. ChangesError: the vector is not of numbers, or as long as others."""
         if vector is not None:
             self.rules.check_dim(self.table, len(vector), number)

@@ -11,6 +11,7 @@ from tableside.loader.errors import ChangesError
 
 BLOCK_BYTES = 4 << 20  # of vectors that are read at once, about
 MOST_ROWS = 1 << 16  # of a block
+Row = int | str  # what a source calls a row: its number, or an entry's id
 
 
 @dataclass
@@ -26,17 +27,17 @@ class RowRules:
     table: str | None = None
     dims: dict[str, int] = field(default_factory=dict)  # table -> values of a vector, once one came
 
-    def error(self, row: int, text: str) -> ChangesError:
+    def error(self, row: Row, text: str) -> ChangesError:
         """An error about a row, which is counted as the source counts."""
-        return ChangesError(f"{self.source}: {self.unit} {row:,}: {text}")
+        return ChangesError(f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}: {text}")
 
-    def check_table(self, table: str, row: int) -> str:
+    def check_table(self, table: str, row: Row) -> str:
         """The table of a row that names it. ChangesError: another one is expected."""
         if self.table is not None and table != self.table:
             raise self.error(row, f"its table is {table!r}; expected {self.table!r}")
         return table
 
-    def check_dim(self, table: str, dim: int, row: int) -> None:
+    def check_dim(self, table: str, dim: int, row: Row) -> None:
         """ChangesError: a vector of a table has other than `dim` values than those before it, or none."""
         expected = self.dims.setdefault(table, dim) if dim else self.dims.get(table, 0)
         if not dim or dim != expected:
