@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tableside.loader import change_arrays, change_lines
+from tableside.loader.change_rows import ahead
 from tableside.loader.changes import TableChanges
 from tableside.loader.errors import ChangesError
 
@@ -33,7 +34,7 @@ def read_changes(path: Path, table: str | None = None) -> Iterator[TableChanges]
     check_parquet(path)
     from tableside.loader import change_parquet
 
-    return change_parquet.blocks(path, table)
+    return ahead(change_parquet.blocks(path, table))
 
 
 def rows_in(path: Path) -> int | None:

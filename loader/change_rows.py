@@ -1,5 +1,8 @@
 """What rows of changes must be, whatever they are read from: errors name the source, the row, what was expected and found."""
 
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +67,15 @@ def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
         narrow = values.astype(np.float32)
     bad = np.isinf(narrow) & np.isfinite(values)
     return narrow, int(bad.argmax()) if bad.any() else -1
+
+
+def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChanges]:
+    """The same blocks, up to `depth` of which a thread reads before they are asked for."""
+    with ThreadPoolExecutor(1, "tableside-changes") as thread:
+        waiting = deque(thread.submit(next, blocks, None) for _ in range(depth))
+        while (block := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, blocks, None))
+            yield block
 
 
 def changes(
