@@ -202,10 +202,10 @@ class RawWriter:
     def finish(self) -> None:
         """After all rows were written: sees to it that no row without an id keeps one that leads to it.
 
-        Such rows keep 0, as they were. So it is but one row, that of id 0, and only where the table lacks this id.
+        Such rows keep 0, as they were. So it is but one row, that of id 0, and only where no other id has it.
         """
         row = self._place(0)
-        if row >= 0 and not self._has_zero:
+        if row >= 0 and not self._has_zero and not self._kept[row]:
             self._kept[row] = next(id_ for id_ in count(1) if self._place(id_) != row)
 
     def _place(self, id_: int) -> int:
