@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
 from tableside.loader.changes import TableChanges
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
 _SUFFIX = ".npy"
@@ -24,7 +24,7 @@ _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0
 
 
 def rows_in(path: Path) -> int:
-    """Ids of all tables. ChangesError: the file is damaged."""
+    """Ids of all tables. ChangeError: the file is damaged."""
     with _opened(path) as archive:
         names = [n for n in archive.namelist() if n.removesuffix(_SUFFIX).rpartition(".")[2] == "ids"]
         with ExitStack() as stack:
@@ -46,18 +46,18 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
 
 
 def _tables(archive: zipfile.ZipFile, path: Path, table: str | None) -> dict[str, str]:
-    """Table -> what its arrays' names begin with. ChangesError: an array is of no table, or lacks what belongs to it."""
+    """Table -> what its arrays' names begin with. ChangeError: an array is of no table, or lacks what belongs to it."""
     found: dict[str, str] = {}
     names = archive.namelist()
     for name in names:
         prefix, dot, part = name.removesuffix(_SUFFIX).rpartition(".")
         if part not in _PARTS or not name.endswith(_SUFFIX) or (not dot and table is None) or names.count(name) > 1:
             expected = "TABLE.ids, TABLE.vectors and TABLE.deleted, once each"
-            raise ChangesError(f"{path}: it holds {name!r}; expected the arrays {expected}{'' if dot else ', or give --table'}")
+            raise ChangeError(f"{path}: it holds {name!r}; expected the arrays {expected}{'' if dot else ', or give --table'}")
         if f"{prefix}{dot}ids{_SUFFIX}" not in names:
-            raise ChangesError(f"{path}: {name.removesuffix(_SUFFIX)!r} has no {prefix + dot + 'ids'!r} beside it; add the ids")
+            raise ChangeError(f"{path}: {name.removesuffix(_SUFFIX)!r} has no {prefix + dot + 'ids'!r} beside it; add the ids")
         if dot and table is not None and prefix != table:
-            raise ChangesError(f"{path}: {name.removesuffix(_SUFFIX)!r} is of table {prefix!r}; expected {table!r}")
+            raise ChangeError(f"{path}: {name.removesuffix(_SUFFIX)!r} is of table {prefix!r}; expected {table!r}")
         found[prefix if dot else str(table)] = prefix + dot
     return found
 
@@ -80,7 +80,7 @@ class _Array:
 
 
 def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) -> _Array:
-    """Opens an array. ChangesError: it is not what its name says."""
+    """Opens an array. ChangeError: it is not what its name says."""
     info = archive.getinfo(name + _SUFFIX)
     stream = stack.enter_context(archive.open(info))
     try:
@@ -89,14 +89,14 @@ def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) ->
             raise ValueError(f"format version {version[0]}.{version[1]}; expected 1.0 or 2.0")
         shape, fortran, dtype = _HEADERS[version](stream)
     except ValueError as error:
-        raise ChangesError(f"{path}: {name!r} is not a .npy array ({error})") from error
+        raise ChangeError(f"{path}: {name!r} is not a .npy array ({error})") from error
     kinds, axes, expected = _PARTS[name.rpartition(".")[2]]
     if dtype.kind not in kinds or len(shape) != axes or (fortran and axes > 1) or (dtype.kind == "f" and dtype.itemsize > 8):
         order = ", columns first" if fortran else ""
-        raise ChangesError(f"{path}: {name!r} is {dtype} {list(shape)}{order}; expected {expected}, rows first")
+        raise ChangeError(f"{path}: {name!r} is {dtype} {list(shape)}{order}; expected {expected}, rows first")
     size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if stream.tell() + size != info.file_size:
-        raise ChangesError(f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}")
+        raise ChangeError(f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}")
     return _Array(name, stream, dtype, shape[0], shape[1:])
 
 
@@ -104,7 +104,7 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _Array]) -> Iterator[
     ids, vectors, deleted = parts["ids"], parts.get("vectors"), parts.get("deleted")
     for part in parts.values():
         if part.rows != ids.rows:
-            raise ChangesError(f"{rules.source}: {ids.rows:,} ids and {part.rows:,} rows of {part.name!r}; expected as many")
+            raise ChangeError(f"{rules.source}: {ids.rows:,} ids and {part.rows:,} rows of {part.name!r}; expected as many")
     dim = 0 if vectors is None else vectors.one[0]
     if vectors is not None and not dim and ids.rows:
         raise rules.error(0, "a vector without values; expected at least 1")
@@ -131,10 +131,10 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _Array]) -> Iterator[
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """ChangesError: it is no .npz file, or damaged, here or while it is read."""
-    fd = open_regular(path, "a file of changes", ChangesError)
+    """ChangeError: it is no .npz file, or damaged, here or while it is read."""
+    fd = open_regular(path, "a file of changes", ChangeError)
     try:
         with os.fdopen(fd, "rb") as file, zipfile.ZipFile(file) as archive:
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise ChangesError(f"{path}: not a whole .npz file, it may be half-written or damaged ({error})") from error
+        raise ChangeError(f"{path}: not a whole .npz file, it may be half-written or damaged ({error})") from error

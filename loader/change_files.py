@@ -16,7 +16,7 @@ from pathlib import Path
 from tableside.loader import change_arrays, change_lines
 from tableside.loader.change_rows import ahead
 from tableside.loader.changes import TableChanges
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 
 SUFFIXES = (".parquet", ".npz", ".jsonl")
 
@@ -24,7 +24,7 @@ SUFFIXES = (".parquet", ".npz", ".jsonl")
 def read_changes(path: Path, table: str | None = None) -> Iterator[TableChanges]:
     """The changes of a file, in blocks of some MiB. table: all rows are of it, and the file need not name it.
 
-    ChangesError, while it is read: the file is damaged, or a row is not what it must be.
+    ChangeError, while it is read: the file is damaged, or a row is not what it must be.
     """
     _check_suffix(path)
     if path.suffix == ".npz":
@@ -38,7 +38,7 @@ def read_changes(path: Path, table: str | None = None) -> Iterator[TableChanges]
 
 
 def rows_in(path: Path) -> int | None:
-    """How many rows a file says that it has; None: it must be read to know. ChangesError: it is damaged."""
+    """How many rows a file says that it has; None: it must be read to know. ChangeError: it is damaged."""
     _check_suffix(path)
     if path.suffix == ".npz":
         return change_arrays.rows_in(path)
@@ -51,15 +51,15 @@ def rows_in(path: Path) -> int | None:
 
 
 def check_parquet(path: Path) -> None:
-    """ChangesError: what reads Parquet is not installed."""
+    """ChangeError: what reads Parquet is not installed."""
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise ChangesError(
+        raise ChangeError(
             f"{path}: Parquet is read by pyarrow, which does not import ({error}); install tableside[eval]"
         ) from None
 
 
 def _check_suffix(path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise ChangesError(f"{path}: a file of changes ends with {', '.join(SUFFIXES)}; found {path.suffix or 'no suffix'!r}")
+        raise ChangeError(f"{path}: a file of changes ends with {', '.join(SUFFIXES)}; found {path.suffix or 'no suffix'!r}")

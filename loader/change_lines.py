@@ -10,7 +10,7 @@ import orjson
 
 from tableside.loader.change_rows import Row, RowRules, changes, narrowed
 from tableside.loader.changes import TableChanges
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
 _LINE_BYTES = 16 << 20  # the longest line that is read
@@ -29,7 +29,7 @@ class Rows:
         self.deleted: list[bool] = []
 
     def add(self, number: Row, id_: int, vector: list[float] | None) -> None:
-        """number: of the row, in its source. ChangesError: the vector is not of numbers, or as long as others."""
+        """number: of the row, in its source. ChangeError: the vector is not of numbers, or as long as others."""
         if vector is not None:
             self.rules.check_dim(self.table, len(vector), number)
             if not {*map(type, vector)} <= {int, float}:
@@ -41,7 +41,7 @@ class Rows:
         self.deleted.append(vector is None)
 
     def changes(self) -> TableChanges:
-        """The rows as arrays. ChangesError: a value is too large for float32."""
+        """The rows as arrays. ChangeError: a value is too large for float32."""
         dim, deleted = self.rules.dim(self.table), np.array(self.deleted)
         values, bad = narrowed(np.array(self.vectors, np.float64).reshape(-1, dim or 1))
         if bad >= 0:
@@ -53,7 +53,7 @@ class Rows:
 def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     """As `change_files.read_changes`."""
     rules, waiting, values = RowRules(str(path), "line", table), dict[str, Rows](), 0
-    with os.fdopen(open_regular(path, "a file of changes", ChangesError), "rb") as file:
+    with os.fdopen(open_regular(path, "a file of changes", ChangeError), "rb") as file:
         number = 0
         while line := file.readline(_LINE_BYTES + 1):
             number += 1
@@ -73,7 +73,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
 
 
 def _row(rules: RowRules, number: int, line: bytes) -> tuple[str, int, list[float] | None]:
-    """(table, id, vector) of a line. ChangesError: it is no such row."""
+    """(table, id, vector) of a line. ChangeError: it is no such row."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:

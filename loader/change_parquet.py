@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
 from tableside.loader.changes import TableChanges
 from tableside.loader.checkpoint.keyed_parquet import open_parquet
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 
 _WHAT = "a file of changes"
 _LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
@@ -19,35 +19,35 @@ _TEXTS = (pa.types.is_string, pa.types.is_large_string)
 
 
 def rows_in(path: Path) -> int:
-    """Rows that the footer names. ChangesError: the file is damaged."""
-    with open_parquet(path, _WHAT, ChangesError) as file:
+    """Rows that the footer names. ChangeError: the file is damaged."""
+    with open_parquet(path, _WHAT, ChangeError) as file:
         return int(file.metadata.num_rows)
 
 
 def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     """As `change_files.read_changes`."""
-    with open_parquet(path, _WHAT, ChangesError) as file:
+    with open_parquet(path, _WHAT, ChangeError) as file:
         columns = _columns(file.schema_arrow, path, table)
         rules, first = RowRules(str(path), table=table), 0
         for batch in file.iter_batches(_block_rows(file), columns=columns, use_threads=False):
             yield from _Block(rules, batch, first).changes()
             first += len(batch)
     if first != file.metadata.num_rows:
-        raise ChangesError(f"{path}: {first:,} rows were read; its footer says {file.metadata.num_rows:,}; it is damaged")
+        raise ChangeError(f"{path}: {first:,} rows were read; its footer says {file.metadata.num_rows:,}; it is damaged")
 
 
 def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
-    """The columns to read. ChangesError: one is missing, there twice or of another type."""
+    """The columns to read. ChangeError: one is missing, there twice or of another type."""
     names = [n for n in ("table", "id", "vector") if n != "table" or table is None or n in schema.names]
     for name in names:
         if (count := schema.names.count(name)) != 1:
             known = ", ".join(schema.names) or "none"
             remedy = "; or say the table of all rows with --table" if name == "table" else ""
-            raise ChangesError(f"{path}: {count} columns are called {name!r}; expected one{remedy} (columns there: {known})")
+            raise ChangeError(f"{path}: {count} columns are called {name!r}; expected one{remedy} (columns there: {known})")
     for name in names:
         kind, expected = schema.field(name).type, _is_expected[name]
         if not expected[0](kind):
-            raise ChangesError(f"{path}: the column {name!r} is of type {kind}; expected {expected[1]}")
+            raise ChangeError(f"{path}: the column {name!r} is of type {kind}; expected {expected[1]}")
     return names
 
 
@@ -162,7 +162,7 @@ class _Block:
         """The row that has a value, by its place among all."""
         return int(np.searchsorted(np.cumsum(self.lengths), value, side="right"))
 
-    def _error(self, row: int, text: str) -> ChangesError:
+    def _error(self, row: int, text: str) -> ChangeError:
         return self.rules.error(self.first + row, text)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.changes import TableChanges
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 
 BLOCK_BYTES = 4 << 20  # of vectors that are read at once, about
 MOST_ROWS = 1 << 16  # of a block
@@ -30,18 +30,18 @@ class RowRules:
     table: str | None = None
     dims: dict[str, int] = field(default_factory=dict)  # table -> values of a vector, once one came
 
-    def error(self, row: Row, text: str) -> ChangesError:
+    def error(self, row: Row, text: str) -> ChangeError:
         """An error about a row, which is counted as the source counts."""
-        return ChangesError(f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}: {text}")
+        return ChangeError(f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}: {text}")
 
     def check_table(self, table: str, row: Row) -> str:
-        """The table of a row that names it. ChangesError: another one is expected."""
+        """The table of a row that names it. ChangeError: another one is expected."""
         if self.table is not None and table != self.table:
             raise self.error(row, f"its table is {table!r}; expected {self.table!r}")
         return table
 
     def check_dim(self, table: str, dim: int, row: Row) -> None:
-        """ChangesError: a vector of a table has other than `dim` values than those before it, or none."""
+        """ChangeError: a vector of a table has other than `dim` values than those before it, or none."""
         expected = self.dims.setdefault(table, dim) if dim else self.dims.get(table, 0)
         if not dim or dim != expected:
             told = f"{expected}, as before it" if expected else "at least 1"

@@ -33,8 +33,8 @@ class RegistrationError(LoaderError):
     """CUDA does not register a segment's memory."""
 
 
-class ChangesError(LoaderError):
-    """Changes of rows that cannot be read, or are not what they must be."""
+class ChangeError(LoaderError):
+    """Changes of rows that cannot be read, or do not fit the model; none of their batch was applied."""
 
 
 class ProgramError(LoaderError):

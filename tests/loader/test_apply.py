@@ -11,9 +11,9 @@ from raw_segments import DenseTable, RawTable, publish_tables
 from support import rows_of
 
 from tableside.loader import apply as applying
-from tableside.loader.apply import ApplySettings, ChangeError, apply, position_of
+from tableside.loader.apply import ApplySettings, apply, position_of
 from tableside.loader.changes import Batch, TableChanges
-from tableside.loader.errors import NoSpace, SegmentError, VersionError
+from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
 from tableside.loader.segment import Segment
 from tableside.loader.states import State, attach_state, kept_states, parse_state, state_of
 from tableside.loader.versions import Model

@@ -14,7 +14,7 @@ from support import rows_of
 from tableside.loader import change_arrays, change_files, change_lines, change_parquet
 from tableside.loader.change_files import read_changes, rows_in
 from tableside.loader.changes import TableChanges
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 
 DIMS = {"user": 6, "item": 4}
 Row = tuple[str, int, list[float] | None]  # table, id, vector; None: deleted
@@ -134,7 +134,7 @@ def test_a_file_need_not_name_the_one_table(name: str, tmp_path: Path) -> None:
 
         pq.write_table(pa.table({"id": [5, 6, 7], "vector": list(vectors)}), path)
     assert read(path, "user") == {"user": [(i, v.tolist()) for i, v in enumerate(vectors, 5)]}
-    with pytest.raises(ChangesError, match="--table"):
+    with pytest.raises(ChangeError, match="--table"):
         read(path)
 
 
@@ -178,7 +178,7 @@ def test_a_line_that_is_refused(line: str, fault: str, tmp_path: Path) -> None:
     """With the file and the number of the line; what came before it counts lines too."""
     path = tmp_path / "a.jsonl"
     path.write_text(f"{GOOD}\n{line}\n{GOOD}")
-    with pytest.raises(ChangesError, match=rf"a\.jsonl: line 3: {fault}"):
+    with pytest.raises(ChangeError, match=rf"a\.jsonl: line 3: {fault}"):
         read(path)
 
 
@@ -197,7 +197,7 @@ def test_a_row_of_parquet_that_is_refused(at: int, row: Any, fault: str, tmp_pat
     pa = pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
     rows: list[Any] = some_rows()
     rows[at] = row
-    with pytest.raises(ChangesError, match=rf"a\.parquet: {fault}"):
+    with pytest.raises(ChangeError, match=rf"a\.parquet: {fault}"):
         read(write_parquet(tmp_path / "a.parquet", rows, pa.list_(pa.float64())))
 
 
@@ -218,7 +218,7 @@ def test_columns_of_parquet_that_are_refused(columns: dict[str, Any], fault: str
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(ChangesError, match=fault):
+    with pytest.raises(ChangeError, match=fault):
         read(tmp_path / "a.parquet", "user")
 
 
@@ -244,7 +244,7 @@ ONES = np.ones((2, 3), np.float32)
 )
 def test_arrays_that_are_refused(arrays: dict[str, Any], fault: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(ChangesError, match=rf"a\.npz: .*{fault}"):
+    with pytest.raises(ChangeError, match=rf"a\.npz: .*{fault}"):
         read(tmp_path / "a.npz", "user")
 
 
@@ -255,7 +255,7 @@ def test_a_file_that_is_cut_short(name: str, tmp_path: Path) -> None:
     data = path.read_bytes()
     for end in (0, 1, 10, len(data) // 3, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:end])
-        with pytest.raises(ChangesError, match=name):
+        with pytest.raises(ChangeError, match=name):
             read(path)
 
 
@@ -268,18 +268,18 @@ def test_a_flipped_bit_in_an_archive_is_found(name: str, tmp_path: Path) -> None
         info = archive.getinfo("user.vectors.npy")
     data[info.header_offset + 30 + 200 + info.compress_size // 2] ^= 4
     path.write_bytes(data)
-    with pytest.raises(ChangesError, match=r"not a whole \.npz file"):
+    with pytest.raises(ChangeError, match=r"not a whole \.npz file"):
         read(path)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("1")
     (tmp_path / "b.npz").mkdir()
-    with pytest.raises(ChangesError, match=r"ends with .parquet, .npz, .jsonl; found '.csv'"):
+    with pytest.raises(ChangeError, match=r"ends with .parquet, .npz, .jsonl; found '.csv'"):
         read_changes(tmp_path / "a.csv")
-    with pytest.raises(ChangesError, match="is a folder; expected a regular file"):
+    with pytest.raises(ChangeError, match="is a folder; expected a regular file"):
         read(tmp_path / "b.npz")
-    with pytest.raises(ChangesError, match="No such file"):
+    with pytest.raises(ChangeError, match="No such file"):
         read(tmp_path / "c.jsonl")
 
 
@@ -287,7 +287,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
     import sys
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ChangesError, match=r"install tableside\[eval\]"):
+    with pytest.raises(ChangeError, match=r"install tableside\[eval\]"):
         change_files.read_changes(tmp_path / "a.parquet")
 
 
@@ -299,5 +299,5 @@ def test_a_file_is_not_held_whole(tmp_path: Path) -> None:
     blocks: Iterator[TableChanges] = read_changes(path)
     first = list(itertools.islice(blocks, 1))
     assert [c.rows for c in first] == [16]
-    with pytest.raises(ChangesError, match="line 21: not JSON"):
+    with pytest.raises(ChangeError, match="line 21: not JSON"):
         list(blocks)
