@@ -38,7 +38,7 @@ class Entries:
         self._tables: dict[str, _Run] = {}
 
     def add(self, entry: str, fields: Sequence[bytes]) -> int:
-        """Adds an entry: its fields and values in turns; returns its rows. ChangesError: they are none of the forms."""
+        """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of the forms."""
         found = dict(zip(fields[::2], fields[1::2], strict=True))
         table = self._table(entry, found.pop(b"table", None))
         if set(found) not in _FORMS:
@@ -51,7 +51,7 @@ class Entries:
         return rows
 
     def changes(self) -> list[TableChanges]:
-        """All changes. ChangesError: a vector is not what it must be."""
+        """All changes. ChangeError: a vector is not what it must be."""
         return [c for run in self._tables.values() for c in run.joined()]
 
     def _table(self, entry: str, name: bytes | None) -> str:

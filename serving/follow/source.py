@@ -20,7 +20,7 @@ class Source(Protocol):
 
         after: where the last batch ended; None: none was applied, so begin where the source was told to. None comes back where
         there are none; sooner where the follower shall stop. What the stream's server lacks for a while is waited for.
-        SourceError: changes behind `after` are gone, or came in another order. ChangesError: some are not what they must be,
+        SourceError: changes behind `after` are gone, or came in another order. ChangeError: some are not what they must be,
         which may also come while the batch's changes are read.
         """
         ...

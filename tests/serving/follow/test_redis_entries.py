@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("redis", reason="the redis extra brings Redis's client")
-
 from tableside.loader.change_rows import RowRules
-from tableside.loader.errors import ChangesError
+from tableside.loader.errors import ChangeError
 from tableside.serving.follow.redis_entries import Entries
 
 
@@ -105,10 +103,10 @@ ONE = np.ones((1, 2), np.float32)
 def test_an_entry_that_is_refused(fields: dict[str, Any], fault: str) -> None:
     """With its id, wherever it stands among good ones."""
     good = row(1, [1, 2])
-    with pytest.raises(ChangesError, match=rf"Redis stream 'k': entry 3-0: {fault}"):
+    with pytest.raises(ChangeError, match=rf"Redis stream 'k': entry 3-0: {fault}"):
         entries(good, good, fields, good).changes()
 
 
 def test_another_table_than_the_one_that_is_known() -> None:
-    with pytest.raises(ChangesError, match="entry 1-0: its table is 'item'; expected 'user'"):
+    with pytest.raises(ChangeError, match="entry 1-0: its table is 'item'; expected 'user'"):
         entries(row(1, [1], "item"), table="user")
