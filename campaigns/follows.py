@@ -1,4 +1,4 @@
-"""Followers of a Redis stream are killed at random instants, Redis among them, while entries go on coming.
+"""Followers of a Redis stream are killed at random instants, and Redis, while entries come and deltas are compacted.
 
 Promised: a follower that is started again goes on exactly where the last whole batch ended. Each entry is applied once, whole and
 in order; a state never has a part of a batch, and never goes back.
@@ -23,6 +23,7 @@ import numpy as np
 
 from campaigns.common import DIM, ROWS, TABLES, Goal, at_least, folders, none, publish, random_of, standalone, told, until
 from tableside.loader.apply import ApplySettings, position_of
+from tableside.loader.compact import compact
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
@@ -142,10 +143,18 @@ class Campaign:
         self._model, self._stream = Model(root, "demo"), Stream(redis, self._chance)
         self._position = 0
         self.counts = dict.fromkeys(
-            ("kills", "of them while a batch was under way", "kills of Redis", "states compared", *NEVER), 0
+            (
+                "kills",
+                "of them while a batch was under way",
+                "kills of Redis",
+                "compactions meanwhile",
+                "states compared",
+                *NEVER,
+            ),
+            0,
         )
 
-    def torment(self, kills_redis: bool) -> None:
+    def torment(self, kills_redis: bool, compacts: bool) -> None:
         """One follower's life: entries come before and while it lives, and it is killed at a random instant."""
         self._stream.send(self._chance.randrange(20))
         before = self._position
@@ -158,6 +167,9 @@ class Campaign:
                 self._redis.kill()
                 self.counts["kills of Redis"] += 1
                 kills_redis = False
+            if compacts and self._kept() > before:  # while the follower applies
+                self.counts["compactions meanwhile"] += compact(self._model) is not None
+                compacts = False
         self._end(pid)
         self._compare()
         self.counts["of them while a batch was under way"] += before < self._position < self._stream.entries
@@ -204,7 +216,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             campaign = Campaign(root, redis, seed)
             end = time.monotonic() + seconds
             for round_ in itertools.count():
-                campaign.torment(kills_redis=round_ % 10 == 5)
+                campaign.torment(kills_redis=round_ % 10 == 5, compacts=round_ % 10 in (2, 8))
                 if time.monotonic() > end and round_ > 5:
                     break
             campaign.finish()
@@ -216,6 +228,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
 GOALS: dict[str, Goal] = {
     "kills": at_least(500),
     "kills of Redis": at_least(50),
+    "compactions meanwhile": at_least(50),
     "states compared": at_least(500),
     **dict.fromkeys(NEVER, none()),
 }
