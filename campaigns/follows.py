@@ -142,17 +142,8 @@ class Campaign:
         self._root, self._redis, self._chance = root, redis, random_of(seed, "follows")
         self._model, self._stream = Model(root, "demo"), Stream(redis, self._chance)
         self._position = 0
-        self.counts = dict.fromkeys(
-            (
-                "kills",
-                "of them while a batch was under way",
-                "kills of Redis",
-                "compactions meanwhile",
-                "states compared",
-                *NEVER,
-            ),
-            0,
-        )
+        counted = ("kills", "of them while a batch was under way", "kills of Redis", "compactions meanwhile", "states compared")
+        self.counts = dict.fromkeys((*counted, *NEVER), 0)
 
     def torment(self, kills_redis: bool, compacts: bool) -> None:
         """One follower's life: entries come before and while it lives, and it is killed at a random instant."""
