@@ -110,7 +110,7 @@ class _Apply:
             if block.rows:
                 new.setdefault(block.table, []).append(pack_changes(self.segment, block, self.backend))
         live = self.segment.deltas
-        if not new:
+        if not new and batch.position in (None, batch.after):
             size = sum(d.segment.size for d in live)
             state = state_of(self.before)
             return Applied(self.model.name, state, 0, sum(d.entries for d in live), size, False, time.monotonic() - started)

@@ -44,7 +44,6 @@ def follow(
     is visible.
     """
     last: str | None = None
-    ahead: str | None = None  # behind batches without a row, which make no state
     is_again = False  # another state became live while the batch was applied
     while not is_stopping():
         kept = position_of(model, source.name)
@@ -54,7 +53,7 @@ def follow(
                 "another follower applies it too, or another version was activated: end one of them, and start this one again"
             )
         began = time.monotonic()
-        batch = source.read(None if reset else ahead or kept, rows, every_s)
+        batch = source.read(None if reset else kept, rows, every_s)
         if batch is None:
             continue
         assert batch.position is not None
@@ -72,9 +71,6 @@ def follow(
             continue
         visible = time.time()
         reset = is_again = False
-        if not applied.rows:
-            ahead = batch.position
-            continue
         lag_s = None if batch.made_at is None else visible - batch.made_at
-        last, ahead = batch.position, None
+        last = batch.position
         told(Step(applied, batch.position, read - began, time.monotonic() - read, lag_s))

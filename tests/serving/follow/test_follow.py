@@ -180,7 +180,9 @@ def test_a_gap_ends_a_follower_and_reset_goes_past_it(model: Model, tmp_path: Pa
     for number in (1, 2, 4):
         put(tmp_path, number, [number])
     with following(root, str(tmp_path), "--every-s", 0.1, "--name", "files") as process:
-        assert "the file after number 2 is number 4; expected 3" in ended(process, 1)
+        said = ended(process, 1)
+    assert "the file after number 2 is number 4; expected 3" in said
+    assert "rows in" in said and "up to 2; at most" in said, "the log says what was applied before"
     assert position_of(model, "files") == "2"
     with following(root, str(tmp_path), "--every-s", 0.1, "--name", "files", "--reset", "--from", 3):
         until_applied(model, "files", "4")

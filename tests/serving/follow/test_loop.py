@@ -58,16 +58,17 @@ def test_each_batch_begins_where_the_state_ends(model: Model) -> None:
     assert again.asked == ["3"] and position_of(model, "counting") == "4"
 
 
-def test_a_batch_without_a_row_is_passed(model: Model) -> None:
-    """It makes no state, and is read again by who is started again before a row comes."""
+def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
+    """Be it the first one of a version, or behind others."""
 
     class Sparse(Counting):
         def _changes(self, number: int) -> list[TableChanges]:
-            return [] if number in (2, 3) else super()._changes(number)
+            return [] if number in (1, 3) else super()._changes(number)
 
     source = Sparse()
-    steps = run(model, source, 2)
-    assert source.asked == [None, "1", "2", "3"] and [s.position for s in steps] == ["1", "4"]
+    steps = run(model, source, 3)
+    assert source.asked == [None, "1", "2"] and [s.applied.rows for s in steps] == [0, 1, 0]
+    assert position_of(model, "counting") == "3" and rows_now(model, "user")[:4, 0].tolist() == [0, 0, 2, 0]
 
 
 def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[..., Any], root: Path) -> None:
