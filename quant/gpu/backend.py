@@ -61,7 +61,8 @@ from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Spli
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
+from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
+from tableside.quant.gpu.wanted import KernelKey
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds in the interpreter, whatever its width.
@@ -198,6 +199,12 @@ class GpuBackend(Backend):
         if self.is_interpreted:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    @property
+    def architecture(self) -> int:
+        """Of the device, as 90 of sm_90. Not to be asked of the interpreter."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
     def is_lost(self) -> bool:
         """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for work under way."""

@@ -32,7 +32,7 @@ from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned, joi
 from tableside.quant.gpu.moves import move, move_all
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS, ResolveJobs, copies_of_the_rest
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
-from tableside.quant.gpu.tables import KernelKey
+from tableside.quant.gpu.wanted import KernelKey
 
 SMALLEST = 4096  # bytes of a buffer
 
