@@ -7,11 +7,13 @@ replaced version stays mapped until its last request is done, and then goes.
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.segment import Verify
+from tableside.loader.segment import Segment, Verify
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, QuantError
 from tableside.serving.errors import ApiError, Kind, ServingError, not_found
@@ -23,7 +25,25 @@ from tableside.serving.version import Beside, ServedVersion
 
 logger = logging.getLogger("tableside")
 
+_VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
+
+
+class _Clock:
+    """Where time goes: seconds of each of several steps, for the log."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._steps: list[str] = []
+
+    def mark(self, step: str) -> None:
+        """What was done since the last mark, or since this was made."""
+        now = time.monotonic()
+        self._steps.append(f"{step} {now - self._last:.2f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._started:.2f} s ({', '.join(self._steps)})"
 
 
 class CacheState(NamedTuple):
@@ -133,18 +153,36 @@ class Engine:
         rows in a cache, where they did not change. It is to be swapped in at once.
         LoaderError, QuantError, ServingError, OSError: the version cannot be served here.
         """
-        segment = self.model.attach(version, self._verify)
+        if self._placer.gpu is None:
+            return self._attach(self.model.attach(version, self._verify), as_successor)
+        segment = self.model.attach(version, "header")
+        if self._verify == "header":
+            return self._attach(segment, as_successor)
+        segment.verify_indexes()
+        with ThreadPoolExecutor(1, "tableside-verify") as beside:  # rows, while they are copied and kernels are loaded
+            verifying = beside.submit(segment.verify, 1 if as_successor else _VERIFIERS)
+            served = self._attach(segment, as_successor, verifying.result)
+        return served
+
+    def _attach(self, segment: Segment, as_successor: bool, verified: Callable[[], None] = lambda: None) -> ServedVersion:
+        """The rest of `attach`. verified: waits until every row was read."""
         replaced = self._served.placed if as_successor and self._served is not None else None
+        clock = _Clock()
         try:
+            placed = self._placer.place(segment, replaced)
+            clock.mark("placed")
+            scorer = None
+            if self._scores:
+                is_on_device = self._placer.gpu is not None
+                scorer = open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits, is_on_device)
+            clock.mark("scorer")
+            self._placer.compile(segment)
+            clock.mark("kernels")
             served = ServedVersion(
                 segment,
                 self._placer.gpu or self._backend,
-                self._placer.place(segment, replaced),
-                scorer=open_scorer(
-                    segment, self._placer.torch_device, self._threads, self._scorer_limits, self._placer.gpu is not None
-                )
-                if self._scores
-                else None,
+                placed,
+                scorer=scorer,
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
                 verified_at=time.time() if self._verify == "full" else 0.0,
@@ -153,12 +191,17 @@ class Engine:
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
                 self._placer.gpu.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
+            clock.mark("warm-up")
+            verified()
+            clock.mark("rest of verifying")
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise
         except Exception as error:  # whatever a GPU, its compiler or a scorer may raise
             logger.exception("version %d of %s cannot be served", segment.header.version, self.model.name)
             raise ServingError(f"{self.model.name} version {segment.header.version} cannot be served: {error!r}") from error
+        if self._placer.gpu is not None:
+            logger.info("%s version %d was attached in %s", self.model.name, served.version, clock)
         return served
 
     def swap(self, served: ServedVersion) -> None:

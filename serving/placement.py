@@ -15,6 +15,7 @@ from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
+from tableside.serving.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.errors import ServingError
 from tableside.serving.id_indexes import index_bytes, with_copied_ids
 from tableside.serving.settings import ALIASES, ServerSettings
@@ -215,6 +216,11 @@ class Placer:
             self._warm(placed, replaced)
         return placed
 
+    def compile(self, segment: Segment) -> None:
+        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
+        if self.gpu is not None and are_compiled(self._settings):
+            compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+
     def _plan_indexes(
         self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int
     ) -> tuple[frozenset[str], int]:
@@ -307,7 +313,7 @@ class Placer:
     def _tables(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int, copied: frozenset[str]
     ) -> "dict[str, DeviceTable]":
-        from tableside.quant.gpu.tables import KernelKey
+        from tableside.quant.gpu.wanted import KernelKey
 
         view = self._registered(gpu, segment, placements)
         key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))

@@ -15,6 +15,7 @@ from pathlib import Path
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.quant.installed import require
+from tableside.serving.compiled_kernels import begin_to_compile
 from tableside.serving.errors import ServingError
 from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
@@ -120,7 +121,6 @@ def serve(
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
     runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
-    del segments  # workers attach what is live when they start
     if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
@@ -136,6 +136,8 @@ def serve(
             f"--workers {len(settings.devices)}"
         )
     sock = bind(settings)
+    begin_to_compile(settings, segments)
+    del segments  # workers attach what is live when they start
     named = ", ".join(settings.models) or "no model yet"
     if settings.all:
         named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"

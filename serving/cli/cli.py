@@ -151,6 +151,7 @@ def _add_shards(command: _AddCommand) -> None:
         default="auto",
         help="as it will be served (default: %(default)s, which takes all)",
     )
+    p.add_argument("--cache-policy", choices=("lfu", "lru"), default="lfu", help="of the cache (default: %(default)s)")
     p.add_argument("--jobs", type=count(1), help="kernels compiled at once (default: one a core)")
 
     p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")
