@@ -32,7 +32,7 @@ logger = logging.getLogger("tableside")
 
 _SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
 _SMALLEST_CACHE = 1 << 20  # bytes
-_GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
+_WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
@@ -295,7 +295,8 @@ class Placer:
         return CacheSettings(
             Policy(s.cache_policy),
             s.cache_half_life,
-            staging_buffers=1 + self._ahead,
+            staging_buffers=s.cache_staging_buffers + self._ahead,
+            staging_bytes=s.cache_staging_bytes,
             gather_threads=self._gatherers(cached_bytes),
             replays=True,
         )
@@ -304,8 +305,10 @@ class Placer:
         """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
         if self._settings.gather_threads is not None:
             return self._settings.gather_threads
-        share = min(_MOST_GATHERERS, len(os.sched_getaffinity(0)) // self._settings.workers)
-        return share if share >= _GATHERERS and cached_bytes >= _WIDE_BYTES else 0
+        if cached_bytes < _WIDE_BYTES:
+            return 0
+        spare = len(os.sched_getaffinity(0)) - self._settings.workers  # doors keep a core each
+        return max(1, min(_MOST_GATHERERS, spare // self._settings.engines))
 
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes

@@ -83,7 +83,8 @@ class WorkerConfig(uvicorn.Config):
 
     def on(self, device: str, engine: str) -> "WorkerConfig":
         """This configuration for a device's engine process, whose address is `engine`, and for the workers that ask it."""
-        settings = self.settings.model_copy(update={"devices": (device,), "engine": engine})
+        changed = {"devices": (device,), "engine": engine, "engines": len(self.settings.devices)}
+        settings = self.settings.model_copy(update=changed)
         return WorkerConfig(settings, self._make, self._registry, self._models)
 
     def serving(self, models: tuple[str, ...]) -> "WorkerConfig":

@@ -173,7 +173,7 @@ def _add_serving(command: _AddCommand) -> None:
         default=None,
         help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
     )
-    add_options(p, ServerSettings, skip=("models", "engine", "sharing"))
+    add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
 
     p = command("lookup", servers.lookup, "look ids up on a running server and print the vectors")
     _add_server(p)
