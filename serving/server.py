@@ -136,8 +136,6 @@ def serve(
             f"--workers {len(settings.devices)}"
         )
     sock = bind(settings)
-    begin_to_compile(settings, segments)
-    del segments  # workers attach what is live when they start
     named = ", ".join(settings.models) or "no model yet"
     if settings.all:
         named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"
@@ -155,6 +153,8 @@ def serve(
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
             registry = RegionRegistry() if settings.allow_client_shm else None
             config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
+            begin_to_compile(settings, segments)
+            del segments  # workers attach what is live when they start
             following = Following(settings, settings.models) if settings.all else None
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:
