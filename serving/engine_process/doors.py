@@ -94,6 +94,7 @@ class Door:
 
     def _end(self) -> None:
         self._answers.clear()
+        self._memory = None  # now, and not when this object's cycle of references is found
         self._doors.ended(self)
 
     def _read(self, message: bytes, descriptors: list[int]) -> None:

@@ -108,6 +108,8 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
         np.testing.assert_array_equal(client.lookup("demo", ids)["user"], before["user"])
     until(lambda: counted(server, "ids") >= 240, what="counts of the cache")
     assert server.engines() == engines and counted(server, "fetched_rows") == fetched
+    maps = Path(f"/proc/{engines[0]}/maps")
+    until(lambda: maps.read_text().count("memfd:tableside-requests") == 1, what="the memory of the door that died to go")
 
 
 def test_an_engine_that_hangs_keeps_nobody_waiting(start: Start) -> None:
