@@ -248,8 +248,8 @@ class Batch:
         self.fills = Fills(self._taken, is_interpreted)
         self._stays = [t is not None and t.stays for t in self._taken]
         self._elsewhere = elsewhere
-        for n, one in elsewhere.items():
-            self._stays[n] |= sum(part.size for part in one.writes) == layouts[n].asked_bytes
+        for n, given in elsewhere.items():
+            self._stays[n] |= sum(part.size for part in given.writes) == layouts[n].asked_bytes
         self._reads: list[Copy] = []  # from other memory to this batch's inputs
         self.stay_bytes, outputs_at = _outputs_at(layouts, self._stays)
         inputs = scratch = rows = jobs = located = resolved = 0
