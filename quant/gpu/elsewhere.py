@@ -53,6 +53,7 @@ def reads_of(layout: Layout, parts: Sequence[Part]) -> tuple[list[Copy], bytes]:
     """The copies into the staged inputs, and what else is moved there, as `Layout.moves_in`."""
     copies: list[Copy] = []
     moves: list[Move] = []
+    parts = sorted(parts, key=lambda part: part.at)
     for move in _moves(layout.moves_in):
         at, end = move.source, move.source + move.bytes
         for part, first, after in _within(parts, at, end):
@@ -69,6 +70,7 @@ def writes_of(layout: Layout, parts: Sequence[Part]) -> list[Copy]:
     """The copies out of the staged outputs."""
     moves = [Move(0, 0, layout.asked_bytes)] if layout.is_direct else _moves(layout.moves_out)
     copies: list[Copy] = []
+    parts = sorted(parts, key=lambda part: part.at)
     for move in moves:
         for part, first, after in _within(parts, move.target, move.target + move.bytes):
             _add(copies, Copy(move.source + first - move.target, part.address + first - part.at, after - first))
@@ -106,8 +108,8 @@ def _moves(moves: bytes) -> list[Move]:
 
 
 def _within(parts: Sequence[Part], at: int, end: int) -> list[tuple[Part, int, int]]:
-    """What of [at, end) lies in each part, in order."""
-    found = [(part, max(at, part.at), min(end, part.at + part.size)) for part in sorted(parts, key=lambda p: p.at)]
+    """What of [at, end) lies in each part. parts: in order."""
+    found = [(part, max(at, part.at), min(end, part.at + part.size)) for part in parts]
     return [one for one in found if one[1] < one[2]]
 
 

@@ -94,14 +94,17 @@ def count(value: Any, field: str, where: str) -> int:
     return value
 
 
-def input_bytes(header: dict[str, Any]) -> int:
-    """Bytes that a header's inputs say they have in regions, before anything of it is checked."""
+def input_bytes(header: dict[str, Any], regions: Regions | None) -> int:
+    """Bytes that a header's inputs say they have in regions of the host, before anything of it is checked."""
     inputs = header.get("inputs")
     found = 0
     for entry in inputs if isinstance(inputs, list) else ():
         parameters = entry.get("parameters") if isinstance(entry, dict) else None
-        size = parameters.get(SIZE) if isinstance(parameters, dict) else None
-        found += size if type(size) is int and size > 0 else 0
+        if not isinstance(parameters, dict):
+            continue
+        size, name = parameters.get(SIZE), parameters.get(REGION)
+        is_copied = regions is None or not isinstance(name, str) or not regions.is_on_device(name)
+        found += size if type(size) is int and size > 0 and is_copied else 0
     return found
 
 

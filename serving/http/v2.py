@@ -221,7 +221,7 @@ class V2:
         head, binary = body[:length], memoryview(body)[length:]
         is_large = length > JSON_BESIDE_BYTES
         header = await self.service.beside(json_object, head) if is_large else json_object(head)
-        if regions is not None and (region_bytes := shm.input_bytes(header)):
+        if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
             if region_bytes > settings.max_body_bytes:
                 raise too_large(settings.max_body_bytes)
             hold.grow(region_bytes)

@@ -87,7 +87,9 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
     alone = {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE} if score else False
     is_on_device = bool(reads) or cuda_shm.is_asked_for(header, known)
-    request = served.lay_out(features, given, score, together, is_on_device, _wants_found(header), alone)
+    request = served.lay_out(
+        features, given, score, together, warms_up=is_on_device, found=_wants_found(header), scores_alone=alone
+    )
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
     cuda_shm.check_outputs(request, [(sent.output, sent.into) for sent in outputs], bool(reads))
@@ -109,7 +111,7 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
         outputs,
         request_id,
         tuple(regions.joined(one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one))),
-        shm.input_bytes(header),
+        shm.input_bytes(header, known),
     )
 
 
