@@ -186,6 +186,11 @@ class Regions:
         self._open: dict[str, Region] = {}
         self._on_device: dict[str, DeviceRegion] = {}
 
+    @property
+    def generation(self) -> int:
+        """How often the list of regions changed."""
+        return self._registry.generation
+
     # ---- registering ----
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> Registered:

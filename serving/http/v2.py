@@ -37,6 +37,7 @@ from tableside.serving.http.asgi import (
     too_large,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import MetricsOfModels, Stages, statistics
@@ -56,6 +57,7 @@ class V2:
         self.service = service
         self._metrics = MetricsOfModels("v2")
         self._templates = Templates()
+        self._repeated = Repeated()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/").split("/")[2:]
@@ -213,7 +215,11 @@ class V2:
     async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold) -> InferRequest:
         """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
         settings, regions = self.service.settings, self.service.regions
+        generation = -1 if regions is None else regions.generation
         length = _json_bytes(header_length, body)
+        is_header = regions is not None and length == len(body)
+        if is_header and (known := self._repeated.find(served, body, generation)) is not None:
+            return known
         if (known := self._templates.match(served, body, length, regions)) is not None:
             hold.grow(known.region_bytes)
             return known
@@ -228,7 +234,10 @@ class V2:
             is_large = is_large or region_bytes > shm.INLINE_BYTES
         arguments = served, header, binary, regions
         infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
-        if not isinstance(infer.inputs, PartlyOnDevice):  # the slow path's alone
+        if isinstance(infer.inputs, PartlyOnDevice):
+            if is_header:
+                self._repeated.keep(served, body, generation, infer)
+        else:
             self._templates.learn(served, head, header, infer)
         return infer
 

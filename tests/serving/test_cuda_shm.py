@@ -187,6 +187,30 @@ def test_ids_and_vectors_in_a_region(server: Server, region: Region, expected: C
     assert (after[60:1000] == 99).all() and (after[1000 + 768 : 4100] == 99).all() and (after[4100 + 384 :] == 99).all()
 
 
+def test_a_request_in_the_same_words_reads_what_is_there_now(client: Any, region: Region, expected: Callable[..., Any]) -> None:
+    """Ids that changed, and memory that was registered anew by the same name. One in other words is not taken for it."""
+    rows = expected(user=[[n] for n in range(6)])["user"]
+
+    def ask(first: int, of: Region, size: int = 512) -> np.ndarray:
+        inputs = [of.input("user", np.array([[first], [first + 1]]), 0)]
+        return of.get(client.infer("demo", inputs, outputs=[of.output("user", size, 512)]), "user", 512)
+
+    for first in (0, 3, 1):
+        np.testing.assert_allclose(ask(first, region), rows[first : first + 2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(ask(2, region, 600), rows[2:4], rtol=1e-5, atol=1e-5)
+    client.unregister_cuda_shared_memory("r")
+    with refused("region 'r' is not registered"):
+        ask(0, region)
+    other = Region(client, "r")
+    other.register()
+    np.testing.assert_allclose(ask(4, other), rows[4:6], rtol=1e-5, atol=1e-5)
+    client.unregister_cuda_shared_memory("r")
+    other.register(600)
+    with refused("outside CUDA shared memory region 'r', which has 600 bytes"):
+        ask(4, other)
+    other.memory.close()
+
+
 def test_the_other_ways_to_send_features(client: Any, region: Region, expected: Callable[..., Any]) -> None:
     """Bags of one length, an unpooled feature, and the compact form, whose lengths are in the body."""
     ids = np.array([[1, 2], [40, 3]], np.int64)
