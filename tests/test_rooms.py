@@ -145,7 +145,7 @@ def test_the_client_knows_no_server_and_evaluations_no_http() -> None:
 
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 QUANT = (
-    *("errors", "row_format", "ids", "contract", "unchanged", "installed"),
+    *("errors", "row_format", "ids", "overlay", "contract", "unchanged", "installed"),
     *("cpu", "backends", "device", "cache", "gpu", "__init__"),
 )
 

@@ -72,13 +72,13 @@ class Host(Protocol):
     batcher: Batcher
     regions: DeviceRegions
 
-    def layouts(self, model: int, version: int) -> Layouts | None: ...
+    def layouts(self, model: int, state: int) -> Layouts | None: ...
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]: ...
 
-    async def attach(self, model: str, version: int) -> dict[str, Any]: ...
+    async def attach(self, model: str, state: int) -> dict[str, Any]: ...
 
-    async def attach_again(self, model: int, version: int) -> Layouts: ...
+    async def attach_again(self, model: int, state: int) -> Layouts: ...
 
     def moved(self) -> None: ...
 
@@ -134,12 +134,12 @@ class Door:
         elif "region" in told:
             self._doors.later(self._open(told["region"]))
         elif "moved" in told:
-            model, version = told["moved"]
-            self.moved[model] = version
+            model, state = told["moved"]
+            self.moved[model] = state
             self._doors.host.moved()
         else:
-            model, version = told["attach"]
-            self._doors.later(self._attach(model, version))
+            model, state = told["attach"]
+            self._doors.later(self._attach(model, state))
 
     async def _greet(self) -> None:
         """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
@@ -149,11 +149,11 @@ class Door:
             told = {"refused": _fields(error)}
         self.connection.control(told, [self._doors.answers.memory.fd])
 
-    async def _attach(self, model: str, version: int) -> None:
-        asked = [model, version]
+    async def _attach(self, model: str, state: int) -> None:
+        asked = [model, state]
         self.uses.add(model)
         try:
-            self.connection.control({"attached": asked, **await self._doors.host.attach(model, version)})
+            self.connection.control({"attached": asked, **await self._doors.host.attach(model, state)})
         except ApiError as error:
             self.connection.control({"attached": asked, "error": _fields(error)})
 
@@ -178,18 +178,16 @@ class Door:
         parts = held[at : at + ask.parts].tobytes()
         if len(description) < ask.described or inputs.size < ask.size or len(parts) < ask.parts:
             raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
-        model, version = described.model_and_version(description)
+        model, state = described.model_and_state(description)
         reply = Reply(self, ask.number)
-        if (layouts := self._doors.host.layouts(model, version)) is None:
-            self._doors.later(self._ask_later(reply, model, version, description, inputs, parts))
+        if (layouts := self._doors.host.layouts(model, state)) is None:
+            self._doors.later(self._ask_later(reply, model, state, description, inputs, parts))
         else:
             self._submit(reply, layouts, description, inputs, parts)
 
-    async def _ask_later(
-        self, reply: "Reply", model: int, version: int, description: bytes, inputs: Buffer, parts: bytes
-    ) -> None:
+    async def _ask_later(self, reply: "Reply", model: int, state: int, description: bytes, inputs: Buffer, parts: bytes) -> None:
         try:
-            layouts = await self._doors.host.attach_again(model, version)
+            layouts = await self._doors.host.attach_again(model, state)
         except ApiError as error:
             reply.set_exception(error)
         else:

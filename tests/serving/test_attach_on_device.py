@@ -26,8 +26,12 @@ Publish = Callable[..., Any]
 @pytest.fixture
 def engine(root: Path, publish: Publish) -> Engine:
     """Of a model with one table; nothing is attached."""
-    publish({"t": rows_of(3000, 256)}, formats={"t": "fp32"}, features={"f": {"table": "t", "pooling": "none"}})
+    publish_rows(publish)
     return engine_of(root)
+
+
+def publish_rows(publish: Publish) -> None:
+    publish({"t": rows_of(3000, 256)}, formats={"t": "fp32"}, features={"f": {"table": "t", "pooling": "none"}})
 
 
 def engine_of(root: Path) -> Engine:
@@ -48,7 +52,7 @@ def damage(engine: Engine, at: int) -> None:
     path.chmod(0o400)
 
 
-def test_rows_are_verified_while_they_are_placed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_verified_while_they_are_placed(engine: Engine, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each waits for the other to have begun; and the version is there only when both are done."""
     verifying, placing = threading.Event(), threading.Event()
     verify, place = Segment.verify, Placer.place
@@ -70,6 +74,7 @@ def test_rows_are_verified_while_they_are_placed(engine: Engine, monkeypatch: py
     served = engine.attach()
     assert verified == [4] and served.verified_at > 0
     engine.swap(served)
+    publish_rows(publish)
     engine.attach(as_successor=True)
     assert verified == [4, 1]  # requests run beside it
 
