@@ -4,6 +4,7 @@ In Triton's interpreter a device's memory is the host's. There a handle is the n
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -17,6 +18,7 @@ from tableside.quant.device.cuda import driver
 from tableside.quant.errors import QuantError
 
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+_library = functools.cache(driver)  # loading it takes longer than a copy
 _WITH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: memory of another GPU is read over the bus between them
 
 
@@ -40,7 +42,7 @@ class SharedDeviceMemory:
 
 
 def _opened(owner: SharedDeviceMemory, handle: bytes, device: torch.device) -> tuple[int, int]:
-    library, address = driver(), ctypes.c_uint64()
+    library, address = _library(), ctypes.c_uint64()
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).query()  # makes the context this thread's
         if code := library.cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _WITH_PEERS):
@@ -75,7 +77,7 @@ def copy_within(stream: Any, target: int, source: int, size: int) -> None:
     """Copies bytes between addresses of the device, in the order of a stream (its handle); None: at once, in the interpreter."""
     if stream is None:
         ctypes.memmove(target, source, size)
-    elif code := driver().cuMemcpyDtoDAsync_v2(
+    elif code := _library().cuMemcpyDtoDAsync_v2(
         ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     ):
         raise QuantError(f"cuMemcpyDtoDAsync failed (error {code})")
@@ -86,5 +88,5 @@ def copy_to_host(stream: Any, target: Any, source: int) -> None:
     address = target.ctypes.data
     if stream is None:
         ctypes.memmove(address, source, target.size)
-    elif code := driver().cuMemcpyDtoH_v2(ctypes.c_void_p(address), ctypes.c_uint64(source), ctypes.c_size_t(target.size)):
+    elif code := _library().cuMemcpyDtoH_v2(ctypes.c_void_p(address), ctypes.c_uint64(source), ctypes.c_size_t(target.size)):
         raise QuantError(f"cuMemcpyDtoH failed (error {code})")
