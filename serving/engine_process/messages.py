@@ -29,6 +29,7 @@ import orjson
 from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
+LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
 _BACKLOG = 512
 
 
@@ -144,6 +145,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox: dict[Kind, list[bytes]] = {}
+        self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
         self._is_open = True
         self._loop.add_reader(sock.fileno(), self._read)
@@ -168,6 +170,17 @@ class Connection:
             self._loop.call_soon(self.flush)
         self._outbox.setdefault(kind, []).append(record)
 
+    def post_late(self, kind: Kind, record: bytes) -> None:
+        """As `post`, but within LATE_S, with what else comes meanwhile: for what nobody waits for."""
+        if not self._late:
+            self._loop.call_later(LATE_S, self._post_late)
+        self._late.setdefault(kind, []).append(record)
+
+    def _post_late(self) -> None:
+        late, self._late = self._late, {}
+        for kind, records in late.items():
+            self._send_all(kind, records)
+
     def close(self) -> None:
         """Ends the connection; `on_end` is not called."""
         if self._is_open:
@@ -180,15 +193,18 @@ class Connection:
         """Sends what `post` was given."""
         outbox, self._outbox = self._outbox, {}
         for kind, records in outbox.items():
-            message = [bytes([kind])]
-            size = 1
-            for record in records:
-                if size + len(record) > LARGEST and len(message) > 1:
-                    self._send(b"".join(message), [])
-                    message, size = [bytes([kind])], 1
-                message.append(record)
-                size += len(record)
-            self._send(b"".join(message), [])
+            self._send_all(kind, records)
+
+    def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
+        message = [bytes([kind])]
+        size = 1
+        for record in records:
+            if size + len(record) > LARGEST and len(message) > 1:
+                self._send(b"".join(message), [])
+                message, size = [bytes([kind])], 1
+            message.append(record)
+            size += len(record)
+        self._send(b"".join(message), [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
