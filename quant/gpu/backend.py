@@ -82,6 +82,14 @@ class Begun(NamedTuple):
     clock: Clock | None
 
 
+class Started(NamedTuple):
+    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are there."""
+
+    begun: Begun
+    outputs: Buffer
+    done: Any
+
+
 class GpuPlan(Plan):
     """Lookups of one request, laid out for `GpuBackend.run`."""
 
@@ -404,6 +412,27 @@ class GpuBackend(Backend):
         """
         return self.finish(self.begin(requests, timed, follower))
 
+    def start(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Started:
+        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
+
+        One may be started while another thread waits for those before it.
+        """
+        return self._send(self.begin(requests, timed, follower))
+
+    def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
+        begun, outputs, done = started
+        try:
+            if done is not None:
+                done.synchronize()
+            return begun.batch.results(begun.inputs, outputs), begun.clock.times() if begun.clock else None
+        except BaseException:
+            with self.on_stream():
+                self._settle()
+            raise
+        finally:
+            self._free.append(begun.buffers)
+
     def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
         """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
 
@@ -420,14 +449,16 @@ class GpuBackend(Backend):
 
     def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
         """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        return self.wait(self._send(begun))
+
+    def _send(self, begun: Begun) -> Started:
         with self.on_stream():
             try:
-                return self._finish(begun)
+                return self._launch_all(begun)
             except BaseException:
                 self._settle()
-                raise
-            finally:
                 self._free.append(begun.buffers)
+                raise
 
     def _settle(self) -> None:
         """Waits for what is under way, which reads and writes the buffers of the next batch."""
@@ -476,7 +507,7 @@ class GpuBackend(Backend):
         ticket = self.prefetch(launches, buffers.device_in)
         return Begun([inputs for _, inputs in requests], buffers, batch, launches, ticket, follower, clock)
 
-    def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+    def _launch_all(self, begun: Begun) -> Started:
         inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
@@ -487,13 +518,12 @@ class GpuBackend(Backend):
         torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
+        done = None if self.stream is None else self.stream.record_event(buffers.done)
         for n, one in enumerate(inputs):
             batch.run_on_host(n, one)
         if follower is not None:
             follower.run()
-        if self.stream is not None:
-            self.stream.synchronize()
-        return batch.results(inputs, outputs), clock.times() if clock else None
+        return Started(begun, outputs, done)
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
         """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.

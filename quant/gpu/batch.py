@@ -50,7 +50,8 @@ class Buffers:
     """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
     Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
-    int32; flags: int32 a job, on the host. All but the flags lie on the device.
+    int32; flags: int32 a job, on the host. All but the flags lie on the device. done: an event behind a batch's work; None in the
+    interpreter.
     In the interpreter the host's side is the device's.
     """
 
@@ -63,6 +64,8 @@ class Buffers:
         self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
         self.flags = self.host(SMALLEST)
         self._answers = answers
+        # Whoever waits sleeps: a thread that spins takes the time of those that parse and send.
+        self.done: Any = torch.cuda.Event(blocking=True) if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def host(self, size: int) -> torch.Tensor:
         """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
