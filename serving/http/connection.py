@@ -375,8 +375,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._traffic.began()
             if asked is not None:
                 self._ask_door()
-                if self.cycle.keep_alive and declared:
-                    self._plain = KnownHead(asked, request.trace, declared)
+                if self.cycle.keep_alive and declared and not (request.trace.request_id or request.trace.parent):
+                    self._plain = KnownHead(asked, request.trace, declared)  # with an id of its own it would not come again
             else:
                 self._ask_application(request)
 
