@@ -75,8 +75,6 @@ class Future(Protocol):
 
     def set_exception(self, exception: BaseException, /) -> None: ...
 
-    def get_loop(self) -> asyncio.AbstractEventLoop: ...
-
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:

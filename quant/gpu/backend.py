@@ -182,6 +182,7 @@ class GpuBackend(Backend):
         self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()
+        self._is_on_stream = False  # the thread that holds the lock is on the stream
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
@@ -417,7 +418,8 @@ class GpuBackend(Backend):
 
         One may be started while another thread waits for those before it.
         """
-        return self._send(self.begin(requests, timed, follower))
+        with self.on_stream():
+            return self._send(self.begin(requests, timed, follower))
 
     def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
         """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
@@ -471,12 +473,19 @@ class GpuBackend(Backend):
     def on_stream(self) -> Iterator[None]:
         """Nobody else looks up with this backend meanwhile; what is launched goes where it launches."""
         with self.lock:
-            if self.stream is None:
-                with np.errstate(all="ignore"):  # a GPU does not warn either
-                    yield
-            else:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    yield
+            if self._is_on_stream:  # this thread is: entering it takes as long as a launch
+                yield
+                return
+            self._is_on_stream = True
+            try:
+                if self.stream is None:
+                    with np.errstate(all="ignore"):  # a GPU does not warn either
+                        yield
+                else:
+                    with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                        yield
+            finally:
+                self._is_on_stream = False
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""

@@ -156,12 +156,11 @@ class Door:
 
     def _ask(self, ask: Ask) -> None:
         assert self._memory is not None, "a door says hello first"
-        held = self._memory.bytes
+        held = self._memory.view
         begin = messages.described_at(ask)
-        description = held[begin : begin + ask.described].tobytes()
-        inputs = held[ask.at : ask.at + ask.size]
-        if len(description) < ask.described or inputs.size < ask.size:
-            raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
+        description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
+        if len(description) < ask.described or len(inputs) < ask.size:
+            raise ValueError(f"request {ask.number} does not lie in its memory of {len(held)} bytes")
         model, version = described.model_and_version(description)
         reply = Reply(self, ask.number)
         if (layouts := self._doors.host.layouts(model, version)) is None:
@@ -169,7 +168,7 @@ class Door:
         else:
             self._submit(reply, layouts, description, inputs)
 
-    async def _ask_later(self, reply: "Reply", model: int, version: int, description: bytes, inputs: Buffer) -> None:
+    async def _ask_later(self, reply: "Reply", model: int, version: int, description: bytes, inputs: memoryview) -> None:
         try:
             layouts = await self._doors.host.attach_again(model, version)
         except ApiError as error:
@@ -177,7 +176,7 @@ class Door:
         else:
             self._submit(reply, layouts, description, inputs)
 
-    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: Buffer) -> None:
+    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: memoryview) -> None:
         try:
             self._doors.host.batcher.submit(layouts.request(description), inputs, reply)
         except (QuantError, ApiError) as error:
@@ -203,18 +202,14 @@ class Door:
 class Reply:
     """What the batcher takes for a future: it passes on to the door what it is given."""
 
-    __slots__ = ("_door", "_is_done", "_loop", "_number")
+    __slots__ = ("_door", "_is_done", "_number")
 
     def __init__(self, door: Door, number: int) -> None:
         self._door, self._number, self._is_done = door, number, False
-        self._loop = asyncio.get_running_loop()
 
     def done(self) -> bool:
         """Whether it was answered, or nobody waits any more."""
         return self._is_done or not self._door.connection.is_open
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def set_result(self, answer: Answer) -> None:
         self._is_done = True

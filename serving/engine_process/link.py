@@ -78,7 +78,7 @@ class EngineLink(Executor):
         self._settings, self._models = settings, set(settings.models)
         self._timeout_s = settings.engine_timeout_s
         self._memory = SharedMemory.create("tableside-requests", settings.request_memory)
-        self._held = memoryview(self._memory.bytes)
+        self._held = self._memory.view
         self._blocks = Blocks(self._memory.size)
         self._answers: SharedMemory | None = None
         self._connection: Connection | None = None

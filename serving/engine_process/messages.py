@@ -147,7 +147,7 @@ class Connection:
         self._outbox: dict[Kind, list[bytes]] = {}
         self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
-        self._is_open = True
+        self._is_open, self._is_blocked = True, False
         self._loop.add_reader(sock.fileno(), self._read)
 
     @property
@@ -222,34 +222,37 @@ class Connection:
                 else:
                     self._sock.send(message)
             except BlockingIOError:
+                self._is_blocked = True
                 self._loop.add_writer(self._sock.fileno(), self._write)
                 return
             except OSError:
                 self._unsent.clear()  # the reader learns that the other end is gone
                 return
             self._unsent.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        for _ in range(64):  # then others' turn
-            if not self._is_open:
-                return
-            try:
-                message, descriptors = _receive(self._sock)
-            except BlockingIOError:
-                return
-            except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self.close()
-                self._on_end()
-                return
-            if message[0] == Kind.PART:
-                self._parts += message[1:]
-                continue
-            if message[0] == Kind.CONTROL:
-                message, self._parts = message[:1] + self._parts + message[1:], b""
-            self._on_message(message, descriptors)
+        """Takes one message. The loop calls again while there are more, after others' turn."""
+        if not self._is_open:
+            return
+        try:
+            message, descriptors = _receive(self._sock)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, descriptors = b"", []
+        if not message:
+            self.close()
+            self._on_end()
+            return
+        if message[0] == Kind.PART:
+            self._parts += message[1:]
+            return
+        if message[0] == Kind.CONTROL:
+            message, self._parts = message[:1] + self._parts + message[1:], b""
+        self._on_message(message, descriptors)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
