@@ -12,8 +12,8 @@ from typing import Any
 class BatchThreads:
     """Calls `start` with each batch, then `wait` with what it returned, then `done` with what that returned, or an Exception.
 
-    start: on the first thread; wait and done: on the second. A batch that could not be started is not waited for; it is done in its
-    turn. The threads begin with the first batch.
+    start: on the first thread; wait and done: on the second. A batch that could not be started is not waited for; it is done in
+    its turn. The threads begin with the first batch.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BatchThreads:
         while (batch := self._asked.get()) is not None:
             try:
                 started, error = self._start(batch), None
-            except Exception as raised:  # it is told in the batch's turn
+            except Exception as raised:  # noqa: BLE001  # it is told in the batch's turn
                 started, error = None, raised
             self._started.put((batch, started, error))
         self._started.put(None)
@@ -60,7 +60,7 @@ class BatchThreads:
             batch, started, error = taken
             try:
                 found = error or self._wait(batch, started)
-            except Exception as raised:  # it is told as the batch's result
+            except Exception as raised:  # noqa: BLE001  # it is told as the batch's result
                 found = raised
             self._done(batch, found)
             del taken, batch, started, error, found  # which would live until the next batch comes

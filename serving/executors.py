@@ -41,7 +41,7 @@ class Executor(ABC):
     def run_soon(self, request: Request, inputs: Any, done: Callable[[Answer | Exception], None]) -> bool:
         """As `run`, without a coroutine: `done` is called later with the answer, or with why there is none. False: call `run`.
 
-        ApiError: as of `run`, where it is known at once.
+        inputs: are the caller's again when this returns. ApiError: as of `run`, where it is known at once.
         """
         return False
 

@@ -83,7 +83,8 @@ class Begun(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are there."""
+    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are
+    there."""
 
     begun: Begun
     outputs: Buffer

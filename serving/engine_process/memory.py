@@ -19,8 +19,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """A mapped file without a name. fd: to be sent to the other process. bytes: uint8 [size]; view: of them, whose parts cost less;
-    address: of the first one."""
+    """A mapped file without a name. fd: to be sent to the other process. bytes: uint8 [size]; address: of the first one.
+
+    view: of the same bytes; its parts cost less.
+    """
 
     def __init__(self, fd: int) -> None:
         """fd: as `create` made it; this object closes it. ServingError: it could be truncated while it is mapped."""
@@ -29,7 +31,7 @@ class SharedMemory:
             raise ServingError("shared memory of another process is not sealed; expected a file that cannot change its size")
         self.size = os.fstat(fd).st_size
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, self.size), np.uint8)
-        self.view = memoryview(self.bytes)
+        self.view = self.bytes.data
         self.address = int(self.bytes.ctypes.data)  # kept, as asking for it takes microseconds
 
     @classmethod

@@ -103,8 +103,8 @@ class _Request:
     """A request whose response is not complete.
 
     since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked; None: it goes through
-    ASGI. body: of what the door is asked. turn: None where it needs no slot. is_whole: its body is here. shed: the refusal that
-    it gets once its body was read. status: of its response; 0: it has none yet.
+    ASGI. body: of what the door is asked, until it is. turn: None where it needs no slot. is_whole: its body is here. shed: the
+    refusal that it gets once its body was read. status: of its response; 0: it has none yet.
     """
 
     hold: Hold
@@ -112,7 +112,7 @@ class _Request:
     since: float
     trace: Trace
     asked: Asked | None = None
-    body: bytes = b""
+    body: bytes | memoryview = b""
     turn: Turn | WholeTurn | None = None
     is_started: bool = False
     is_whole: bool = False
@@ -219,9 +219,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._parse(data)
         if self._refused:
             return
-        if head and (known := self._plain) is not None and self._is_between:
-            if self._body_bytes == known.body_bytes == len(data) - len(head):
-                self.heads.learn(head, known)
+        is_alone = self._is_between and self._body_bytes == len(data) - len(head)
+        if head and is_alone and (known := self._plain) is not None and known.body_bytes == self._body_bytes:
+            self.heads.learn(head, known)
         if not self._in_headers:
             if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
                 self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
@@ -247,13 +247,15 @@ class _LimitedProtocol(HttpToolsProtocol):
             return False
         self.idle.pop(self, None)
         self._deadline.clear()
-        body, turn = bytes(data[len(head) :]), WholeTurn(self.slots)
+        body, turn = memoryview(data)[len(head) :], WholeTurn(self.slots)
         request = _Request(hold, V2, time.perf_counter(), known.trace, known.asked, body, turn, is_started=True, is_whole=True)
         self._open.append(request)
         self._traffic.began()
         self.cycle = cycle = cast(RequestResponseCycle, DoorCycle(keep_alive=True))
         cycle.more_body = False
         self.slices.run(functools.partial(self._answer, request, cycle))
+        if request.body is body:  # it waits for a slice, and what comes next is read into the same buffer
+            request.body = bytes(body)
         return True
 
     def _parse(self, data: "bytes | memoryview") -> None:
@@ -408,7 +410,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         begin = functools.partial(self._begin, request, cycle, app)
         shed = functools.partial(self._shed, request, cycle)
-        request.turn = turn = Turn(self.slots, begin, shed, lambda: request.is_whole)  # known before it begins: it may end at once
+        turn = Turn(self.slots, begin, shed, lambda: request.is_whole)
+        request.turn = turn  # known before it begins: it may end at once
         self.slots.enter(turn)
         if not request.is_started:
             self.flow.pause_reading()
@@ -425,7 +428,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _answer(self, request: _Request, cycle: RequestResponseCycle) -> None:
         if not self.transport.is_closing() and request.asked is not None:
-            self.door.answer(request.asked, request.body, request.hold, functools.partial(self._send, cycle))
+            body, request.body = request.body, b""
+            self.door.answer(request.asked, body, request.hold, functools.partial(self._send, cycle))
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
         """Sends what the door answers, once the client has read enough of what came before."""

@@ -80,8 +80,8 @@ class Door:
                 length = value
         return Asked(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
 
-    def answer(self, asked: Asked, body: bytes, hold: Hold, send: SendWhole) -> None:
-        """Answers a whole request, now or later."""
+    def answer(self, asked: Asked, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
+        """Answers a whole request, now or later. body: is the caller's again when this returns."""
         try:
             later = functools.partial(self._send_what, asked, send)
             response = self._v2.infer_soon(asked.named, asked.header_length, body, hold, later)

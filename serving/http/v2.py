@@ -135,20 +135,20 @@ class V2:
             await respond(send, response.status, response.headers, *response.parts)
 
     def infer_soon(
-        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold, later: Later
+        self, named: list[str], header_length: bytes | None, body: bytes | memoryview, hold: Hold, later: Later
     ) -> Response | Coroutine[Any, Any, Response] | None:
         """The response to an infer request that is understood by a template and looked up at once; else what gives it.
 
         None: `later` will be called with what makes the response, and what it makes it of. ApiError, from here or from what
-        makes the response: the request is refused.
+        makes the response: the request is refused. body: is the caller's again when this returns.
         """
         started = time.perf_counter()
         if len(named) != 1 or (header_length is None and self.service.regions is None):
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
         infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
         if infer is None:
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         hold.grow(infer.request.out_bytes + infer.region_bytes)
         times = started, time.perf_counter()
         answer = self.service.executor.run_now(infer.request, infer.inputs)
@@ -156,7 +156,7 @@ class V2:
             done = functools.partial(later, functools.partial(self._encode_found, served, infer, len(body), times))
             if infer.is_inline and self.service.executor.run_soon(infer.request, infer.inputs, done):
                 return None
-            return self._run(served, infer, len(body), times)
+            return self._run(served, infer._replace(inputs=bytes(infer.inputs)), len(body), times)
         if not infer.is_inline:
             return self._write(served, infer, answer, len(body), times)
         return self._encode(served, infer, answer, len(body), times)
@@ -298,7 +298,7 @@ def _parse_length(value: bytes, size: int) -> int:
     return int(value)
 
 
-def _json_bytes(header_length: bytes | None, body: bytes) -> int:
+def _json_bytes(header_length: bytes | None, body: bytes | memoryview) -> int:
     """Of a request's JSON: all of its body where its headers do not say."""
     return len(body) if header_length is None else _parse_length(header_length, len(body))
 

@@ -27,8 +27,8 @@ class Echo(Door):
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def answer(self, asked: Asked, body: bytes, hold: Any, send: Any) -> None:
-        send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body), [body])
+    def answer(self, asked: Asked, body: bytes | memoryview, hold: Any, send: Any) -> None:
+        send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body), [bytes(body)])
 
 
 class Talk:
@@ -163,3 +163,27 @@ def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [known.get(h) for h in (b"a", b"b", b"c")] == [None, meant, meant]
     assert head_of(b"POST / HTTP/1.1\r\n\r\nbody") == b"POST / HTTP/1.1\r\n\r\n"
     assert head_of(b"x" * 5000 + b"\r\n\r\n") == head_of(b"POST / HTTP/1.1\r\n") == b""
+
+
+def test_a_known_request_that_waits_for_a_slice_keeps_its_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two connections are read into the same buffer; where neither is answered at once, each gets its own body."""
+    waiting: list[Any] = []
+
+    async def test() -> None:
+        async with talk() as one, talk() as other:
+            for each in (one, other):
+                await each.send(request(b"body 0"))
+                assert await each.answer() == b"body 0"
+            monkeypatch.setattr(Slices, "run", lambda self, work: waiting.append(work))
+            await one.send(request(b"body 1"))
+            while len(waiting) < 1:
+                await asyncio.sleep(0)
+            await one.send(b"GET")
+            await other.send(request(b"body 2"))
+            while len(waiting) < 2:
+                await asyncio.sleep(0)
+            for work in waiting:
+                work()
+            assert [await one.answer(), await other.answer()] == [b"body 1", b"body 2"]
+
+    run(test())
