@@ -128,9 +128,7 @@ class Batcher(Executor):
         self._waiting.append(_Waiting(request, inputs, future, time.perf_counter()))
         if len(self._waiting) > self._max_waiting:
             _fail(self._waiting.popleft(), overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)"))
-        if not self._is_looking and len(self._under_way) < _UNDER_WAY:
-            self._is_looking = True
-            asyncio.get_running_loop().call_soon(self._look)  # those that came in the same round go together
+        self._look_soon()  # those that came in the same round go together
 
     def close(self) -> None:
         self._threads.close()
@@ -154,6 +152,11 @@ class Batcher(Executor):
                 _fail(self._waiting.popleft(), self._lost)
             os.kill(os.getpid(), signal.SIGTERM)
         return self._lost is not None
+
+    def _look_soon(self) -> None:
+        if not self._is_looking and self._waiting and len(self._under_way) < _UNDER_WAY:
+            self._is_looking = True
+            asyncio.get_running_loop().call_soon(self._look)
 
     def _look(self) -> None:
         self._is_looking = False
@@ -272,13 +275,15 @@ class Batcher(Executor):
                 self.end_if_lost()
             self._start_if_due()
             return
-        self._start_if_due()  # the device is kept busy before what it did is passed on
+        if not self._under_way:
+            self._start_if_due()  # the device has nothing to do; else answers go out first
         results, times = found
         for w, result in zip(taken, results, strict=True):
             if isinstance(result, Exception):
                 _fail(w, result)
             elif not w.future.done():
                 w.future.set_result(result)
+        self._look_soon()
         self._metrics.answered(len(taken), times)
         if self._batches % _TIMED_EVERY == 0:
             self.count_cache()

@@ -201,21 +201,22 @@ def merge(
 
 def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
     """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and are cut up alike."""
-    first: dict[int, Any] = {}  # by identity: what is equal to it and came first, as hashing takes longer than the rest
-
-    def same(value: Any) -> Any:
-        if (known := first.get(id(value))) is None:
-            known = first[id(value)] = next((v for v in first.values() if v == value), value)
-        return known
-
-    found: dict[tuple[int, int, int], tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = {}
+    found: list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = []
+    known: dict[tuple[int, int, int], list[int]] = {}  # by identity, as hashing takes longer than the rest
     for kind in range(2):
         for n, layout in enumerate(layouts):
             own = layout.jobs[kind]
-            if len(own.rows):
-                key, config = same(layout.key), same(own.config)
-                found.setdefault((kind, id(key), id(config)), ((kind, key, config), []))[1].append(n)
-    return list(found.values())
+            if not own.rows.size:
+                continue
+            identity = (kind, id(layout.key), id(own.config))
+            if (numbers := known.get(identity)) is None:
+                alike = (kind, layout.key, own.config)
+                numbers = next((of for other, of in found if other == alike), None)
+                if numbers is None:
+                    found.append((alike, numbers := []))
+                known[identity] = numbers
+            numbers.append(n)
+    return found
 
 
 def jobs_on_device(
