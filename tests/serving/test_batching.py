@@ -208,7 +208,7 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
             go_on.release()
         return await asyncio.gather(*asked)
 
-    assert len(asyncio.run(run())) == 4 and device.batches == [1, 1, 2]
+    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.batches == [1, 1, 2]
 
 
 def test_a_closed_batcher_refuses() -> None:
