@@ -56,11 +56,30 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a delta is beside its tables, which are small ones of raw ids with a filter (`quant.overlay`).
+
+    sequence: its number, which no other delta of the model has; the header's `version` is the one that it lies over. below: the
+    sequence of the delta that it lies over, which lies over the version itself; 0: it does. changed: rows that the last batch
+    changed. positions: how far the model's changes are, by the name of the stream that they come from. made_at, applied_at: when
+    the oldest change of the last batch was made, and when it was published, of time.time(); made_at 0: not known.
+    """
+
+    sequence: int
+    below: int = 0
+    changed: int = 0
+    positions: dict[str, str] = field(default_factory=dict)
+    made_at: float = 0.0
+    applied_at: float = 0.0
+
+
+@dataclass(frozen=True)
 class Header:
     """What a version is. source: the checkpoint it was read from (path, files), and a digest of its model.toml (spec); load:
     seconds and source_bytes.
 
-    owner: None: the version is whole.
+    owner: None: the version is whole. delta: this is a delta over `version`; it has no features. merged: the last delta that
+    this version was made of; None: it was loaded.
     """
 
     model: str
@@ -73,15 +92,22 @@ class Header:
     scorer: StoredScorer | None = None
     evaluation: EvalSpec | None = None
     owner: Owner | None = None
+    delta: Change | None = None
+    merged: Change | None = None
 
     def to_json(self) -> bytes:
         raw = asdict(self)
-        for name in ("scorer", "evaluation", "owner"):
+        for name in ("scorer", "evaluation", "owner", "delta", "merged"):
             if raw[name] is None:
                 del raw[name]  # a version without one reads as it always did
         for table in raw["tables"]:
-            if table["ids"] is None:
+            if (ids := table["ids"]) is None:
                 del table["ids"]
+                continue
+            if not ids["deleted"]:
+                del ids["deleted"]
+            if ids["index"] is not None and not ids["index"]["filter_words"]:
+                del ids["index"]["filter_words"]
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
@@ -90,6 +116,9 @@ class Header:
         raw["tables"] = tuple(_table_from(t) for t in raw["tables"])
         if (owner := raw.get("owner")) is not None:
             raw["owner"] = Owner(**owner)
+        for name in ("delta", "merged"):
+            if raw.get(name) is not None:
+                raw[name] = Change(**raw[name])
         raw["features"] = tuple(Feature(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
             raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
@@ -115,6 +144,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """1 where nothing is there that the first format does not have, so that earlier releases read it."""
+        if self.delta is not None or self.merged is not None:
+            return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
 
     @property
@@ -221,7 +252,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         chunks += index.chunks
         _check_place("an id index", index.offset, index.bytes, size)
     names = [t.name for t in header.tables]
-    if len(set(names)) != len(names) or not names:
+    if len(set(names)) != len(names) or not (names or header.delta is not None):  # a delta may say a position alone
         raise SegmentError("the header names a table twice, or none")
     ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
     starts = [header_end, *(end for _, end in ends)]
@@ -229,7 +260,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         raise SegmentError("the header has two tables in one place")
     for f in header.features:
         _check_feature(f, set(names))
-    if not header.features or len({f.name for f in header.features}) != len(header.features):
+    is_without = bool(header.features) if header.delta is not None else not header.features
+    if is_without or len({f.name for f in header.features}) != len(header.features):
         raise SegmentError("the header names a feature twice, or none")
     if not isinstance(header.model, str) or type(header.version) is not int:
         raise SegmentError(
@@ -241,6 +273,13 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         _check_scorer(header.scorer, header.features, size)
     if header.owner is not None:
         _check_owner(header.owner)
+    for change in (header.delta, header.merged):
+        if change is not None:
+            _check_change(change)
+    if header.delta is not None and not all(i.filter_words and not i.bucket_ids and i.owned == i.buckets for i in header.indexes):
+        raise SegmentError("a table of the delta has no filter, or not all of its buckets")
+    if header.delta is not None and len(header.indexes) != len(header.tables):
+        raise SegmentError("a table of the delta has no id index")
 
 
 def _check_table(t: StoredTable, first_chunk: int) -> None:
@@ -270,6 +309,15 @@ def _check_feature(f: Feature, tables: set[str]) -> None:
         raise SegmentError(
             f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as {f.output[:60]!r}"
         )
+
+
+def _check_change(c: Change) -> None:
+    numbers, times = (c.sequence, c.below, c.changed), (c.made_at, c.applied_at)
+    is_wrong = not all(type(n) is int and n >= 0 for n in numbers) or not all(type(t) in (int, float) for t in times)
+    if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
+        raise SegmentError(f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no number")
+    if not all(isinstance(name, str) and isinstance(at, str) for name, at in c.positions.items()):
+        raise SegmentError("the delta has a position that is no text")
 
 
 def _check_owner(o: Owner) -> None:

@@ -9,6 +9,7 @@ hugetlbfs has the pages of that file system from the start (loader.huge_pages).
 import contextlib
 import ctypes
 import errno
+import math
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +42,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
-    result = _libc.mmap(address, size, protection, flags, fd, 0)
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    result = _libc.mmap(address, size, protection, flags, fd, offset)
     if result in (None, _MAP_FAILED):
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
@@ -117,6 +118,43 @@ class Mapping:
 
     def __reduce__(self) -> Any:
         raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
+
+    def __del__(self) -> None:
+        if span := getattr(self, "_span", None):
+            _libc.munmap(*span)
+
+
+class Window:
+    """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes away from `origin`.
+
+    At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last array over it is
+    gone.
+    """
+
+    def __init__(self, fd: int, offset: int, size: int, origin: int, step: int) -> None:
+        page = huge_page_bytes(fd) or mmap.PAGESIZE
+        first = offset // page * page
+        length = -(-(offset + size - first) // page) * page
+        guard = -(-step // page) * page
+        tried = step // math.gcd(page, step)  # pages on, the distance in bytes modulo `step` comes again
+        span = length + 2 * guard + (tried + 1) * page
+        start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        self._span = (start, span)
+        places = range(-(-(start + guard) // page) * page, start + span, page)
+        at = next((p for p in places[:tried] if (p + offset - first - origin) % step == 0), None)
+        if at is None:
+            raise ValueError(f"no page lies a multiple of {step} bytes away from {origin:#x}, at {offset} of a file")
+        _mmap(at, length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, first)
+        self.__array_interface__: dict[str, Any] = {
+            "data": (at + offset - first, True),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        return np.asarray(self)
 
     def __del__(self) -> None:
         if span := getattr(self, "_span", None):

@@ -1,11 +1,12 @@
 """The record of a model: which of its versions is live. Replaced as a whole by a rename, so that a reader sees one or the other.
 
-    current        {"current": 3, "latest": 4, "lived": [2, 3]}
+    current        {"current": 3, "latest": 4, "lived": [2, 3], "sequence": 17, "latest_sequence": 17}
     current.new    room for the next one: a page that was taken while there was some, so that the flip works on a full file
                    system; after a kill between a rename and the flip, the record that was about to be
 
 latest: the highest number that was ever given. lived: the published versions that were live once, the current one among them;
-absent in records of older releases, which take every published version for one.
+absent in records of older releases, which take every published version for one. sequence: of the delta that is live over the
+current version (loader.delta), and the highest that was ever given; absent where there was none.
 """
 
 import contextlib
@@ -23,11 +24,16 @@ _ROOM_BYTES = 4096
 
 @dataclass(frozen=True)
 class Record:
-    """Which version is live (0: none), the highest number ever published, and the versions that were live (None: not known)."""
+    """Which version is live (0: none), the highest number ever published, and the versions that were live (None: not known).
+
+    sequence: of the delta that is live over the current version; 0: none is. latest_sequence: the highest ever given.
+    """
 
     current: int = 0
     latest: int = 0
     lived: tuple[int, ...] | None = None
+    sequence: int = 0
+    latest_sequence: int = 0
 
 
 def read_record(folder: Folder, model: str) -> Record:
@@ -54,7 +60,7 @@ def write_next(folder: Folder, record: Record) -> None:
     """Writes the next record beside the current one. Caller holds the record lock. OSError: there is no room for it."""
     fd = _room(folder)
     try:
-        raw = {k: v for k, v in asdict(record).items() if v is not None}
+        raw = {k: v for k, v in asdict(record).items() if v is not None and (v or "sequence" not in k)}
         write_whole(fd, json.dumps(raw).encode())
     finally:
         os.close(fd)
@@ -90,7 +96,8 @@ def _room(folder: Folder) -> int:
 def _parse(text: bytes) -> Record:
     raw = json.loads(text.rstrip(b"\0"))  # zeros: on a hugetlbfs
     lived = raw.get("lived")
-    numbers = [raw["current"], raw["latest"], *(lived or ())]
+    sequences = raw.get("sequence", 0), raw.get("latest_sequence", 0)
+    numbers = [raw["current"], raw["latest"], *(lived or ()), *sequences]
     if not all(type(n) is int and 0 <= n < 2**53 for n in numbers):
         raise ValueError(f"versions {numbers}")
-    return Record(raw["current"], raw["latest"], None if lived is None else tuple(lived))
+    return Record(raw["current"], raw["latest"], None if lived is None else tuple(lived), *sequences)

@@ -2,7 +2,8 @@
 
     offset   bytes
     0        8      magic, the ASCII text TABLSIDE; written last, so that an unfinished file never looks whole
-    8        4      format version, uint32: 1, or 2 where a table's ids are not its row numbers, or some buckets lie elsewhere
+    8        4      format version, uint32: 1, or 2 where a table's ids are not its row numbers, or some buckets lie elsewhere; 3
+                    of a delta (loader.delta), and of a version that deltas were merged into
     12       4      H, uint32: bytes of the header
     16       8      bytes of the whole file, uint64
     24       8      xxh3-64 of header and checksums
@@ -18,7 +19,7 @@ machine byte order.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, align, check_header, checksum, lay_out
+from tableside.loader.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Change, Header, align, check_header, checksum, lay_out
 from tableside.loader.huge_pages import huge_page_bytes
 from tableside.loader.memory import Mapping, reserve
 from tableside.loader.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 2
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 3
 
 Verify = Literal["full", "header"]
 
@@ -116,6 +117,26 @@ class Segment:
         self.tables = {t.name: self._table(t) for t in self.header.tables}
 
     @property
+    def base(self) -> "Segment":
+        """The version without deltas."""
+        return self
+
+    @property
+    def deltas(self) -> tuple[Any, ...]:
+        """What lies over the version (loader.delta.Delta), the newest first."""
+        return ()
+
+    @property
+    def change(self) -> Change | None:
+        """The last change that it holds; None: it is as it was loaded."""
+        return self.header.merged
+
+    @property
+    def sequence(self) -> int:
+        """That of the last delta that it holds; 0: it has none, and was made of none."""
+        return 0 if self.change is None else self.change.sequence
+
+    @property
     def size(self) -> int:
         return self.mapping.size
 
@@ -125,7 +146,7 @@ class Segment:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
         return self
 
-    def __reduce__(self) -> tuple[Any, tuple[Path, int]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _attach_again, (self.path, self.content())
 
     def _read_header(self, prelude: bytes, header_bytes: int) -> tuple[Header, NDArray[np.uint64]]:
@@ -208,11 +229,16 @@ class Segment:
 
 def _attach_again(path: Path, content: int) -> Segment:
     """A segment out of a pickle. SegmentError: it is gone, or has other rows."""
+    return unpickled(path, content, lambda: Segment(path, "header"))
+
+
+def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segment:
+    """What `attach` makes of a pickle's path. SegmentError: it is gone, or has other rows than `content` said."""
     try:
-        segment = Segment(path, "header")
+        segment = attach()
     except FileNotFoundError as error:
         raise SegmentError(
-            f"{path}: the pickled segment is no longer published; publish it again, or pickle a later one"
+            f"{error.filename or path}: the pickled segment is no longer published; publish it again, or pickle a later one"
         ) from error
     if segment.content() != content:
         raise SegmentError(f"{path}: another version was published there since the segment was pickled; pickle it again")

@@ -1,6 +1,7 @@
 """Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays of these."""
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,8 @@ class StoredIndex(StoredRows):
     rows' padding, and a bit for each row that says whether it was backfilled, where any was.
 
     buckets: of the whole table, of which `owned` from `first_bucket` on are here. bucket_ids: ids of a bucket, or 0: by hash.
-    slots: rows of the table but for the default row. id_at: where an id lies in its row, or -1.
+    slots: rows of the table but for the default row. id_at: where an id lies in its row, or -1. filter_words: of a delta's filter
+    (`quant.overlay`), uint64, the last part, where its ids never lie in rows.
     """
 
     buckets: int
@@ -56,6 +58,7 @@ class StoredIndex(StoredRows):
     owned: int
     slots: int
     id_at: int
+    filter_words: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class StoredIds:
 
     count: ids with a row of their own; backfilled: how many of those rows came from an older version. missing: the policy as it
     was written; default_row: the row of an id that is missing, the table's last, or None where such an id is refused. first:
-    the id of row 0, where there is no index; index: of raw ids.
+    the id of row 0, where there is no index; index: of raw ids. deleted: of a delta: ids that have no row any more, of which the
+    bits say which they are that elsewhere say what was backfilled.
     """
 
     count: int
@@ -73,6 +77,12 @@ class StoredIds:
     first: int = 0
     backfilled: int = 0
     index: StoredIndex | None = None
+    deleted: int = 0
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether its index has a bit for each row."""
+        return self.backfilled > 0 or self.deleted > 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +104,27 @@ class StoredTable(StoredRows):
 
 def plan_index(
     row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0, owned: int | None =
-    None, has_backfilled: bool = False,
+    None, has_backfilled: bool = False, filter_words: int = 0,
 ) -> StoredIndex:  # fmt: skip
     """An index of so many slots; offset and first checksum are not known yet. owned None: all buckets."""
     owned = buckets if owned is None else owned
     index = StoredIndex(0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0, buckets, bucket_ids, first_bucket, owned, slots,
-                        id_at(row_format, dim))  # fmt: skip
+                        -1 if filter_words else id_at(row_format, dim), filter_words)  # fmt: skip
     end = sum(-(-size // INDEX_UNIT_BYTES) for size in _part_bytes(index, has_backfilled))
     return replace(index, rows=end)
 
 
 def index_parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) -> list[NDArray[np.uint8]]:
     """The parts of an index over its bytes: directory, pilots, ids, bits; those that it has not are empty."""
+    return _parts(index, data, has_backfilled)[:4]
+
+
+def filter_part(index: StoredIndex, data: NDArray[np.uint8], has_deleted: bool) -> NDArray[np.uint64]:
+    """The filter of a delta's index over its bytes: uint64 [filter_words]."""
+    return _parts(index, data, has_deleted)[4].view("<u8")
+
+
+def _parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) -> list[NDArray[np.uint8]]:
     parts, at = [], 0
     for size in _part_bytes(index, has_backfilled):
         parts.append(data[at : at + size])
@@ -113,12 +132,13 @@ def index_parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: boo
     return parts
 
 
-def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, int, int, int]:
+def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, int, int, int, int]:
     return (
         (index.owned + 1) * _ENTRY_BYTES,
         pilots_for(index.slots, index.owned),
         0 if index.id_at >= 0 else index.slots * ID_BYTES,
         -(-index.slots // 8) if has_backfilled else 0,
+        8 * index.filter_words,
     )
 
 
@@ -139,6 +159,14 @@ def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uin
     )
 
 
+def keep_zero_apart(index: IdIndex, kept: NDArray[np.int64], has_zero: bool) -> None:
+    """Slots without an id keep 0: sees to it that id 0, where it is none of the ids, does not lead to one of them. kept: int64
+    [slots], the ids that slots keep."""
+    slot = int(index.places(np.zeros(1, np.int64))[0])
+    if slot >= 0 and not has_zero and not kept[slot]:
+        kept[slot] = next(i for i in count(1) if int(index.places(np.array([i]))[0]) != slot)
+
+
 def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:
     """How a table's ids become rows of `packed`, over the bytes of its segment.
 
@@ -148,7 +176,7 @@ def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.u
         return None
     if (stored := ids.index) is None:
         return RowMap(ids.count, ids.default_row, None, ids.first, ids.count - ids.backfilled)
-    index = id_index(stored, segment[stored.offset : stored.offset + stored.bytes], packed, ids.backfilled > 0)
+    index = id_index(stored, segment[stored.offset : stored.offset + stored.bytes], packed, ids.has_bits)
     first = index.directory[:, 0]
     steps = np.diff(first)
     seeds = index.directory[:, 1]
@@ -163,8 +191,9 @@ def check_ids(t: StoredTable) -> None:
     ids, what = t.ids, f"table {t.name!r}"
     if ids is None:
         return
-    numbers = (ids.count, ids.first, ids.backfilled)
-    if not all(type(n) is int for n in numbers) or not 0 <= ids.backfilled <= ids.count or not isinstance(ids.missing, str):
+    numbers = (ids.count, ids.first, ids.backfilled, ids.deleted)
+    is_outside = not all(type(n) is int for n in numbers) or not 0 <= max(ids.backfilled, ids.deleted) <= ids.count
+    if is_outside or min(ids.backfilled, ids.deleted) != 0 or not isinstance(ids.missing, str):
         raise SegmentError(f"{what} has ids with a number of the wrong type, or more of them backfilled than there are")
     if ids.default_row is not None and (type(ids.default_row) is not int or ids.default_row != t.rows - 1):
         raise SegmentError(f"{what} has default row {str(ids.default_row)[:30]}; expected the last one, {t.rows - 1}")
@@ -174,7 +203,7 @@ def check_ids(t: StoredTable) -> None:
         return
     index = ids.index
     named = (index.rows, index.row_bytes, index.offset, index.chunk_rows, index.first_chunk, index.buckets, index.bucket_ids)
-    more = (index.first_bucket, index.owned, index.slots)
+    more = (index.first_bucket, index.owned, index.slots, index.filter_words)
     if not all(type(n) is int and n >= 0 for n in (*named, *more)) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
     if not 1 <= index.buckets <= LARGEST_BUCKETS or index.buckets & (index.buckets - 1) or index.bucket_ids >= 2**63:
@@ -182,6 +211,6 @@ def check_ids(t: StoredTable) -> None:
     if index.first_bucket + index.owned > index.buckets or index.owned < 1:
         raise SegmentError(f"the id index of {what} holds buckets [{index.first_bucket}, +{index.owned}) of {index.buckets}")
     expected = plan_index(RowFormat.parse(t.row_format), t.dim, index.slots, index.buckets, index.bucket_ids, index.first_bucket,
-                          index.owned, ids.backfilled > 0)  # fmt: skip
+                          index.owned, ids.has_bits, index.filter_words)  # fmt: skip
     if index.slots != t.rows - 1 or ids.count > index.slots or replace(index, offset=0, first_chunk=0) != expected:
         raise SegmentError(f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows")

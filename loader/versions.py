@@ -4,6 +4,7 @@
     ROOT/MODEL/3.damaged            rows of version 3 were found to have changed since: nobody attaches it any more
     ROOT/MODEL/4.segment.partial    a load under way, or what a killed one left (the next load or `gc` removes it)
     ROOT/MODEL/current              which version is live, replaced as a whole: the flip (loader.record)
+    ROOT/MODEL/3+17.delta           delta 17 over version 3 (loader.delta, loader.states)
     ROOT/MODEL/load.lock            held (flock) by the one load of this model
     ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
 
@@ -16,8 +17,10 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from tableside.loader.delta import SUFFIX, delta_name, parse_delta_name
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.folder import Folder, make_folder, open_to_group
 from tableside.loader.model import NAME, check_name
@@ -169,8 +172,9 @@ class Model:
             folder.unlink(name)
         return fd
 
-    def publish(self, version: int, activate: bool = True) -> None:
-        """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`.
+    def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
+        """Makes the sealed partial of `version` visible, and live where `activate`, with the delta `sequence` over it (0: none).
+        Caller holds `loading`.
 
         The record is written before anything is visible, so that a full file system publishes nothing.
         """
@@ -179,7 +183,9 @@ class Model:
             lived = self._lived(before)
             if activate:
                 lived = [v for v in lived if v != version] + [version]
-            after = Record(version if activate else before.current, max(version, before.latest), tuple(lived))
+            after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
+            if activate:
+                after = replace(after, current=version, sequence=sequence)
             write_next(folder, after)
             folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
             try:
@@ -188,13 +194,19 @@ class Model:
                 folder.unlink(f"{version}{_SEGMENT}")
                 raise
 
-    def activate(self, version: int) -> None:
-        """Makes a published version the live one. VersionError: it is not there. SegmentError: it is damaged."""
+    def activate(self, version: int, sequence: int | None = None) -> None:
+        """Makes a published version the live one, with the delta `sequence` over it (0: none; None: its newest).
+
+        VersionError: one of them is not there. SegmentError: the version is damaged.
+        """
         self.attach(version)
         with self.opened() as folder, folder.lock("record.lock"):
             if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
                 raise self._missing(f"version {version} is not published")
-            self._record_version(folder, version)
+            if sequence and sequence not in (kept := deltas_of(folder, version)):
+                known = ", ".join(f"{version}+{s}" for s in kept) or "none"
+                raise VersionError(f"model {self.name!r} keeps no delta {version}+{sequence}; it has: {known}")
+            self._record_version(folder, version, sequence)
 
     def remove(self, version: int) -> None:
         """Unlinks a version that is not live; who has it mapped keeps it."""
@@ -296,11 +308,13 @@ class Model:
         except VersionError:
             return Record()
 
-    def _record_version(self, folder: Folder, version: int) -> None:
-        """Flips to `version`. Caller holds the record lock."""
+    def _record_version(self, folder: Folder, version: int, sequence: int | None = None) -> None:
+        """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the record lock."""
         before = self._readable_record()
         lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
-        write_next(folder, Record(version, max([before.latest, version, *self.versions()]), tuple(lived)))
+        sequence = newest_delta(folder, version, before.latest_sequence) if sequence is None else sequence
+        latest = max([before.latest, version, *self.versions()])
+        write_next(folder, Record(version, latest, tuple(lived), sequence, before.latest_sequence))
         flip(folder)
 
     def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
@@ -308,17 +322,19 @@ class Model:
 
         Caller holds the record lock.
         """
-        current, latest = self._readable_record().current, max(versions, default=0)
-        is_on_record = latest <= self._readable_record().latest
+        before, latest = self._readable_record(), max(versions, default=0)
+        is_on_record = latest <= before.latest
         if not is_on_record:
             with _unless_full():
-                self._record_version(folder, current)
+                self._record_version(folder, before.current, before.sequence)
                 is_on_record = True
         for version in versions:
             folder.unlink(f"{version}{_SEGMENT}")
             folder.unlink(f"{version}{_DAMAGED}")
+            for sequence in deltas_of(folder, version):
+                folder.unlink(delta_name(version, sequence))
         if not is_on_record:
-            write_next(folder, Record(current, latest, tuple(self.versions())))
+            write_next(folder, replace(self._readable_record(), latest=latest, lived=tuple(self.versions())))
             flip(folder)
         return [self.path(v) for v in versions]
 
@@ -336,7 +352,7 @@ class Model:
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
         """Removes unfinished segments. Caller holds the load lock."""
-        leftovers = [name for name in folder.names() if name.endswith(".partial")]
+        leftovers = [name for name in folder.names() if name.endswith(".partial") and not name.endswith(f"{SUFFIX}.partial")]
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]
@@ -350,6 +366,17 @@ def _unless_full() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
+
+
+def deltas_of(folder: Folder, version: int) -> list[int]:
+    """The sequences of the deltas that are kept over a version, oldest first."""
+    found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
+    return sorted(sequence for over, sequence in found if over == version)
+
+
+def newest_delta(folder: Folder, version: int, latest: int) -> int:
+    """The newest delta over a version, of those that were live, which have no higher number than `latest`; 0: there is none."""
+    return max((s for s in deltas_of(folder, version) if s <= latest), default=0)
 
 
 def models(root: Path, owner: str | None = None) -> list[Model]:

@@ -350,14 +350,30 @@ def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -
         return ids, None, Unfound(0, 0)
     check_ids(ids, lengths, -1, job)
     rows = row_map.find(ids)
-    found = rows >= 0
+    found = rows != -1
     backfilled = int(np.count_nonzero(row_map.is_backfilled(rows[found])))
     if (lacks := np.flatnonzero(~found)).size:
         if row_map.default_row is None:
             at = int(lacks[0])
-            raise BadIds(Problem.MISSING, job, at, int(ids[at]), row_map.count)
+            raise BadIds(Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count)
         rows[lacks] = row_map.default_row
     return rows, found, Unfound(int(lacks.size), backfilled)
+
+
+def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
+    """A table without a map, and the numbers in it, of these rows [n] of `table`, none of them -1.
+
+    It is `table` itself, or, where that has an overlay, a copy of those rows.
+    """
+    if table.row_map is None:
+        return table, rows
+    if (overlay := table.row_map.overlay) is None:
+        return replace(table, row_map=None), rows
+    own = (rows >= 0) & (rows < table.rows)
+    packed = np.empty((max(1, rows.size), table.row_bytes), np.uint8)
+    packed[: rows.size][own] = table.packed[rows[own]]
+    overlay.rows(rows, packed[: rows.size])
+    return Table(packed, table.row_format, table.dim), np.arange(rows.size, dtype=np.int64)
 
 
 def check_arguments(

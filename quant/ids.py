@@ -25,7 +25,7 @@ a bucket are; both move as they are.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,13 +148,37 @@ class IdIndex:
         return ids, self.places(ids) == rows
 
 
+def directory_entries(directory: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """A directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
+    entries = np.empty((len(directory) - 1, 4), np.uint32)
+    entries[:, :2] = np.ascontiguousarray(directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
+    entries[:, 2] = np.diff(directory[:, 0])
+    entries[:, 3] = directory[:-1, 1]
+    return entries
+
+
+class Overriding(Protocol):
+    """Rows that override a table's: `quant.overlay.Overlay`."""
+
+    @property
+    def native_address(self) -> int: ...
+
+    @property
+    def levels(self) -> "tuple[Any, ...]": ...
+
+    def override(self, ids: Ids, rows: NDArray[np.int64]) -> None: ...
+
+    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class RowMap:
     """How ids become row numbers of one table.
 
     count: ids that have a row of their own. default_row: the row of every other id; None: those are refused. index: of raw ids.
     first: the id of row 0 of a table without an index, whose ids are [first, first + count). own: rows of such a table that did
-    not come from an older version, which are the first ones; None: all.
+    not come from an older version, which are the first ones; None: all. overlay: rows that override these or are beside them;
+    all else is said of the table without it.
     """
 
     count: int
@@ -162,16 +186,32 @@ class RowMap:
     index: IdIndex | None = None
     first: int = 0
     own: int | None = None
+    overlay: Overriding | None = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """The row of each id; -1: the table lacks it."""
+        """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which may be negative."""
         if self.index is not None:
-            return self.index.find(ids)
-        rows = ids - np.int64(self.first) if self.first else ids
-        return np.where((ids >= self.first) & (ids < self.first + self.count), rows, -1)
+            rows = self.index.find(ids)
+        else:
+            rows = ids - np.int64(self.first) if self.first else ids
+            rows = np.where((ids >= self.first) & (ids < self.first + self.count), rows, -1)
+        if self.overlay is not None:
+            self.overlay.override(ids, rows)
+        return rows
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table that ids can have, which are the first ones."""
+        return self.count if self.index is None else self.index.slots
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the table's ids are its row numbers and all others are refused, so that the map is there for its overlay."""
+        return self.index is None and self.default_row is None and not self.first
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """The id of each row, and which rows have one; what is given for the others is no id of theirs. The inverse of `find`."""
+        """The id of each row, and which rows have one; what is given for the others is no id of theirs. The inverse of `find`
+        without an overlay."""
         if self.index is not None:
             return self.index.ids_of(rows)
         return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
@@ -183,23 +223,20 @@ class RowMap:
         return rows[has_id], ids[has_id]
 
     def is_backfilled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows, none of them -1, came from an older version."""
+        """Which of these rows, none of them -1, came from an older version. None of an overlay's did."""
+        result = (rows >= 0) & (rows < self.rows)
         if self.index is None:
-            return rows >= (self.count if self.own is None else self.own)
+            return result & (rows >= (self.count if self.own is None else self.own))
         if (bits := self.index.backfilled) is None:
             return np.zeros(rows.shape, np.bool_)
-        return bits_at(bits, rows)
+        result[result] = bits_at(bits, rows[result])
+        return result
 
     @cached_property
     def entries(self) -> NDArray[np.uint32]:
         """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
         assert self.index is not None
-        directory = self.index.directory
-        entries = np.empty((len(directory) - 1, 4), np.uint32)
-        entries[:, :2] = np.ascontiguousarray(directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
-        entries[:, 2] = np.diff(directory[:, 0])
-        entries[:, 3] = directory[:-1, 1]
-        return entries
+        return directory_entries(self.index.directory)
 
     @cached_property
     def _native(self) -> NDArray[np.int64]:
@@ -229,6 +266,8 @@ class NativeRowMap(NamedTuple):
     first_bucket: int
     buckets_here: int
     backfilled: int
+    levels: int  # of an overlay: int64 [level_count, fields of quant.overlay.NativeLevel]
+    level_count: int
 
 
 NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
@@ -238,9 +277,11 @@ def native_row_map(of: RowMap) -> NativeRowMap:
     """The map with the addresses of its arrays in this process; without entries, which resolvers alone need."""
     index = of.index
     default = -1 if of.default_row is None else of.default_row
+    levels, level_count = (0, 0) if of.overlay is None else (of.overlay.native_address, len(of.overlay.levels))
     if index is None:
         own = of.count if of.own is None else of.own
-        return NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
+        of_rows = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
+        return of_rows._replace(levels=levels, level_count=level_count)
     return NativeRowMap(
         id_count=of.count,
         default_row=default,
@@ -256,6 +297,8 @@ def native_row_map(of: RowMap) -> NativeRowMap:
         first_bucket=index.first_bucket,
         buckets_here=len(index.directory) - 1,
         backfilled=0 if index.backfilled is None else _address(index.backfilled),
+        levels=levels,
+        level_count=level_count,
     )
 
 

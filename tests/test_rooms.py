@@ -55,7 +55,7 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batch_threads", "batching"),
-    *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "modules"),
+    *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
     *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),
 )
 
@@ -145,7 +145,7 @@ def test_the_client_knows_no_server_and_evaluations_no_http() -> None:
 
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 QUANT = (
-    *("errors", "row_format", "ids", "contract", "unchanged", "installed"),
+    *("errors", "row_format", "ids", "overlay", "contract", "unchanged", "installed"),
     *("cpu", "backends", "device", "cache", "gpu", "__init__"),
 )
 

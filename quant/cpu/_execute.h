@@ -52,10 +52,13 @@ static verdict check_lengths(const job *j) {
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
+/* Whether a map is there for its overlay alone: ids are row numbers, and all others are refused, before anything is looked up. */
+static int is_plain(const row_map *m) { return !m->directory && !m->first && m->default_row < 0 && m->level_count; }
+
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
         verdict v = check_lengths(jobs + k);
-        if (!v.problem && !jobs[k].map) v = check_ids(jobs + k);
+        if (!v.problem && (!jobs[k].map || is_plain(jobs[k].map))) v = check_ids(jobs + k);
         if (v.problem) {
             v.job = k;
             return v;
@@ -72,7 +75,7 @@ static verdict check(const job *jobs, int64_t n) {
 
 enum { IDS_AT_ONCE = 64, IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that shares no pieces */
 
-static int refuses(const job *j) { return j->map && j->map->default_row < 0; }
+static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
 static int64_t pieces_of(const job *j) { return refuses(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
 
@@ -81,7 +84,10 @@ static void count_unfound(const resolving *r) {
     if (r->backfilled) __atomic_fetch_add(&r->job->unfound[1], r->backfilled, __ATOMIC_RELAXED);
 }
 
-static void begin(resolving *r, const job *j) { r->job = j, r->next = r->placed = r->checked = r->missing = r->backfilled = 0; }
+static void begin(resolving *r, const job *j) {
+    r->job = j, r->next = r->placed = r->checked = r->missing = r->backfilled = 0;
+    memset(r->maybe, 0, sizeof r->maybe); /* of levels that there are not */
+}
 
 typedef struct { runner with; const job *jobs; } resolution;
 
@@ -115,7 +121,7 @@ static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
         int64_t at = 0;
         if (!refuses(j)) continue;
         if (j->unfound[0]) {
-            while (j->numbers[at] >= 0) at++;
+            while (j->numbers[at] != -1) at++;
             return (verdict){k, MISSING_ID, at, load_i64(j->ids + 8 * at)};
         }
         j->ids = (const uint8_t *)j->numbers, j->map = NULL;

@@ -6,9 +6,14 @@
 /* The fields of quant.ids.NativeRowMap, int64 each. */
 #define ROW_MAP_FIELDS(F)                                                                                         \
     F(id_count) F(default_row) F(first) F(own) F(directory) F(entries) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
-    F(first_bucket) F(buckets_here) F(backfilled)
+    F(first_bucket) F(buckets_here) F(backfilled) F(levels) F(level_count)
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
+
+/* A level of an overlay, as quant/overlay.py specifies it: the fields of its NativeLevel, int64 each. */
+#define LEVEL_FIELDS(F)                                                                                           \
+    F(filter) F(filter_words) F(first_row) F(deleted) F(entries) F(pilots) F(ids) F(id_step) F(buckets)
+typedef struct level { LEVEL_FIELDS(ROW_MAP_MEMBER) } level;
 #undef ROW_MAP_MEMBER
 
 /* An entry of a directory. The entry behind the last bucket's has the row behind its last one. */
@@ -18,7 +23,7 @@ typedef struct { int64_t first_row; uint64_t seed; } entry;
 typedef struct { int64_t first_row; uint32_t slots, seed; } whole_entry;
 
 static const uint64_t ID_MIX = 0xD6E8FEB86659FD93u, ID_SEED = 0x9E3779B97F4A7C15u, ID_SPREAD = 0xBF58476D1CE4E5B9u,
-                      ID_PILOT = 0x94D049BB133111EBu, ID_SLOT = 0xC2B2AE3D27D4EB4Fu;
+                      ID_PILOT = 0x94D049BB133111EBu, ID_SLOT = 0xC2B2AE3D27D4EB4Fu, ID_FILTER = 0x9FB21C651E98DF25u;
 
 static inline uint64_t mix_id(uint64_t x) {
     x = (x ^ (x >> 32)) * ID_MIX;
@@ -50,6 +55,7 @@ static inline uint64_t bucket_of(const row_map *m, uint64_t id, uint64_t hash) {
 }
 
 enum { ID_BLOCK = 16, PILOT_LAG = 3, BLOCKS = 4 }; /* lag: blocks by which the second step is behind the first */
+enum { MOST_LEVELS = 2 }; /* of an overlay */
 
 /* Ids between two steps. */
 typedef struct {
@@ -66,4 +72,5 @@ typedef struct resolving {
     int64_t checked; /* ids before this one have their row, and are counted below where it is not their own */
     int64_t missing, backfilled;
     id_block blocks[BLOCKS];
+    uint32_t maybe[BLOCKS][MOST_LEVELS]; /* ids of a block that may be in a level, a bit each */
 } resolving;

@@ -61,6 +61,112 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
     EACH_ID __builtin_prefetch(pilots + b->pilot_at[i], 0, 2);
 }
 
+/* The slot that an id has in a level if it is there; -1: its bucket is empty. */
+INLINE int64_t slot_in(const level *l, uint64_t id) {
+    const uint64_t hash = mix_id(id), bucket = hash & (uint64_t)(l->buckets - 1);
+    const whole_entry *e = (const whole_entry *)(intptr_t)l->entries + bucket;
+    if (!e->slots) return -1;
+    const uint64_t first = (uint64_t)e->first_row, g = spread(hash, e->seed);
+    const uint64_t pilot = ((const uint8_t *)(intptr_t)l->pilots)[pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)];
+    return (int64_t)(first + slot_of(g, pilot, e->slots));
+}
+
+/* Which of eight lanes, each of all bits or none, are set. */
+INLINE uint32_t lanes_set(lanes8 lanes) {
+#if defined(ISA_AVX512)
+    return (uint32_t)_mm512_movepi64_mask((__m512i)lanes);
+#elif defined(ISA_AVX2)
+    union { lanes8 all; __m256d halves[2]; } u = {lanes};
+    return (uint32_t)_mm256_movemask_pd(u.halves[0]) | (uint32_t)_mm256_movemask_pd(u.halves[1]) << 4;
+#else
+    uint32_t set = 0;
+    for (int i = 0; i < 8; i++) set |= (uint32_t)(lanes[i] & 1) << i;
+    return set;
+#endif
+}
+
+enum { FILTER_LAG = 4, FILTER_NEAR_WORDS = 1 << 13 }; /* blocks that words are prefetched ahead, of filters that do not lie near */
+
+/* The word of each id in a level's filter. */
+INLINE void words_of(const level *l, const uint64_t *id, uint64_t *at) {
+    EACH_EIGHT EIGHT(at) = (EIGHT(id) * ID_FILTER >> 32) * (uint64_t)l->filter_words >> 32;
+}
+
+/* Reads the words of ids to come. */
+INLINE void prefetch_words(const row_map *m, const uint64_t *id) {
+    const level *levels = (const level *)(intptr_t)m->levels;
+    uint64_t at[ID_BLOCK];
+    for (int64_t k = 0; k < m->level_count; k++) {
+        if (levels[k].filter_words <= FILTER_NEAR_WORDS) continue;
+        words_of(levels + k, id, at);
+        EACH_ID __builtin_prefetch((const uint64_t *)(intptr_t)levels[k].filter + at[i], 0, 3);
+    }
+}
+
+/* Which ids of a block may be in a level. */
+INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
+    const lanes8 one = {1, 1, 1, 1, 1, 1, 1, 1};
+    const uint64_t *filter = (const uint64_t *)(intptr_t)l->filter;
+    uint64_t at[ID_BLOCK], word[ID_BLOCK];
+    uint32_t maybe = 0;
+    words_of(l, id, at);
+#if defined(ISA_AVX512) /* written out, since a compiler takes lanes apart for this */
+    EACH_EIGHT _mm512_storeu_si512(word + i, _mm512_i64gather_epi64(_mm512_loadu_si512(at + i), filter, 8));
+#else
+    EACH_ID word[i] = filter[at[i]];
+#endif
+    EACH_EIGHT {
+        const lanes8 h = EIGHT(id) * ID_FILTER;
+        const lanes8 needed = one << (h >> 26 & 63) | one << (h >> 20 & 63) | one << (h >> 14 & 63);
+        maybe |= lanes_set((lanes8)((EIGHT(word) & needed) == needed)) << i;
+    }
+    return maybe;
+}
+
+/* First step of an overlay, for block `k` of a job's ids: which of them may be in a level. The ids that these levels keep are prefetched. */
+INLINE void find_maybe(resolving *r, int64_t k) {
+    const job *j = r->job;
+    const row_map *m = j->map;
+    const level *levels = (const level *)(intptr_t)m->levels;
+    const int64_t left = j->n_ids - k * ID_BLOCK, n = left < ID_BLOCK ? left : ID_BLOCK;
+    const uint8_t *ids = j->ids + 8 * k * ID_BLOCK;
+    uint64_t id[ID_BLOCK] = {0};
+    if (left >= (FILTER_LAG + 1) * ID_BLOCK) {
+        __builtin_memcpy(id, ids + 8 * FILTER_LAG * ID_BLOCK, sizeof id);
+        prefetch_words(m, id);
+    }
+    if (n == ID_BLOCK) __builtin_memcpy(id, ids, sizeof id);
+    else __builtin_memcpy(id, ids, (size_t)n * 8);
+    for (int64_t l = 0; l < m->level_count; l++) {
+        const uint32_t maybe = may_be_in(levels + l, id) & ((1u << n) - 1);
+        r->maybe[k % BLOCKS][l] = maybe;
+        for (uint32_t bits = maybe; bits; bits &= bits - 1) {
+            const int64_t slot = slot_in(levels + l, id[__builtin_ctz(bits)]);
+            __builtin_prefetch((const uint8_t *)(intptr_t)levels[l].ids + slot * levels[l].id_step, 0, 3);
+        }
+    }
+}
+
+/* Second step: rows of the overlay take the place of the table's own. numbers: of each id of the block, where that of a row that
+ * overrides is written, or -1. `left` are those that no newer level has. */
+static NOINLINE void NAME(override)(const resolving *r, int64_t k, int64_t *numbers) {
+    const row_map *m = r->job->map;
+    const level *l = (const level *)(intptr_t)m->levels, *end = l + m->level_count;
+    const uint8_t *ids = r->job->ids + 8 * k * ID_BLOCK;
+    uint32_t left = ~0u;
+    for (const uint32_t *maybe = r->maybe[k % BLOCKS]; l < end; l++, maybe++)
+        for (uint32_t bits = *maybe & left; bits; bits &= bits - 1) {
+            const int i = __builtin_ctz(bits);
+            const int64_t id = load_i64(ids + 8 * i), slot = slot_in(l, (uint64_t)id);
+            if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != id) continue;
+            const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
+            numbers[i] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
+            left &= ~(1u << i);
+        }
+}
+
+INLINE int is_overridden(const resolving *r, int64_t k) { return (r->maybe[k % BLOCKS][0] | r->maybe[k % BLOCKS][1]) != 0; }
+
 /* Rows. These are prefetched by the lookup, one for each that it pools; ids that are kept apart from them are prefetched here. */
 INLINE void place_block(const row_map *m, int kept_apart, const id_block *b, int64_t *numbers) {
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots, *kept = (const uint8_t *)(intptr_t)m->ids;
@@ -84,8 +190,14 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
         if (k < count) {
             const int64_t at = k * ID_BLOCK, left = j->n_ids - at;
             hash_block(m, j->ids + 8 * at, left < ID_BLOCK ? left : ID_BLOCK, is_whole, &r->blocks[k % BLOCKS]);
+            if (m->level_count) find_maybe(r, k);
         }
-        if (k >= PILOT_LAG) place_block(m, kept_apart, &r->blocks[(k - PILOT_LAG) % BLOCKS], j->numbers + (k - PILOT_LAG) * ID_BLOCK);
+        if (k >= PILOT_LAG) {
+            const int64_t at = (k - PILOT_LAG) * ID_BLOCK;
+            const id_block *b = &r->blocks[(k - PILOT_LAG) % BLOCKS];
+            place_block(m, kept_apart, b, j->numbers + at);
+            if (m->level_count && is_overridden(r, k - PILOT_LAG)) NAME(override)(r, k - PILOT_LAG, j->numbers + at);
+        }
     }
     r->next = k;
     r->placed = k > PILOT_LAG ? (k - PILOT_LAG) * ID_BLOCK : 0;
@@ -95,23 +207,28 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
 static NOINLINE void NAME(count_backfilled)(const row_map *m, const int64_t *rows, int64_t n, resolving *r) {
     const uint8_t *bits = (const uint8_t *)(intptr_t)m->backfilled;
     for (int64_t i = 0; i < n; i++)
-        if (rows[i] != m->default_row && rows[i] >= 0) r->backfilled += bits[rows[i] >> 3] >> (rows[i] & 7) & 1;
+        if (rows[i] != m->default_row && rows[i] >= 0 && rows[i] < r->job->rows) r->backfilled += bits[rows[i] >> 3] >> (rows[i] & 7) & 1;
 }
+
+/* Whether a row is an overlay's: neither one of the table nor -1. */
+INLINE int is_overlaid(const job *j, int64_t row) { return (uint64_t)row + 1 > (uint64_t)j->rows; }
 
 /* Whole blocks of ids from number `at` on: is the id that their row keeps theirs? */
 INLINE int64_t check_blocks(resolving *r, int64_t at, int64_t until) {
     const job *j = r->job;
     const row_map *m = j->map;
-    const uint8_t *kept = (const uint8_t *)(intptr_t)m->ids;
+    const uint8_t *kept = m->id_count ? (const uint8_t *)(intptr_t)m->ids : (const uint8_t *)&ID_MIX; /* no row is read there */
     const int64_t step = m->id_step;
+    const uint64_t own = (uint64_t)j->rows;
     lanes8 found = {0};
     for (; at + ID_BLOCK <= until; at += ID_BLOCK) {
         int64_t *rows = j->numbers + at;
         const uint8_t *ids = j->ids + 8 * at;
         uint64_t there[ID_BLOCK];
-        EACH_ID there[i] = (uint64_t)load_i64(kept + (rows[i] & ~(rows[i] >> 63)) * step);
+        EACH_ID there[i] = (uint64_t)load_i64(kept + ((uint64_t)rows[i] < own ? rows[i] : 0) * step);
         EACH_EIGHT {
-            const lanes8 row = EIGHT(rows), is = (lanes8)(EIGHT(there) == EIGHT(ids + 7 * i)) & (lanes8)(row >> 63 == 0);
+            const lanes8 row = EIGHT(rows), overlaid = (lanes8)(row + 1 > own); /* found already */
+            const lanes8 is = ((lanes8)(EIGHT(there) == EIGHT(ids + 7 * i)) & (lanes8)(row < own)) | overlaid;
             EIGHT(rows) = (row & is) | ((uint64_t)m->default_row & ~is);
             EIGHT(there) = is;
             found -= is;
@@ -130,7 +247,8 @@ INLINE void check_one(resolving *r, int64_t at) {
     const job *j = r->job;
     const row_map *m = j->map;
     int64_t *row = j->numbers + at;
-    const int is = *row >= 0 && load_i64((const uint8_t *)(intptr_t)m->ids + *row * m->id_step) == load_i64(j->ids + 8 * at);
+    const int is = is_overlaid(j, *row)
+                   || (*row >= 0 && load_i64((const uint8_t *)(intptr_t)m->ids + *row * m->id_step) == load_i64(j->ids + 8 * at));
     if (!is) *row = m->default_row;
     if (j->found) j->found[at] = (uint8_t)is;
     r->missing += !is;
@@ -142,27 +260,56 @@ static NOINLINE void NAME(check_ids)(resolving *r, int64_t until) {
     for (; at < until; at++) check_one(r, at);
     r->checked = until;
 }
+/* Ids that are row numbers, but for a first one and a default row: blocks up to number `until`. */
+INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
+    const job *j = r->job;
+    const row_map *m = j->map;
+    const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK, lag = has_overlay ? PILOT_LAG : 0;
+    int64_t k = r->next, at;
+    for (; k < count + lag && (k - lag) * ID_BLOCK < until; k++) {
+        if (has_overlay && k < count) find_maybe(r, k);
+        if (k < lag) continue;
+        at = (k - lag) * ID_BLOCK;
+        const int64_t n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
+        int64_t *numbers = j->numbers + at, rows[ID_BLOCK];
+        uint64_t id[ID_BLOCK];
+        lanes8 lacks = {0}, late = {0};
+        if (n == ID_BLOCK) __builtin_memcpy(id, j->ids + 8 * at, sizeof id);
+        else EACH_ID id[i] = (uint64_t)(i < n ? load_i64(j->ids + 8 * (at + i)) : m->first);
+        EACH_EIGHT {
+            const lanes8 row = EIGHT(id) - (uint64_t)m->first;
+            EIGHT(rows) = row | (lanes8)(row >= (uint64_t)m->id_count); /* -1 where there is none */
+        }
+        if (has_overlay && is_overridden(r, k - lag)) NAME(override)(r, k - lag, rows);
+        EACH_EIGHT {
+            const lanes8 row = EIGHT(rows), is_missing = (lanes8)(row == (uint64_t)-1);
+            EIGHT(rows) = (row & ~is_missing) | ((uint64_t)m->default_row & is_missing);
+            lacks -= is_missing;
+            late -= (lanes8)(row >= (uint64_t)m->own) & (lanes8)(row < (uint64_t)m->id_count);
+        }
+        for (int i = 0; i < 8; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
+        for (int64_t i = n; i < ID_BLOCK; i++) { /* those beside the last id, which are all alike */
+            r->missing -= rows[i] == m->default_row;
+            r->backfilled -= rows[i] >= m->own && rows[i] < m->id_count;
+        }
+        if (n == ID_BLOCK) __builtin_memcpy(numbers, rows, sizeof rows);
+        else for (int64_t i = 0; i < n; i++) numbers[i] = rows[i];
+        if (j->found)
+            for (int64_t i = 0; i < n; i++) j->found[at + i] = rows[i] != m->default_row;
+    }
+    r->next = k;
+    r->placed = k > lag ? (k - lag) * ID_BLOCK : 0;
+    if (r->placed > j->n_ids) r->placed = j->n_ids;
+    r->checked = r->placed;
+}
+
+static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) { resolve_rows(r, until, 0); }
+static NOINLINE void NAME(resolve_overridden_rows)(resolving *r, int64_t until) { resolve_rows(r, until, 1); }
 #undef EACH_ID
 #undef EACH_EIGHT
 #undef EIGHT
 #undef EVEN
 #undef ODD
-
-/* Ids that are row numbers, but for a first one and a default row. */
-static NOINLINE void NAME(resolve_rows)(resolving *r) {
-    const job *j = r->job;
-    const row_map *m = j->map;
-    for (int64_t i = 0; i < j->n_ids; i++) {
-        const int64_t id = load_i64(j->ids + 8 * i);
-        const uint64_t row = (uint64_t)id - (uint64_t)m->first;
-        const int is_there = row < (uint64_t)m->id_count && id >= m->first;
-        j->numbers[i] = is_there ? (int64_t)row : m->default_row;
-        r->missing += !is_there;
-        r->backfilled += is_there && (int64_t)row >= m->own;
-        if (j->found) j->found[i] = (uint8_t)is_there;
-    }
-    r->placed = r->checked = j->n_ids;
-}
 
 static NOINLINE void NAME(place_whole)(resolving *r, int64_t until) { place_ids(r, until, 1, 0); }
 static NOINLINE void NAME(place_kept_apart)(resolving *r, int64_t until) { place_ids(r, until, 1, 1); }
@@ -172,7 +319,8 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     if (r->placed >= until) return;
-    if (!m->directory || !m->id_count) NAME(resolve_rows)(r);
+    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r, until);
+    else if (!m->directory || (!m->id_count && !m->level_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);
     else NAME(place_kept_apart)(r, until);

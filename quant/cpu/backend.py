@@ -23,9 +23,9 @@ from tableside.quant.contract import (
     RowSource,
     Table,
     Unfound,
-    by_row_number,
     check_ids,
     place_of,
+    plain_rows,
     rows_of,
 )
 from tableside.quant.errors import QuantError
@@ -146,6 +146,7 @@ def _check(
         lengths = np.frombuffer(inputs, np.int32, place.bags, place.lengths_at)
     weights = None if place.weights_at < 0 else np.frombuffer(inputs, np.float32, place.ids, place.weights_at)
     rows, found, lacks = rows_of(table, ids, lengths, job)
+    table, rows = plain_rows(table, rows)
     dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
     vectors = place.ids if lengths is None else place.bags
     out: Floats
@@ -153,4 +154,4 @@ def _check(
         out = np.frombuffer(outputs, dtype, vectors * table.dim, place.out_at).reshape(-1, table.dim)
     else:
         out = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (kind.out_row_bytes, dtype.itemsize))
-    return Checked(host_table(by_row_number(table)), kind.pooling, rows, lengths, weights, out), found, lacks
+    return Checked(table, kind.pooling, rows, lengths, weights, out), found, lacks

@@ -94,12 +94,12 @@ class Fbgemm(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        ids, _, _ = contract.rows_of(table, ids, lengths)
+        held, ids = contract.plain_rows(host_table(table), contract.rows_of(table, ids, lengths)[0])
         offsets = torch.arange(ids.size + 1)
         if lengths is not None:
             offsets = torch.zeros(lengths.size + 1, dtype=torch.int64)
             torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
-        out[:] = operator(host_table(table), half)(
+        out[:] = operator(held, half)(
             torch.tensor(ids), offsets, _POOLING[pooling], None if weights is None else torch.tensor(weights)
         ).numpy()
         return out
@@ -145,6 +145,8 @@ class _Planner(CpuPlanner):
             at += one.table.dim
 
     def _operator(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> Any:
+        if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
+            return operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)  # of rows copied for this call
         with self._binding:
             if (found := self._bound.get(tuple(jobs))) is None:
                 found = operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)

@@ -30,6 +30,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu.backend import CpuBackend, host_table, host_tables
 from tableside.quant.errors import BadIds, MissingBackend, Problem
 from tableside.quant.ids import NativeRowMap
+from tableside.quant.overlay import NativeLevel
 from tableside.quant.row_format import RowFormat, Source
 
 try:
@@ -68,8 +69,8 @@ class _GatherJob(NamedTuple):
     out_at: int
 
 
-_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS)
-if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields) != _FIELDS:
+_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS, _native.LEVEL_FIELDS)
+if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLevel._fields) != _FIELDS:
     raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
 
 
@@ -79,6 +80,8 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     assert problem is not None
     table = tables[job]
     known = table.rows if table.row_map is None else table.row_map.count
+    if problem is Problem.MISSING and table.row_map is not None and table.row_map.is_plain:
+        problem = Problem.ID
     bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
     raise BadIds(problem, job, position, value, bound)
 

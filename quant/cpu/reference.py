@@ -120,8 +120,8 @@ class Reference(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        ids, _, _ = contract.rows_of(table, ids, lengths)
-        vectors = unpack(torch.from_numpy(host_table(table).packed[ids]), table.row_format, table.dim)
+        held, rows = contract.plain_rows(host_table(table), contract.rows_of(table, ids, lengths)[0])
+        vectors = unpack(torch.from_numpy(held.packed[rows]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()
             if weights is not None:

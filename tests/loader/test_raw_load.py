@@ -91,6 +91,15 @@ def test_a_slot_that_no_id_has_gives_no_id(root: Path, tmp_path: Path, dim: int)
         assert table.row_map.find(np.array([0, id_])).tolist() == [-1, table.row_map.index.places(np.array([id_]))[0]]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_every_id_of_a_table_without_id_0_is_there(root: Path, tmp_path: Path, seed: int) -> None:
+    """Among them the one whose row id 0 would have."""
+    ids = np.random.default_rng(seed).permutation(5000)[:3000].astype(np.int64) + 1
+    publish_raw(tmp_path, root, {"t": (ids, rows_of(3000, 16))}, {"t": {"missing": "zero", "buckets": 1}})
+    table: Any = attached(root)
+    assert (table.row_map.find(ids) >= 0).all() and table.row_map.find(np.zeros(1, np.int64)) == [-1]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_thread_and_two_write_the_same_segment(root: Path, tmp_path: Path, threads: int) -> None:
     """Rows and indexes byte for byte, which the checksums stand for; blocks come in any order."""

@@ -116,7 +116,7 @@ LIES = {
     "shorter than the prelude": (lambda d: d[:63], "too few"),
     "another magic": (lambda d: _change(d, 0, b"TABLSIDF"), "expected the magic"),
     "never sealed": (lambda d: _change(d, 0, bytes(8)), "not a finished segment"),
-    "another format version": (lambda d: _change(d, 8, struct.pack("<I", 3)), "format version 3, this tableside reads 1 to 2"),
+    "another format version": (lambda d: _change(d, 8, struct.pack("<I", 4)), "format version 4, this tableside reads 1 to 3"),
     "truncated": (lambda d: d[:-1], "its header says"),
     "longer than it says": (lambda d: d + b"\0", "its header says"),
     "a header larger than the file": (lambda d: _change(d, 12, struct.pack("<I", 2**31)), "does not fit"),

@@ -1,0 +1,170 @@
+"""States of a model: a version, and the delta that is live over it. Who reads takes one state for each request.
+
+A state is named VERSION or VERSION+SEQUENCE. A sequence is the number of a delta (loader.delta); it is never given twice, so that
+a state means one set of rows. The record says which state is live, and flips as a whole.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tableside.loader.delta import Delta, delta_name, overlaid, parse_delta_name
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.folder import Folder
+from tableside.loader.record import Record
+from tableside.loader.segment import Segment, Verify
+from tableside.loader.versions import Model, deltas_of, newest_delta
+
+_NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
+KEPT_STATES = 8
+APPLY_LOCK = "apply.lock"  # held by the one process that writes a delta
+
+
+class State(NamedTuple):
+    """A version and the delta over it; sequence 0: there is none."""
+
+    version: int
+    sequence: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.version}+{self.sequence}" if self.sequence else str(self.version)
+
+    @property
+    def number(self) -> int:
+        """One number for both, which no other state of the model has: the version in its lower 32 bits."""
+        return self.sequence << 32 | self.version
+
+    @classmethod
+    def numbered(cls, number: int) -> "State":
+        """The state of a `number`."""
+        return cls(number & 0xFFFFFFFF, number >> 32)
+
+
+def parse_state(text: str) -> tuple[int, int | None]:
+    """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is neither."""
+    if not (found := _NAMED.fullmatch(text)):
+        raise VersionError(f"found {text!r}; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
+    return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
+
+
+def state_of(record: Record) -> State:
+    """The live state; version 0: none is."""
+    return State(record.current, record.sequence)
+
+
+def resolve(model: Model, version: int, sequence: int | None = None) -> State:
+    """A version with its newest delta, or with the delta `sequence`; 0: without one."""
+    if sequence is not None:
+        return State(version, sequence)
+    try:
+        with model.opened() as folder:
+            return State(version, newest_delta(folder, version, model.record().latest_sequence))
+    except FileNotFoundError:
+        return State(version)
+
+
+def good_state(model: Model) -> State:
+    """The state to serve: the live one, or, where its version is known to be damaged, the last good version before it.
+
+    VersionError: none is live.
+    """
+    live, good = state_of(model.record()), model.good()
+    return live if live.version == good else resolve(model, good)
+
+
+def kept_states(model: Model, version: int) -> list[State]:
+    """The states of a version that are there, oldest first, the one without a delta before all."""
+    with model.opened() as folder:
+        return [State(version), *(State(version, sequence) for sequence in deltas_of(folder, version))]
+
+
+def attach_state(model: Model, state: State | None = None, verify: Verify = "full", like: Segment | None = None) -> Segment:
+    """Maps a state (None: the live one). like: what is attached of it already, or of one before it, is taken from there.
+
+    SegmentError: it is damaged. VersionError: it is not published, or not kept any more.
+    """
+    for _ in range(3):  # the live state may be replaced and its files removed between reading its name and opening them
+        wanted = state or State(model.current(), model.record().sequence)
+        try:
+            return _attach(model, wanted, verify, like)
+        except FileNotFoundError:
+            if state is not None or state_of(model.record()) == wanted:
+                break
+    known = ", ".join(map(str, kept_states(model, wanted.version)))
+    raise VersionError(f"model {model.name!r} keeps no state {wanted}; of version {wanted.version} it has: {known}")
+
+
+def _attach(model: Model, state: State, verify: Verify, like: Segment | None) -> Segment:
+    is_like = like is not None and like.header.version == state.version and like.header.model == model.name
+    base = like.base if like is not None and is_like else model.attach(state.version, verify)
+    if not state.sequence:
+        return base
+    there = {delta.sequence: delta for delta in like.deltas} if like is not None and is_like else {}
+    newest = there.get(state.sequence) or open_delta(model, state, verify)
+    deltas, below = [newest], newest.change.below
+    if below:
+        deltas.append(there.get(below) or open_delta(model, State(state.version, below), verify))
+        if deltas[1].change.below:
+            raise SegmentError(f"{deltas[1].path} lies over another delta; expected one over the version; remove {newest.path}")
+    return overlaid(base, deltas)
+
+
+def open_delta(model: Model, state: State, verify: Verify) -> Delta:
+    """The delta of a state. FileNotFoundError: it is not there. SegmentError: it is damaged."""
+    path = model.folder / delta_name(*state)
+    with model.opened() as folder:
+        delta = Delta(path, folder.open(path.name), verify)
+    if delta.segment.header.model != model.name:
+        raise SegmentError(f"{path} holds a delta of model {delta.segment.header.model!r}: remove it")
+    return delta
+
+
+def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
+    """Removes what a killed apply left: unfinished deltas, and one that was never live. Caller holds both locks."""
+    names = [n for n in folder.names() if n.endswith(".delta.partial")]
+    names += [n for n in folder.names() if (parsed := parse_delta_name(n)) and parsed[1] > record.latest_sequence]
+    for name in names:
+        folder.unlink(name)
+    return [folder.path / name for name in names]
+
+
+def forget_states(model: Model, folder: Folder, record: Record, keep: int) -> list[Path]:
+    """Removes deltas that no kept state needs: of each version its newest state stays, of the live one the live state and the
+    `keep` newest others. Who has them mapped keeps them. Caller holds the record lock."""
+    there = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
+    removed = []
+    for version in sorted({v for v, _ in there}):
+        sequences = sorted(s for v, s in there if v == version)
+        wanted = sequences[-1:]
+        if version == record.current:
+            others = [s for s in sequences if s != record.sequence]
+            wanted = others[len(others) - keep :] if keep else []
+            wanted += [record.sequence] if record.sequence else []
+        for sequence in set(sequences) - _needed(model, version, wanted):
+            folder.unlink(delta_name(version, sequence))
+            removed.append(folder.path / delta_name(version, sequence))
+    return sorted(removed)
+
+
+def collect_states(model: Model, keep: int) -> list[Path]:
+    """Removes what killed applies left, and deltas that no kept state needs, as `forget_states`. A model to which changes are
+    being applied, or that was never published, is left alone."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder = held.enter_context(model.opened())
+            held.enter_context(folder.lock(APPLY_LOCK, 0))
+        except (FileNotFoundError, VersionError):
+            return []
+        held.enter_context(folder.lock("record.lock"))
+        record = model.record()
+        return clear_unpublished(folder, record) + forget_states(model, folder, record, keep)
+
+
+def _needed(model: Model, version: int, sequences: Iterable[int]) -> set[int]:
+    needed = set(sequences)
+    for sequence in list(needed):
+        with contextlib.suppress(SegmentError, FileNotFoundError):  # a damaged one is kept for who looks into it
+            needed.add(open_delta(model, State(version, sequence), "header").change.below)
+    return needed

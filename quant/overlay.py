@@ -1,0 +1,154 @@
+"""Rows that override a table's, or extend it: what live updates put over a version. This file is the specification.
+
+An overlay has levels, the newest first. A level is a small table of raw ids (`quant.ids`) of its own: of each id that it has it
+holds a row, or says that the id is deleted. What the newest level that has an id says of it counts; an id that no level has is
+the table's own affair. This is decided while ids become row numbers, so nothing that reads rows knows of it.
+
+A level's rows lie anywhere. They are numbered from `first_row` on, outside the numbers of the table's own rows and not -1; who
+reads them chooses it. The kernels of the CPU find a row at `table + row * row_bytes`, so there it is the distance between the
+two in rows, which may be negative.
+
+Most ids are in no level. A filter tells so of nearly all of them with one read: of each id that a level has, three bits of one
+word are set. In 64-bit arithmetic without signs, with FILTER an odd constant:
+
+    h = id * FILTER
+    word = filter[(h >> 32) * words >> 32]
+    may be there = the bits h >> 26 & 63, h >> 20 & 63 and h >> 14 & 63 of the word are all set
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.quant.errors import QuantError
+from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
+
+FILTER = 0x9FB21C651E98DF25
+IDS_A_WORD = 4  # of a filter: 16 bits for an id, of which about 1 % that are not there look as if they were
+MOST_LEVELS = 2
+NO_ROW = -1  # the number of no row: the id is missing
+_BIT_SHIFTS = (26, 20, 14)
+
+
+def filter_words(ids: int) -> int:
+    """Words of a level's filter."""
+    return max(1, -(-ids // IDS_A_WORD))
+
+
+def _hashed(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
+    """The word of each id [n], and the bits that are set in it."""
+    h = ids.view(np.uint64) * np.uint64(FILTER)
+    bits = np.zeros(h.shape, np.uint64)
+    for shift in _BIT_SHIFTS:
+        bits |= np.uint64(1) << (h >> np.uint64(shift) & np.uint64(63))
+    return ((h >> np.uint64(32)) * np.uint64(words) >> np.uint64(32)).astype(np.int64), bits
+
+
+def fill_filter(ids: Ids, words: U64) -> None:
+    """Sets the bits of ids [n] in a filter."""
+    at, bits = _hashed(np.ascontiguousarray(ids), words.size)
+    np.bitwise_or.at(words, at, bits)
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Some rows of an overlay.
+
+    index: of the ids that it has, whole, in buckets made by the hash. packed: uint8 [slots or more, row_bytes], the row of each
+    slot. filter: uint64 [words]. deleted: bit `slot` says that the id has no row any more, uint8 [(slots + 7) // 8]; None: of
+    none. first_row: the number of the row in slot 0.
+    """
+
+    index: IdIndex
+    packed: NDArray[np.uint8]
+    filter: U64
+    deleted: NDArray[np.uint8] | None
+    first_row: int
+
+    def find(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which ids [n] the level has, and the number of the row of each of these, NO_ROW of those that are deleted."""
+        word, bits = _hashed(ids, self.filter.size)
+        has = self.filter[word] & bits == bits
+        slots = self.index.find(ids[has])
+        has[has] = slots >= 0
+        slots = slots[slots >= 0]
+        rows = slots + np.int64(self.first_row)
+        if self.deleted is not None:
+            rows[bits_at(self.deleted, slots)] = NO_ROW
+        return has, rows
+
+    @cached_property
+    def entries(self) -> NDArray[np.uint32]:
+        """The directory as resolvers read it: uint32 [buckets, 4]."""
+        return directory_entries(self.index.directory)
+
+    @property
+    def native(self) -> "NativeLevel":
+        """The level with the addresses of its arrays in this process."""
+        return NativeLevel(
+            filter=_address(self.filter),
+            filter_words=self.filter.size,
+            first_row=self.first_row,
+            deleted=0 if self.deleted is None else _address(self.deleted),
+            entries=_address(self.entries),
+            pilots=_address(self.index.pilots),
+            ids=_address(self.index.ids),
+            id_step=self.index.ids.strides[0],
+            buckets=self.index.buckets,
+        )
+
+
+class NativeLevel(NamedTuple):
+    """A level as kernels read it, int64 each; addresses are those of the fields of `Level` and its index. deleted: 0: none is."""
+
+    filter: int
+    filter_words: int
+    first_row: int
+    deleted: int
+    entries: int
+    pilots: int
+    ids: int
+    id_step: int  # bytes from one slot's id to the next
+    buckets: int
+
+
+class Overlay:
+    """Levels over one table, the newest first: 1 to MOST_LEVELS."""
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        if not 1 <= len(levels) <= MOST_LEVELS:
+            raise QuantError(f"an overlay of {len(levels)} levels; kernels read 1 to {MOST_LEVELS}: merge them")
+        self._levels = tuple(levels)
+        self._native = np.array([level.native for level in self._levels], np.int64)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return self._levels
+
+    @property
+    def native_address(self) -> int:
+        """Where the fields of a `NativeLevel` lie for each level, as long as this object lives."""
+        return _address(self._native)
+
+    def override(self, ids: Ids, rows: NDArray[np.int64]) -> None:
+        """Writes the number of the row of each id that a level has to rows [n], which hold those of the table's own."""
+        left = np.arange(ids.size)
+        for level in self.levels:
+            has, found = level.find(ids[left])
+            rows[left[has]] = found
+            left = left[~has]
+
+    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Writes those rows of `numbers` [n] that are an overlay's to out [n, row_bytes], as they are packed."""
+        for level in self.levels:
+            slots = numbers - np.int64(level.first_row)
+            here = np.flatnonzero((slots >= 0) & (slots < level.index.slots))
+            out[here] = level.packed[slots[here]]
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)

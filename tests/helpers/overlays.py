@@ -1,0 +1,83 @@
+"""Tables with overlays in memory, and what a dictionary says of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import tables
+from indexed_tables import built, rows_in
+
+from tableside.quant import Table
+from tableside.quant.ids import RowMap, id_at, set_bits
+from tableside.quant.overlay import Level, Overlay, fill_filter, filter_words
+
+
+@dataclass(frozen=True, eq=False)
+class Overlaid:
+    """A table with an overlay. plain: all rows that were ever given, where an id is a row number. numbers: id -> its row of
+    `plain`; default: that of every other id, or None: they are refused."""
+
+    table: Table
+    plain: Table
+    numbers: dict[int, int]
+    default: int | None
+
+    def expected_rows(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([self.numbers.get(i, self.default) for i in ids.tolist()], np.int64)
+
+    def expected_found(self, ids: np.ndarray) -> np.ndarray:
+        return np.array([i in self.numbers for i in ids.tolist()], np.bool_)
+
+
+Changed = tuple[np.ndarray, np.ndarray]
+"""Ids of a level, int64 [n], all different, and which of them are deleted, bool [n]."""
+
+
+def level_of(base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray, memory: np.ndarray) -> Level:
+    """A level of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole rows away from those of
+    `base`, uint8 [slots or more, row_bytes]."""
+    index = built(ids, 4)
+    slots = rows_in(index, ids)
+    memory[slots] = rows
+    kept = np.zeros(index.slots, np.int64)
+    kept[:] = ids[0] if ids.size else 0
+    kept[slots] = ids
+    bits = np.zeros((index.slots + 7) // 8, np.uint8)
+    set_bits(bits, slots[deleted])
+    words = np.zeros(filter_words(ids.size), np.uint64)
+    fill_filter(ids, words)
+    distance = memory.ctypes.data - base.address
+    assert distance % base.row_bytes == 0
+    return Level(replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes)
+
+
+def overlaid(base: Table, plain: Table, numbers: dict[int, int], changes: Sequence[Changed], is_above: bool = True) -> Overlaid:
+    """`base` with a level for each of `changes`, the newest last. plain, numbers: the oracle of `base`. is_above: the levels'
+    rows lie at higher addresses than the table's."""
+    default = None if base.row_map is None or base.row_map.default_row is None else len(plain.packed) - 1
+    numbers = dict(numbers)
+    most = sum(ids.size + ids.size // 16 + 8 for ids, _ in changes)
+    whole = np.zeros((base.rows + most + 1, base.row_bytes), np.uint8)
+    first = 0 if is_above else most + 1
+    own = whole[first : first + base.rows]
+    own[:] = base.packed
+    row_map = base.row_map or RowMap(base.rows)
+    if row_map.index is not None and id_at(base.row_format, base.dim) >= 0:
+        at, count = id_at(base.row_format, base.dim), row_map.index.slots
+        row_map = replace(row_map, index=replace(row_map.index, ids=np.ndarray((count,), "<i8", own, at, (own.shape[1],))))
+    moved = replace(base, packed=own, row_map=None)
+    levels, packed, free = [], [plain.packed], base.rows + 1 if is_above else 0  # a row between them is never an id's
+    for n, (ids, deleted) in enumerate(changes):
+        rows = tables.table_of(base.row_format, base.dim, max(2, ids.size), seed=100 + n).packed[: ids.size]
+        memory = whole[free : free + ids.size + ids.size // 16 + 8]
+        free += len(memory)
+        levels.append(level_of(moved, ids, deleted, rows, memory))
+        start = sum(map(len, packed))
+        packed.append(rows)
+        for k, (i, gone) in enumerate(zip(ids.tolist(), deleted.tolist(), strict=True)):
+            if gone:
+                numbers.pop(i, None)
+            else:
+                numbers[i] = start + k
+    table = replace(moved, row_map=replace(row_map, overlay=Overlay(levels[::-1])))
+    return Overlaid(table, replace(plain, packed=np.concatenate(packed)), numbers, default)

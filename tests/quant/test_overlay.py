@@ -1,0 +1,181 @@
+"""Lookups in tables with overlays give what a dictionary of rows gives, by every backend of the CPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from indexed_tables import kinds_of_ids, raw_table
+from overlays import Changed, Overlaid, overlaid
+from tables import table_of
+
+from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
+from tableside.quant.errors import Problem
+from tableside.quant.ids import RowMap
+from tableside.quant.overlay import fill_filter, filter_words
+
+_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
+
+BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
+KINDS = kinds_of_ids(300)
+LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT8, 60), (RowFormat.INT4, 24), (RowFormat.FP16, 32), (RowFormat.FP32, 20)]
+COUNTS = (0, 1, 15, 16, 17, 31, 180, 2047, 2049, 6000)  # around blocks of 16 ids and pieces of 2048
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
+    name, _, isa = request.param.partition("-")
+    if isa:
+        _native.use(isa)
+    yield choose(name)
+    _native.use(_native.isas()[0])
+
+
+def changed(ids: np.ndarray, seed: int, part: int = 3, deleted: bool = True) -> Changed:
+    """Some of these ids are overwritten, some deleted, and ids beside them inserted."""
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(ids)[: ids.size // part]
+    some = np.unique(np.concatenate([some, rng.permutation(ids ^ 1)[: ids.size // part]]))
+    return some, (rng.random(some.size) < 0.3) & deleted
+
+
+def raw(row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray = KINDS["random"], **how: Any) -> Overlaid:
+    base = raw_table(ids, row_format, dim)
+    return overlaid(base.table, base.plain, base.numbers, [changed(ids, 1), changed(ids, 2, 5)], **how)
+
+
+def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, **how: Any) -> Overlaid:
+    """Rows [0, 300), and, where `default`, a default row behind them."""
+    plain = table_of(row_format, dim, 301 if default else 300)
+    base = replace(plain, row_map=RowMap(300, 300 if default else None))
+    first, second = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
+    first, second = ((ids[ids < 300], gone[ids < 300]) for ids, gone in (first, second))
+    if not default:
+        base = replace(base, row_map=None)
+    return overlaid(base, plain, {i: i for i in range(300)}, [first, second], **how)
+
+
+def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
+    """Every pooling, with lengths and weights, in fp32 and fp16, bit for bit what the backend makes of the dictionary's rows."""
+    rng = np.random.default_rng(asked.size)
+    rows = made.expected_rows(asked)
+    lengths = rng.multinomial(asked.size, np.ones(9) / 9).astype(np.int32)
+    lengths[3] += lengths[4]
+    lengths[4] = 0
+    weights = rng.standard_normal(asked.size).astype(np.float32)
+    for pooling in Pooling:
+        bags = None if pooling is Pooling.NONE else lengths
+        for weighted, half in product((None,) if bags is None else (None, weights), (False, True)):
+            how: dict[str, Any] = {"pooling": pooling, "weights": weighted, "half": half}
+            found = backend.lookup(made.table, asked, bags, **how)
+            np.testing.assert_array_equal(found, backend.lookup(made.plain, rows, bags, **how))
+
+
+def asked_of(made: Overlaid, ids: np.ndarray, count: int = 400) -> np.ndarray:
+    pool = np.concatenate([ids, ids ^ 1, KINDS["extremes"], np.arange(-2, 3)])
+    if made.default is None:
+        pool = np.array(sorted(made.numbers))
+    return np.random.default_rng(count).choice(pool, count)
+
+
+@pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
+@pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
+def test_raw_ids_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: int, is_above: bool) -> None:
+    """Rows overwritten, inserted and deleted by two levels, at addresses above and below the table's."""
+    made = raw(row_format, dim, is_above=is_above)
+    check(backend, made, asked_of(made, KINDS["random"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_raw_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
+    """An empty table among them, over which all ids are an overlay's."""
+    base = raw_table(KINDS[kind])
+    new = np.setdiff1d(np.arange(50), KINDS[kind])
+    made = overlaid(base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))])
+    check(backend, made, asked_of(made, KINDS[kind]))
+
+
+@pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
+@pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
+def test_row_numbers(backend: CpuBackend, default: bool, is_above: bool) -> None:
+    """Ids that are row numbers are overwritten, and deleted where there is a default row."""
+    made = dense(default=default, is_above=is_above)
+    for count in COUNTS:
+        check(backend, made, asked_of(made, np.arange(300), count))
+
+
+def test_requests_of_every_length(backend: CpuBackend) -> None:
+    made = raw()
+    for count in COUNTS:
+        check(backend, made, asked_of(made, KINDS["random"], count))
+
+
+def test_refused_ids_are_told(backend: CpuBackend) -> None:
+    """An id that an overlay deleted is refused like any that is missing, and one outside rows as without an overlay."""
+    made = raw()
+    row_map = made.table.row_map
+    assert row_map is not None
+    refusing = replace(made.table, row_map=replace(row_map, default_row=None))
+    there = np.array(sorted(made.numbers))
+    gone = next(i for i in KINDS["random"].tolist() if i not in made.numbers)
+    backend.lookup(refusing, there, np.array([there.size], np.int32))
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(refusing, np.append(there, gone), np.array([there.size + 1], np.int32))
+    assert (caught.value.problem, caught.value.position, caught.value.value) == (Problem.MISSING, there.size, gone)
+    plain = dense(default=False)
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(plain.table, np.array([1, 2, 300]), np.array([3], np.int32))
+    assert (caught.value.problem, caught.value.position, caught.value.bound) == (Problem.ID, 2, 300)
+
+
+@pytest.mark.parametrize("make", [raw, dense], ids=["raw", "dense"])
+def test_found_masks_and_counts(backend: CpuBackend, make: Any) -> None:
+    """A found mask says which ids have a row, and what was not found is counted; an overlay's rows are not backfilled."""
+    made = make()
+    asked = asked_of(made, KINDS["random"] if make is raw else np.arange(300), 333)
+    plan = backend.plan([Lookup(made.table, Pooling.NONE, 0, asked.size, 0, found_at=asked.size * 256)])
+    out = np.zeros(asked.size * 257, np.uint8)
+    unfound = plan.run(asked.tobytes(), out)
+    np.testing.assert_array_equal(out[asked.size * 256 :].astype(bool), made.expected_found(asked))
+    assert unfound is not None and tuple(unfound[0]) == (int((~made.expected_found(asked)).sum()), 0)
+
+
+def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend) -> None:
+    ids = KINDS["random"]
+    base = raw_table(ids, backfilled=np.ones(ids.size, np.bool_))
+    change = ids[:100], np.zeros(100, np.bool_)
+    made = overlaid(base.table, base.plain, base.numbers, [change])
+    place = np.array([Place(0, ids.size, -1, ids.size, 1, -1, 0)], np.int64)
+    unfound = backend.planner([LookupKind(made.table, Pooling.SUM)]).run(place, ids.tobytes(), np.zeros(256, np.uint8))
+    assert unfound is not None and tuple(unfound[0]) == (0, ids.size - 100)
+
+
+@pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
+def test_calls_that_threads_share(backend: CpuBackend, default: bool) -> None:
+    """More ids than one thread resolves alone, of jobs beside each other."""
+    made = dense(RowFormat.INT4, 64, default)
+    asked = asked_of(made, np.arange(300), 40_000)
+    lengths = np.full(2000, 20, np.int32)
+    expected = backend.lookup(made.plain, made.expected_rows(asked), lengths)
+    for threads in (1, 2, 4):
+        np.testing.assert_array_equal(backend.lookup(made.table, asked, lengths, threads=threads), expected, f"{threads} threads")
+
+
+FILTERED = {"consecutive": np.arange(10_000), "high bits": np.arange(10_000) << 32}
+FILTERED["random"] = np.random.default_rng(0).integers(-(2**63), 2**63, 10_000)
+
+
+@pytest.mark.parametrize("ids", FILTERED.values(), ids=FILTERED)
+def test_the_filter_lets_all_ids_of_a_level_pass_and_few_others(ids: np.ndarray) -> None:
+    words = np.zeros(filter_words(ids.size), np.uint64)
+    fill_filter(ids, words)
+    from tableside.quant.overlay import _hashed
+
+    def passes(asked: np.ndarray) -> np.ndarray:
+        at, bits = _hashed(asked, words.size)
+        return words[at] & bits == bits
+
+    assert passes(ids).all()
+    assert passes(np.random.default_rng(1).integers(0, 2**40, 100_000)).mean() < 0.03
