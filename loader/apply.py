@@ -23,12 +23,12 @@ from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.segment import Segment
-from tableside.loader.states import KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of
+from tableside.loader.states import APPLY_LOCK, KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.errors import NotRepresentable
 
-APPLY_LOCK, COMPACT_LOCK = "apply.lock", "compact.lock"
+COMPACT_LOCK = "compact.lock"
 SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one below it, however small that is
 _SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16}
 

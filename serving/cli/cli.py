@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.export import VALUE_FORMATS
+from tableside.loader.states import KEPT_STATES
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing, updates
-from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, url
+from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, state, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
@@ -110,7 +111,7 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("inspect", showing.inspect, "show what a version holds")
     p.add_argument("model")
-    p.add_argument("version", type=count(1), nargs="?")
+    p.add_argument("version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)")
     _add_json(p)
 
     p = command("verify", publishing.verify, "read every byte of the versions and compare checksums")
@@ -119,7 +120,9 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("activate", publishing.activate, "make a published version the live one: rollback, or a staged release")
     p.add_argument("model")
-    p.add_argument("version", type=count(1))
+    p.add_argument(
+        "version", type=state, metavar="VERSION[+SEQUENCE]", help="a version with its newest changes, or those up to one"
+    )
 
     p = command("remove", publishing.remove, "remove a version that is not live, or a whole model")
     p.add_argument("model")
@@ -129,6 +132,13 @@ def _add_publishing(command: _AddCommand) -> None:
     p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("--keep", type=_KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    p.add_argument(
+        "--keep-states", type=_KEEP, default=KEPT_STATES, help="states beside the live one that stay (default: %(default)s)"
+    )
+
+    p = command("compact", publishing.compact_model, "make the live version and the changes over it the next version")
+    p.add_argument("model")
+    p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")
 
 
 def _add_updates(command: _AddCommand) -> None:
