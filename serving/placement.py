@@ -15,6 +15,7 @@ from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
+from tableside.serving.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.errors import ServingError
 from tableside.serving.id_indexes import index_bytes, with_copied_ids
 from tableside.serving.settings import ALIASES, ServerSettings
@@ -31,7 +32,7 @@ logger = logging.getLogger("tableside")
 
 _SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
 _SMALLEST_CACHE = 1 << 20  # bytes
-_GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
+_WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
@@ -215,6 +216,11 @@ class Placer:
             self._warm(placed, replaced)
         return placed
 
+    def compile(self, segment: Segment) -> None:
+        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
+        if self.gpu is not None and are_compiled(self._settings):
+            compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+
     def place_over(self, segment: Segment, before: Placements) -> Placements:
         """The tables of another state of the version that `before` has placed. Raises as `place`."""
         if self.gpu is None:
@@ -295,7 +301,8 @@ class Placer:
         return CacheSettings(
             Policy(s.cache_policy),
             s.cache_half_life,
-            staging_buffers=1 + self._ahead,
+            staging_buffers=s.cache_staging_buffers + self._ahead,
+            staging_bytes=s.cache_staging_bytes,
             gather_threads=self._gatherers(cached_bytes),
             replays=True,
         )
@@ -304,8 +311,10 @@ class Placer:
         """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
         if self._settings.gather_threads is not None:
             return self._settings.gather_threads
-        share = min(_MOST_GATHERERS, len(os.sched_getaffinity(0)) // self._settings.workers)
-        return share if share >= _GATHERERS and cached_bytes >= _WIDE_BYTES else 0
+        if cached_bytes < _WIDE_BYTES:
+            return 0
+        spare = len(os.sched_getaffinity(0)) - self._settings.workers  # doors keep a core each
+        return max(1, min(_MOST_GATHERERS, spare // self._settings.engines))
 
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes
@@ -313,7 +322,7 @@ class Placer:
     def _tables(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int, copied: frozenset[str]
     ) -> "dict[str, DeviceTable]":
-        from tableside.quant.gpu.tables import KernelKey
+        from tableside.quant.gpu.wanted import KernelKey
 
         view = self._registered(gpu, segment, placements)
         key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))

@@ -53,6 +53,7 @@ from tableside.quant.device.cuda import page_lock
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
+from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere
 from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
@@ -61,7 +62,8 @@ from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Spli
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
+from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
+from tableside.quant.gpu.wanted import KernelKey
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds in the interpreter, whatever its width.
@@ -198,6 +200,12 @@ class GpuBackend(Backend):
         if self.is_interpreted:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    @property
+    def architecture(self) -> int:
+        """Of the device, as 90 of sm_90. Not to be asked of the interpreter."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
     def is_lost(self) -> bool:
         """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for work under way."""
@@ -459,14 +467,18 @@ class GpuBackend(Backend):
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
-        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
+        elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
+        for n in elsewhere:
+            check_elsewhere(plans[n].layout)
+        given = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
+        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken, elsewhere)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
-        batch.stage_inputs([inputs for _, inputs in requests])
-        for n, (_, inputs) in enumerate(requests):
+        batch.stage_inputs(given)
+        for n, inputs in enumerate(given):
             batch.stage(n, inputs)
         if clock:
             clock.mark()
-        batch.send()
+        batch.send(self.current_stream())
         if clock:
             clock.mark()
         if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
@@ -474,13 +486,14 @@ class GpuBackend(Backend):
         if launches.resolve is not None:
             self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
-        return Begun([inputs for _, inputs in requests], buffers, batch, launches, ticket, follower, clock)
+        return Begun([*given], buffers, batch, launches, ticket, follower, clock)
 
     def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
         inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
         self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
+        batch.write_elsewhere(self.current_stream())
         if clock:
             clock.mark()
         outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)

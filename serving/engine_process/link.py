@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,13 @@ from tableside.serving.admission import overloaded
 from tableside.serving.engine import CacheState
 from tableside.serving.engine_process import messages
 from tableside.serving.engine_process.described import describe
+from tableside.serving.engine_process.device_regions import parts_of
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.errors import Kind as ErrorKind
 from tableside.serving.executors import Executor
+from tableside.serving.regions import PartlyOnDevice, Slice
 from tableside.serving.request import Answer, Request
 from tableside.serving.settings import ServerSettings
 
@@ -74,6 +77,7 @@ class EngineLink(Executor):
         self._asked: dict[int, _Asked] = {}
         self._waiting: list[_Waiting] = []  # for room, oldest first
         self._attaching: dict[tuple[str, int], Future[dict[str, Any]]] = {}
+        self._opening: dict[str, asyncio.Future[None]] = {}  # regions, by name
         self._refused: ApiError | None = None  # why the engine does not serve this door's models
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -113,22 +117,31 @@ class EngineLink(Executor):
         request.check(inputs)
         return request.look_up(inputs)
 
+    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
+        """As of any executor. inputs: some may lie in regions of the engine's GPU (`PartlyOnDevice`)."""
+        request.check(inputs.inputs if isinstance(inputs, PartlyOnDevice) else inputs)
+        return self._run(request, inputs)
+
     async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.is_small:
             return request.look_up(inputs)
-        description = describe(request)
+        description, parts = describe(request), b""
+        holes: tuple[Slice, ...] = ()
+        if isinstance(inputs, PartlyOnDevice):
+            parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
         given = np.frombuffer(inputs, np.uint8)
-        size = -(-given.size // 8) * 8 + len(description)
+        size = -(-given.size // 8) * 8 + -(-len(description) // 8) * 8 + len(parts)
         at = self._blocks.take(size) if not self._waiting else None
         if at is None:
             at = await self._room(size)
         held = self._memory.bytes
-        held[at : at + given.size] = given
+        for first, end in _between(holes, given.size):
+            held[at + first : at + end] = given[first:end]
         self._numbers += 1
         loop = asyncio.get_running_loop()
-        ask = Ask(self._numbers, at, given.size, len(description))
-        begin = messages.described_at(ask)
-        held[begin : begin + len(description)] = np.frombuffer(description, np.uint8)
+        ask = Ask(self._numbers, at, given.size, len(description), len(parts))
+        for begin, said in ((messages.described_at(ask), description), (messages.parts_at(ask), parts)):
+            held[begin : begin + len(said)] = np.frombuffer(said, np.uint8)
         asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), loop.create_future())
         self._send(asked)
         return await asked.future
@@ -203,6 +216,9 @@ class EngineLink(Executor):
         for attaching in self._attaching.values():
             attaching.set_exception(overloaded("the engine process ended"))
         self._attaching.clear()
+        for opening in self._opening.values():
+            opening.set_exception(overloaded("the engine process ended"))
+        self._opening.clear()
         self.described.clear()
         self._connect()
 
@@ -234,6 +250,8 @@ class EngineLink(Executor):
             self._learn(told["live"])
         elif "attached" in told:
             self._has_attached(told)
+        elif "region" in told and (opening := self._opening.pop(told["region"], None)) is not None:
+            _settle(opening, told["error"])
         if told.get("cache") is not None:
             self.cache = CacheState(*told["cache"])
 
@@ -296,6 +314,17 @@ class EngineLink(Executor):
         if coming is not None:
             coming.set_result(told)
 
+    # ---- regions ----
+
+    async def open_region(self, name: str) -> None:
+        """Has the engine open a region of its GPU's memory that is registered. ApiError: it cannot."""
+        if (opening := self._opening.get(name)) is None:
+            if self._connection is None or not self.is_ready:
+                raise overloaded("the engine process is being replaced")
+            opening = self._opening[name] = asyncio.get_running_loop().create_future()
+            self._connection.control({"region": name})
+        await asyncio.shield(opening)
+
     # ---- deadlines ----
 
     async def _look(self) -> None:
@@ -330,6 +359,26 @@ def _soon(loop: asyncio.AbstractEventLoop, connection: Connection, number: int) 
             loop.call_soon_threadsafe(connection.post, Kind.RELEASED, record)
         return
     connection.post(Kind.RELEASED, record)
+
+
+def _between(holes: Sequence[Slice], end: int) -> Iterator[tuple[int, int]]:
+    """The bytes of [0, end) that lie in none of the holes, as (first, after the last)."""
+    at = 0
+    for hole in sorted(holes, key=lambda hole: hole.at):
+        if hole.at > at:
+            yield at, hole.at
+        at = hole.at + hole.size
+    if at < end:
+        yield at, end
+
+
+def _settle(opening: "asyncio.Future[None]", error: list[Any] | None) -> None:
+    if opening.done():
+        return
+    if error is None:
+        opening.set_result(None)
+    else:
+        opening.set_exception(_error(error))
 
 
 def _error(fields: list[Any]) -> ApiError:

@@ -2,8 +2,9 @@
 
 A message is one byte that says its kind, then
 
-    ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, and the
-                               bytes of its description, which lies behind them at a multiple of 8
+    ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, the bytes
+                               of its description, which lies behind them at a multiple of 8, and the bytes that say
+                               which tensors lie on the device, behind that at a multiple of 8
     RELEASED  door → engine    numbers of requests whose answers the door needs no more
     ANSWERS   engine → door    for each request: its number, where its answer begins in the engine's memory, its bytes, the bytes
                                of a JSON text and that text: nothing, {"unfound": …} or {"error": …}
@@ -43,12 +44,14 @@ class Kind(IntEnum):
 
 
 class Ask(NamedTuple):
-    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description."""
+    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description; parts: bytes that say
+    which of its tensors lie on the device."""
 
     number: int
     at: int
     size: int
     described: int
+    parts: int
 
 
 class Answered(NamedTuple):
@@ -60,12 +63,17 @@ class Answered(NamedTuple):
     told: bytes = b""
 
 
-ASK, NUMBER, ANSWER = struct.Struct("<QQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
+ASK, NUMBER, ANSWER = struct.Struct("<QQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
 def described_at(ask: Ask) -> int:
     """Where the description of a request begins."""
     return -(-(ask.at + ask.size) // 8) * 8
+
+
+def parts_at(ask: Ask) -> int:
+    """Where it begins which tensors of a request lie on the device."""
+    return -(-(described_at(ask) + ask.described) // 8) * 8
 
 
 def read_asks(message: bytes) -> list[Ask]:

@@ -1,11 +1,12 @@
 """The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
-model configuration extensions, the model repository (`serving.http.repository`), and Triton's system shared memory where the
-server allows it (`serving.http.shm`). It is an ASGI application of its own, as the path that a lookup takes must be short.
+model configuration extensions, the model repository (`serving.http.repository`), and Triton's shared memory where the server
+allows it (`serving.http.shm`, `serving.http.cuda_shm`). It is an ASGI application of its own, as the path that a lookup takes
+must be short.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
     GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
-    POST /v2/repository/...                 /v2/systemsharedmemory/...
+    POST /v2/repository/...                 /v2/systemsharedmemory/...     /v2/cudasharedmemory/...
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import bad_request, not_found, short, wrong_method
-from tableside.serving.http import kjt, repository, shm, v2_request
+from tableside.serving.http import cuda_shm, kjt, repository, shm, v2_request
 from tableside.serving.http.asgi import (
     AT_CLOSE,
     JSON_BESIDE_BYTES,
@@ -36,9 +37,11 @@ from tableside.serving.http.asgi import (
     too_large,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import MetricsOfModels, Stages, statistics
+from tableside.serving.regions import PartlyOnDevice
 from tableside.serving.request import Answer
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
@@ -54,6 +57,7 @@ class V2:
         self.service = service
         self._metrics = MetricsOfModels("v2")
         self._templates = Templates()
+        self._repeated = Repeated()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/").split("/")[2:]
@@ -66,8 +70,8 @@ class V2:
                 body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
             found = await repository.answer(self.service, path[1:], body, header(scope, b"authorization"))
             await (respond(send, 200, ()) if found is None else respond_json(send, found))
-        elif path[:1] == [shm.PATH]:
-            await self._share(scope, receive, send, path[1:])
+        elif path[:1] in ([shm.PATH], [cuda_shm.PATH]):
+            await self._share(scope, receive, send, path)
         else:
             _check_method(scope, "GET")
             await self._get(send, path)
@@ -114,10 +118,14 @@ class V2:
             with holding(scope, self.service.in_flight) as hold:
                 body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
         regions = self.service.regions
-        found, registered = shm.answer(regions, scope["method"], path, body)
+        if path[0] == cuda_shm.PATH:
+            found, registered = await cuda_shm.answer(regions, self.service.link, scope["method"], path[1:], body)
+        else:
+            found, registered = shm.answer(regions, scope["method"], path[1:], body)
         if regions is not None and registered is not None and regions.until_disconnected and AT_CLOSE in scope:
             at_close = scope[AT_CLOSE]
-            for entry in [e for e in at_close if e not in regions.status(None)]:
+            known = [*regions.status(None), *regions.status(None, on_device=True)]
+            for entry in [e for e in at_close if e not in known]:
                 del at_close[entry]
             at_close[registered] = functools.partial(regions.forget, registered)
         if found is None:  # an empty body, as Triton answers: its client reads none, and would close a connection that has more
@@ -207,7 +215,11 @@ class V2:
     async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold) -> InferRequest:
         """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
         settings, regions = self.service.settings, self.service.regions
+        generation = -1 if regions is None else regions.generation
         length = _json_bytes(header_length, body)
+        is_header = regions is not None and length == len(body)
+        if is_header and (known := self._repeated.find(served, body, generation)) is not None:
+            return known
         if (known := self._templates.match(served, body, length, regions)) is not None:
             hold.grow(known.region_bytes)
             return known
@@ -215,14 +227,18 @@ class V2:
         head, binary = body[:length], memoryview(body)[length:]
         is_large = length > JSON_BESIDE_BYTES
         header = await self.service.beside(json_object, head) if is_large else json_object(head)
-        if regions is not None and (region_bytes := shm.input_bytes(header)):
+        if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
             if region_bytes > settings.max_body_bytes:
                 raise too_large(settings.max_body_bytes)
             hold.grow(region_bytes)
             is_large = is_large or region_bytes > shm.INLINE_BYTES
         arguments = served, header, binary, regions
         infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
-        self._templates.learn(served, head, header, infer)
+        if isinstance(infer.inputs, PartlyOnDevice):
+            if is_header:
+                self._repeated.keep(served, body, generation, infer)
+        else:
+            self._templates.learn(served, head, header, infer)
         return infer
 
     def _metadata(self, served: ServedVersion) -> dict[str, Any]:
@@ -295,6 +311,8 @@ def _server_metadata(service: Service) -> dict[str, Any]:
         extensions.append("model_repository")
     if service.regions is not None:
         extensions.append("system_shared_memory")
+        if service.link is not None:
+            extensions.append("cuda_shared_memory")
     return {"name": "tableside", "version": VERSION, "extensions": extensions}
 
 
