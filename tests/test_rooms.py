@@ -54,7 +54,7 @@ SERVING = (
     *("scorer", "device_calls", "program", "scorers", "id_indexes", "compiled_kernels", "placement"),
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
-    *("admission", "executors", "batching"),
+    *("admission", "executors", "batch_threads", "batching"),
     *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
     *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),
 )

@@ -84,6 +84,15 @@ class Begun(NamedTuple):
     clock: Clock | None
 
 
+class Started(NamedTuple):
+    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are
+    there."""
+
+    begun: Begun
+    outputs: Buffer
+    done: Any
+
+
 class GpuPlan(Plan):
     """Lookups of one request, laid out for `GpuBackend.run`."""
 
@@ -176,6 +185,7 @@ class GpuBackend(Backend):
         self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()
+        self._is_on_stream = False  # the thread that holds the lock is on the stream
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
@@ -412,6 +422,28 @@ class GpuBackend(Backend):
         """
         return self.finish(self.begin(requests, timed, follower))
 
+    def start(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Started:
+        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
+
+        One may be started while another thread waits for those before it.
+        """
+        with self.on_stream():
+            return self._send(self.begin(requests, timed, follower))
+
+    def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
+        begun, outputs, done = started
+        try:
+            if done is not None:
+                done.synchronize()
+            return begun.batch.results(begun.inputs, outputs), begun.clock.times() if begun.clock else None
+        except BaseException:
+            with self.on_stream():
+                self._settle()
+            raise
+        finally:
+            self._free.append(begun.buffers)
+
     def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
         """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
 
@@ -428,14 +460,16 @@ class GpuBackend(Backend):
 
     def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
         """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        return self.wait(self._send(begun))
+
+    def _send(self, begun: Begun) -> Started:
         with self.on_stream():
             try:
-                return self._finish(begun)
+                return self._launch_all(begun)
             except BaseException:
                 self._settle()
-                raise
-            finally:
                 self._free.append(begun.buffers)
+                raise
 
     def _settle(self) -> None:
         """Waits for what is under way, which reads and writes the buffers of the next batch."""
@@ -448,12 +482,19 @@ class GpuBackend(Backend):
     def on_stream(self) -> Iterator[None]:
         """Nobody else looks up with this backend meanwhile; what is launched goes where it launches."""
         with self.lock:
-            if self.stream is None:
-                with np.errstate(all="ignore"):  # a GPU does not warn either
-                    yield
-            else:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    yield
+            if self._is_on_stream:  # this thread is: entering it takes as long as a launch
+                yield
+                return
+            self._is_on_stream = True
+            try:
+                if self.stream is None:
+                    with np.errstate(all="ignore"):  # a GPU does not warn either
+                        yield
+                else:
+                    with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                        yield
+            finally:
+                self._is_on_stream = False
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
@@ -488,7 +529,7 @@ class GpuBackend(Backend):
         ticket = self.prefetch(launches, buffers.device_in)
         return Begun([*given], buffers, batch, launches, ticket, follower, clock)
 
-    def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+    def _launch_all(self, begun: Begun) -> Started:
         inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
@@ -500,13 +541,12 @@ class GpuBackend(Backend):
         torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
+        done = None if self.stream is None else self.stream.record_event(buffers.done)
         for n, one in enumerate(inputs):
             batch.run_on_host(n, one)
         if follower is not None:
             follower.run()
-        if self.stream is not None:
-            self.stream.synchronize()
-        return batch.results(inputs, outputs), clock.times() if clock else None
+        return Started(begun, outputs, done)
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
         """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.

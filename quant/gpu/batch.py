@@ -52,7 +52,8 @@ class Buffers:
     """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
     Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
-    int32; flags: int32 a job, on the host. All but the flags lie on the device.
+    int32; flags: int32 a job, on the host. All but the flags lie on the device. done: an event behind a batch's work; None in the
+    interpreter.
     In the interpreter the host's side is the device's.
     """
 
@@ -65,6 +66,8 @@ class Buffers:
         self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
         self.flags = self.host(SMALLEST)
         self._answers = answers
+        # Whoever waits sleeps: a thread that spins takes the time of those that parse and send.
+        self.done: Any = torch.cuda.Event(blocking=True) if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def host(self, size: int) -> torch.Tensor:
         """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
@@ -200,21 +203,22 @@ def merge(
 
 def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
     """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and are cut up alike."""
-    first: dict[int, Any] = {}  # by identity: what is equal to it and came first, as hashing takes longer than the rest
-
-    def same(value: Any) -> Any:
-        if (known := first.get(id(value))) is None:
-            known = first[id(value)] = next((v for v in first.values() if v == value), value)
-        return known
-
-    found: dict[tuple[int, int, int], tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = {}
+    found: list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = []
+    known: dict[tuple[int, int, int], list[int]] = {}  # by identity, as hashing takes longer than the rest
     for kind in range(2):
         for n, layout in enumerate(layouts):
             own = layout.jobs[kind]
-            if len(own.rows):
-                key, config = same(layout.key), same(own.config)
-                found.setdefault((kind, id(key), id(config)), ((kind, key, config), []))[1].append(n)
-    return list(found.values())
+            if not own.rows.size:
+                continue
+            identity = (kind, id(layout.key), id(own.config))
+            if (numbers := known.get(identity)) is None:
+                alike = (kind, layout.key, own.config)
+                numbers = next((of for other, of in found if other == alike), None)
+                if numbers is None:
+                    found.append((alike, numbers := []))
+                known[identity] = numbers
+            numbers.append(n)
+    return found
 
 
 def jobs_on_device(

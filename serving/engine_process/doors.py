@@ -170,14 +170,13 @@ class Door:
 
     def _ask(self, ask: Ask) -> None:
         assert self._memory is not None, "a door says hello first"
-        held = self._memory.bytes
+        held = self._memory.view
         begin = messages.described_at(ask)
-        description = held[begin : begin + ask.described].tobytes()
-        inputs = held[ask.at : ask.at + ask.size]
+        description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
         at = messages.parts_at(ask)
-        parts = held[at : at + ask.parts].tobytes()
-        if len(description) < ask.described or inputs.size < ask.size or len(parts) < ask.parts:
-            raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
+        parts = bytes(held[at : at + ask.parts])
+        if len(description) < ask.described or len(inputs) < ask.size or len(parts) < ask.parts:
+            raise ValueError(f"request {ask.number} does not lie in its memory of {len(held)} bytes")
         model, state = described.model_and_state(description)
         reply = Reply(self, ask.number)
         if (layouts := self._doors.host.layouts(model, state)) is None:
@@ -185,7 +184,9 @@ class Door:
         else:
             self._submit(reply, layouts, description, inputs, parts)
 
-    async def _ask_later(self, reply: "Reply", model: int, state: int, description: bytes, inputs: Buffer, parts: bytes) -> None:
+    async def _ask_later(
+        self, reply: "Reply", model: int, state: int, description: bytes, inputs: memoryview, parts: bytes
+    ) -> None:
         try:
             layouts = await self._doors.host.attach_again(model, state)
         except ApiError as error:
@@ -223,18 +224,14 @@ class Door:
 class Reply:
     """What the batcher takes for a future: it passes on to the door what it is given."""
 
-    __slots__ = ("_door", "_is_done", "_loop", "_number")
+    __slots__ = ("_door", "_is_done", "_number")
 
     def __init__(self, door: Door, number: int) -> None:
         self._door, self._number, self._is_done = door, number, False
-        self._loop = asyncio.get_running_loop()
 
     def done(self) -> bool:
         """Whether it was answered, or nobody waits any more."""
         return self._is_done or not self._door.connection.is_open
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def set_result(self, answer: Answer) -> None:
         self._is_done = True

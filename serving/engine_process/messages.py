@@ -30,6 +30,7 @@ import orjson
 from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
+LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
 _BACKLOG = 512
 
 
@@ -152,8 +153,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox: dict[Kind, list[bytes]] = {}
+        self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
-        self._is_open = True
+        self._is_open, self._is_blocked = True, False
         self._loop.add_reader(sock.fileno(), self._read)
 
     @property
@@ -176,6 +178,17 @@ class Connection:
             self._loop.call_soon(self.flush)
         self._outbox.setdefault(kind, []).append(record)
 
+    def post_late(self, kind: Kind, record: bytes) -> None:
+        """As `post`, but within LATE_S, with what else comes meanwhile: for what nobody waits for."""
+        if not self._late:
+            self._loop.call_later(LATE_S, self._post_late)
+        self._late.setdefault(kind, []).append(record)
+
+    def _post_late(self) -> None:
+        late, self._late = self._late, {}
+        for kind, records in late.items():
+            self._send_all(kind, records)
+
     def close(self) -> None:
         """Ends the connection; `on_end` is not called."""
         if self._is_open:
@@ -188,15 +201,18 @@ class Connection:
         """Sends what `post` was given."""
         outbox, self._outbox = self._outbox, {}
         for kind, records in outbox.items():
-            message = [bytes([kind])]
-            size = 1
-            for record in records:
-                if size + len(record) > LARGEST and len(message) > 1:
-                    self._send(b"".join(message), [])
-                    message, size = [bytes([kind])], 1
-                message.append(record)
-                size += len(record)
-            self._send(b"".join(message), [])
+            self._send_all(kind, records)
+
+    def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
+        message = [bytes([kind])]
+        size = 1
+        for record in records:
+            if size + len(record) > LARGEST and len(message) > 1:
+                self._send(b"".join(message), [])
+                message, size = [bytes([kind])], 1
+            message.append(record)
+            size += len(record)
+        self._send(b"".join(message), [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
@@ -214,34 +230,37 @@ class Connection:
                 else:
                     self._sock.send(message)
             except BlockingIOError:
+                self._is_blocked = True
                 self._loop.add_writer(self._sock.fileno(), self._write)
                 return
             except OSError:
                 self._unsent.clear()  # the reader learns that the other end is gone
                 return
             self._unsent.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        for _ in range(64):  # then others' turn
-            if not self._is_open:
-                return
-            try:
-                message, descriptors = _receive(self._sock)
-            except BlockingIOError:
-                return
-            except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self.close()
-                self._on_end()
-                return
-            if message[0] == Kind.PART:
-                self._parts += message[1:]
-                continue
-            if message[0] == Kind.CONTROL:
-                message, self._parts = message[:1] + self._parts + message[1:], b""
-            self._on_message(message, descriptors)
+        """Takes one message. The loop calls again while there are more, after others' turn."""
+        if not self._is_open:
+            return
+        try:
+            message, descriptors = _receive(self._sock)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, descriptors = b"", []
+        if not message:
+            self.close()
+            self._on_end()
+            return
+        if message[0] == Kind.PART:
+            self._parts += message[1:]
+            return
+        if message[0] == Kind.CONTROL:
+            message, self._parts = message[:1] + self._parts + message[1:], b""
+        self._on_message(message, descriptors)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -11,7 +11,7 @@ must be short.
 
 import functools
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tableside.serving import VERSION
@@ -48,6 +48,8 @@ from tableside.serving.version import ServedVersion
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
+Found = Answer | Exception  # what was looked up, or why it was not
+Later = Callable[[Callable[[Found], Response], Found], None]
 
 
 class V2:
@@ -141,24 +143,28 @@ class V2:
             await respond(send, response.status, response.headers, *response.parts)
 
     def infer_soon(
-        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
-    ) -> Response | Coroutine[Any, Any, Response]:
+        self, named: list[str], header_length: bytes | None, body: bytes | memoryview, hold: Hold, later: Later
+    ) -> Response | Coroutine[Any, Any, Response] | None:
         """The response to an infer request that is understood by a template and looked up at once; else what gives it.
 
-        ApiError, from here or from the coroutine: the request is refused.
+        None: `later` will be called with what makes the response, and what it makes it of. ApiError, from here or from what
+        makes the response: the request is refused. body: is the caller's again when this returns.
         """
         started = time.perf_counter()
         if len(named) != 1 or (header_length is None and self.service.regions is None):
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
         infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
         if infer is None:
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         hold.grow(infer.request.out_bytes + infer.region_bytes)
         times = started, time.perf_counter()
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
-            return self._run(served, infer, len(body), times)
+            done = functools.partial(later, functools.partial(self._encode_found, served, infer, len(body), times))
+            if infer.is_inline and self.service.executor.run_soon(infer.request, infer.inputs, done):
+                return None
+            return self._run(served, infer._replace(inputs=bytes(infer.inputs)), len(body), times)
         if not infer.is_inline:
             return self._write(served, infer, answer, len(body), times)
         return self._encode(served, infer, answer, len(body), times)
@@ -177,6 +183,14 @@ class V2:
         if not infer.is_inline:
             return await self._write(served, infer, answer, body_bytes, times)
         return self._encode(served, infer, answer, body_bytes, times)
+
+    def _encode_found(
+        self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float], found: Found
+    ) -> Response:
+        """The response of what was found; or raises what was found instead."""
+        if isinstance(found, Exception):
+            raise found
+        return self._encode(served, infer, found, body_bytes, times)
 
     async def _write(
         self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
@@ -300,7 +314,7 @@ def _parse_length(value: bytes, size: int) -> int:
     return int(value)
 
 
-def _json_bytes(header_length: bytes | None, body: bytes) -> int:
+def _json_bytes(header_length: bytes | None, body: bytes | memoryview) -> int:
     """Of a request's JSON: all of its body where its headers do not say."""
     return len(body) if header_length is None else _parse_length(header_length, len(body))
 
