@@ -56,7 +56,7 @@ def test_a_reader_keeps_the_state_that_it_took(oracle: Oracle) -> None:
     before = attach_state(oracle.model)
     old = dict(oracle.rows)
     apply(oracle.model, Batch(oracle.change(50)))
-    first = attach_state(oracle.model)
+    first = attach_state(oracle.model, None, "full", before)  # over the same mapping
     middle = dict(oracle.rows)
     apply(oracle.model, Batch(oracle.change(50)))
     oracle.check(attach_state(oracle.model))
