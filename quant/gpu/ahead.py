@@ -65,6 +65,7 @@ def kernels_of(wanted: WantedKernels) -> dict[str, Any]:
         found["bag_starts"] = kernels.bag_starts()
     if wanted.has_maps:
         found["resolve"] = kernels.resolver(False)
+    found["resolve, with deltas"] = kernels.resolver(False, True)  # which may come to any table
     if wanted.is_followed:
         found["fill"] = kernels.filler(False)
     if wanted.cached_row_bytes:

@@ -1,0 +1,120 @@
+"""Levels of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM once.
+
+A level lies over one table and is part of one state of it after another, as long as no newer changes are merged into it. So
+states share what was copied of it, and it goes with the last of them. Where the table's own rows live makes no difference:
+nothing of them is copied, moved or looked at.
+
+The lookup kernel finds a row at `table + number * row_bytes`, in arithmetic of 64 bits that wraps. A level's memory begins whole
+rows away from the table's first one, and row_bytes is a multiple of 16; so 2 ** 60 may be added to a number without changing
+where it leads. `first_row` is taken between -2 ** 63 and -2 ** 63 + 2 ** 60. That makes the numbers of all overlays' rows
+negative, and never -1: the cache and tables in two places tell them from their own by the sign, and the lookup kernel, for which
+ids are numbers without a sign, refuses -1 alone.
+"""
+
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.contract import Table
+from tableside.quant.gpu.residence import Residence, allocate, array_bytes, copy_from_host
+from tableside.quant.ids import ID_BYTES
+from tableside.quant.overlay import MOST_LEVELS, Level, NativeLevel
+
+_ALIGNMENT = 16  # bytes, of each part
+_NUMBERS_STEP = 1 << 60  # numbers this far apart lead to one address, for rows of multiples of 16 bytes
+
+
+class DeviceLevel:
+    """A level of the overlay of one table, in HBM. native: as kernels read it; bytes: of HBM.
+
+    table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
+    """
+
+    def __init__(self, level: Level, table_at: int, device: torch.device) -> None:
+        self._index = level.index  # by which `DeviceLevels` knows the level
+        self.bytes = level_bytes(level)
+        self._memory = allocate(self.bytes, device, "a delta of a table")
+        row_bytes = level.packed.shape[1]
+        first = (table_at - self._memory.data_ptr()) % row_bytes
+        parts, starts = _parts(level)
+        at = {}
+        for (name, part), start in zip(parts.items(), starts, strict=False):
+            at[name] = self._memory.data_ptr() + first + start
+            if part.nbytes:
+                copy_from_host(self._memory[first + start : first + start + part.nbytes], array_bytes(part), is_pinned=False)
+        place = level.index.ids.ctypes.data - level.packed.ctypes.data
+        self.native = NativeLevel(
+            filter=at["filter"],
+            filter_words=level.filter.size,
+            first_row=(at["rows"] - table_at) // row_bytes % _NUMBERS_STEP - 2**63,
+            deleted=at.get("deleted", 0),
+            entries=at["entries"],
+            pilots=at["pilots"],
+            ids=at["ids"] if "ids" in at else at["rows"] + place,
+            id_step=ID_BYTES if "ids" in at else row_bytes,
+            buckets=level.index.buckets,
+        )
+
+
+def level_bytes(level: Level) -> int:
+    """HBM that a level takes."""
+    _, starts = _parts(level)
+    return starts[-1] + level.packed.shape[1]  # to begin whole rows away from the table
+
+
+def _parts(level: Level) -> tuple[dict[str, NDArray[Any]], list[int]]:
+    """What is copied of a level, and where each part begins, and the last one ends."""
+    index, row_bytes = level.index, level.packed.shape[1]
+    assert row_bytes % _ALIGNMENT == 0, "rows are padded to 16 bytes (row_format)"
+    parts: dict[str, NDArray[Any]] = {"rows": level.packed[: index.slots], "filter": level.filter}
+    parts |= {"entries": level.entries, "pilots": index.pilots}
+    if level.deleted is not None:
+        parts["deleted"] = level.deleted
+    place = index.ids.ctypes.data - level.packed.ctypes.data
+    if not (index.ids.strides[0] == row_bytes and 0 <= place < row_bytes):  # ids are not in the rows' padding
+        parts["ids"] = np.ascontiguousarray(index.ids)
+    sizes = (-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts.values())
+    return parts, [0, *accumulate(sizes)]
+
+
+class DeviceLevels:
+    """The levels that a device has. Any thread may call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: WeakValueDictionary[tuple[int, int], DeviceLevel] = WeakValueDictionary()
+        self._lock = threading.Lock()  # held while levels are copied, so that each is once
+
+    def of(self, table: Table, residence: Residence) -> tuple[DeviceLevel, ...]:
+        """Those of a table's overlay, the newest first; none where it has none. What is not there is copied, on the current
+        stream, and is there when this returns. QuantError: there is no room."""
+        if table.row_map is None or table.row_map.overlay is None:
+            return ()
+        with self._lock:
+            return tuple(self._level(level, residence.address) for level in table.row_map.overlay.levels)
+
+    def new_bytes(self, table: Table, residence: Residence) -> int:
+        """HBM that `of` would take."""
+        if table.row_map is None or table.row_map.overlay is None:
+            return 0
+        levels = table.row_map.overlay.levels
+        return sum(level_bytes(level) for level in levels if (id(level.index), residence.address) not in self._known)
+
+    def _level(self, level: Level, table_at: int) -> DeviceLevel:
+        key = id(level.index), table_at
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = DeviceLevel(level, table_at, self._device)
+        return found
+
+
+def native_levels(levels: Sequence[DeviceLevel], device: torch.device) -> torch.Tensor:
+    """int64 [MOST_LEVELS, fields of NativeLevel] on the device."""
+    rows = np.zeros((MOST_LEVELS, len(NativeLevel._fields)), np.int64)
+    rows[: len(levels)] = [level.native for level in levels]
+    return torch.from_numpy(rows).to(device)
