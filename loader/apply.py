@@ -10,7 +10,7 @@ One process applies at a time; others wait for it. Readers take no lock and wait
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +50,9 @@ class ApplySettings:
     wait_s: float = 600.0
 
 
+DEFAULTS = ApplySettings()
+
+
 @dataclass(frozen=True)
 class Applied:
     """What an apply did. rows: changes of the batch. entries, delta_bytes: ids in all deltas that are live now, and the bytes of
@@ -70,7 +73,7 @@ def position_of(model: Model, source: str) -> str | None:
     return None if change is None else change.positions.get(source)
 
 
-def apply(model: Model, batch: Batch, settings: ApplySettings = ApplySettings()) -> Applied:
+def apply(model: Model, batch: Batch, settings: ApplySettings = DEFAULTS) -> Applied:
     """Publishes the changes of a batch as the next state of `model`.
 
     ChangeError: a change does not fit the model, or the batch does not follow what was applied of its source. VersionError: no
@@ -83,6 +86,14 @@ def apply(model: Model, batch: Batch, settings: ApplySettings = ApplySettings())
             clear_unpublished(folder, model.record())
             reserve_room(folder)
         return _Apply(model, folder, settings, attach_state(model, None, "header")).run(batch, started)
+
+
+def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
+    """Makes one delta of two that are live: the next state, with the same rows. Raises as `apply`."""
+    with model.opened() as folder, folder.lock(APPLY_LOCK, settings.wait_s):
+        segment = attach_state(model, None, "header")
+        if len(segment.deltas) > 1:
+            _Apply(model, folder, settings, segment).merge(segment.deltas)
 
 
 class _Apply:
@@ -124,6 +135,17 @@ class _Apply:
             bool(live) and below is None,
             time.monotonic() - started,
         )
+
+    def merge(self, deltas: Sequence[Delta]) -> None:
+        """Publishes what these deltas, the newest first, hold together as one."""
+        parts: dict[str, list[Entries]] = {}
+        for delta in reversed(deltas):
+            for name in delta.tables:
+                parts.setdefault(name, []).append(entries_of(delta.own_level(name)))
+        tables = self.segment.base.tables
+        merged = {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
+        sequence = self.before.latest_sequence + 1
+        self._publish(merged, replace(deltas[0].change, sequence=sequence, below=0, changed=0))
 
     def _check_position(self, batch: Batch) -> None:
         if batch.source is None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.header import Change, Header, plan_tables
 from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, filter_part, index_parts, plan_index
+from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, plan_index
 from tableside.quant import Table
 from tableside.quant.ids import IdIndex, bits_at, set_bits
 from tableside.quant.overlay import Level, fill_filter, filter_words
@@ -111,9 +110,7 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     ids = np.concatenate([part.ids for part in table.parts])[table.kept]
     slots = kept.view(np.int64)
     slots[table.rows] = ids
-    if (zero := int(table.index.places(np.zeros(1, np.int64))[0])) >= 0 and ids.all() and not slots[zero]:
-        # Slots without an id keep 0, which must not lead to one of them.
-        slots[zero] = next(i for i in count(1) if int(table.index.places(np.array([i]))[0]) != zero)
+    keep_zero_apart(table.index, slots, not ids.all())
     fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]

@@ -12,7 +12,6 @@ So neither ids nor vectors are ever whole in private memory; what stays there is
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from threading import Lock
 
@@ -24,7 +23,7 @@ from tableside.loader.checkpoint.keyed import Block, KeyedRows
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.memory import reserve
 from tableside.loader.model import RawIds, TableSpec
-from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, plan_index
+from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, keep_zero_apart, plan_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
 from tableside.quant.errors import NotRepresentable
 from tableside.quant.ids import ID_BYTES, IdIndex, bits_at, id_at, set_bits
@@ -204,9 +203,4 @@ class RawWriter:
 
         Such rows keep 0, as they were. So it is but one row, that of id 0, and only where no other id has it.
         """
-        row = self._place(0)
-        if row >= 0 and not self._has_zero and not self._kept[row]:
-            self._kept[row] = next(id_ for id_ in count(1) if self._place(id_) != row)
-
-    def _place(self, id_: int) -> int:
-        return int(self.table.index.places(np.array([id_]))[0])
+        keep_zero_apart(self.table.index, self._kept, self._has_zero)

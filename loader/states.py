@@ -15,7 +15,7 @@ from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.record import Record
 from tableside.loader.segment import Segment, Verify
-from tableside.loader.versions import Model, deltas_of
+from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 KEPT_STATES = 8
@@ -30,6 +30,16 @@ class State(NamedTuple):
     def __str__(self) -> str:
         return f"{self.version}+{self.sequence}" if self.sequence else str(self.version)
 
+    @property
+    def number(self) -> int:
+        """One number for both, which no other state of the model has: the version in its lower 32 bits."""
+        return self.sequence << 32 | self.version
+
+    @classmethod
+    def numbered(cls, number: int) -> "State":
+        """The state of a `number`."""
+        return cls(number & 0xFFFFFFFF, number >> 32)
+
 
 def parse_state(text: str) -> tuple[int, int | None]:
     """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is neither."""
@@ -41,6 +51,26 @@ def parse_state(text: str) -> tuple[int, int | None]:
 def state_of(record: Record) -> State:
     """The live state; version 0: none is."""
     return State(record.current, record.sequence)
+
+
+def resolve(model: Model, version: int, sequence: int | None = None) -> State:
+    """A version with its newest delta, or with the delta `sequence`; 0: without one."""
+    if sequence is not None:
+        return State(version, sequence)
+    try:
+        with model.opened() as folder:
+            return State(version, newest_delta(folder, version, model.record().latest_sequence))
+    except FileNotFoundError:
+        return State(version)
+
+
+def good_state(model: Model) -> State:
+    """The state to serve: the live one, or, where its version is known to be damaged, the last good version before it.
+
+    VersionError: none is live.
+    """
+    live, good = state_of(model.record()), model.good()
+    return live if live.version == good else resolve(model, good)
 
 
 def kept_states(model: Model, version: int) -> list[State]:

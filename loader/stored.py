@@ -1,6 +1,7 @@
 """Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays of these."""
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +157,14 @@ def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uin
         index.first_bucket,
         bits if has_backfilled else None,
     )
+
+
+def keep_zero_apart(index: IdIndex, kept: NDArray[np.int64], has_zero: bool) -> None:
+    """Slots without an id keep 0: sees to it that id 0, where it is none of the ids, does not lead to one of them. kept: int64
+    [slots], the ids that slots keep."""
+    slot = int(index.places(np.zeros(1, np.int64))[0])
+    if slot >= 0 and not has_zero and not kept[slot]:
+        kept[slot] = next(i for i in count(1) if int(index.places(np.array([i]))[0]) != slot)
 
 
 def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:

@@ -172,8 +172,9 @@ class Model:
             folder.unlink(name)
         return fd
 
-    def publish(self, version: int, activate: bool = True) -> None:
-        """Makes the sealed partial of `version` visible, and live where `activate`. Caller holds `loading`.
+    def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
+        """Makes the sealed partial of `version` visible, and live where `activate`, with the delta `sequence` over it (0: none).
+        Caller holds `loading`.
 
         The record is written before anything is visible, so that a full file system publishes nothing.
         """
@@ -184,7 +185,7 @@ class Model:
                 lived = [v for v in lived if v != version] + [version]
             after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
             if activate:
-                after = replace(after, current=version, sequence=0)
+                after = replace(after, current=version, sequence=sequence)
             write_next(folder, after)
             folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
             try:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment import Verify
+from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, QuantError
 from tableside.serving.errors import ApiError, Kind, ServingError, not_found
@@ -59,8 +60,8 @@ class Engine:
         self._max_response_bytes = max_response_bytes
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
-        self._refused: set[int] = set()  # versions that could not be attached since `_live` was made live
-        self._live = 0
+        self._refused: set[State] = set()  # that could not be attached since `_live` was made live
+        self._live = State(0)
         self._unusable: ApiError | None = None
         self._last_warning = ""
 
@@ -81,20 +82,20 @@ class Engine:
         )
 
     def begin(self) -> None:
-        """Attaches the version to serve first, and answers from it. Errors: as of `attach`, VersionError where none is live."""
+        """Attaches the state to serve first, and answers from it. Errors: as of `attach`, VersionError where none is live."""
         self.swap(self.attach(self._first()))
         served = self.served()
         logger.info(
-            "serving %s version %d: %d tables, %.1f MB, lookups on %s",
+            "serving %s version %s: %d tables, %.1f MB, lookups on %s",
             self.model.name,
-            served.version,
+            served.state,
             len(served.header.tables),
             served.segment.size / 1e6,
             served.backend.description,
         )
 
-    def _first(self) -> int | None:
-        return self.model.good()
+    def _first(self) -> State | None:
+        return good_state(self.model)
 
     @property
     def cache(self) -> CacheState | None:
@@ -126,15 +127,18 @@ class Engine:
         """Why requests are not answered; "" where they are."""
         return "" if self._unusable is None else self._unusable.message
 
-    def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps, verifies, places and warms up a version (None: the live one). It does not change which version is served.
+    def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
+        """Maps, verifies, places and warms up a state (None: the live one). It does not change which one is served.
 
-        as_successor: the version may take the room of the one that is served, which goes when its last request is done, and its
+        as_successor: the state may take the room of the one that is served, which goes when its last request is done, and its
         rows in a cache, where they did not change. It is to be swapped in at once.
-        LoaderError, QuantError, ServingError, OSError: the version cannot be served here.
+        LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
         """
-        segment = self.model.attach(version, self._verify)
-        replaced = self._served.placed if as_successor and self._served is not None else None
+        before = self._served if as_successor else None
+        segment = attach_state(self.model, state, self._verify, None if before is None else before.segment)
+        replaced = None if before is None else before.placed
+        if before is not None and segment.base is before.segment.base:
+            return before.with_deltas(segment, self._placer.place_over(segment, before.placed))
         try:
             served = ServedVersion(
                 segment,
@@ -168,31 +172,32 @@ class Engine:
     def close(self) -> None:
         """The model is served no more."""
 
-    def changed(self) -> int | None:
-        """The version that should be served instead of the present one, or None.
+    def changed(self) -> State | None:
+        """The state that should be served instead of the present one, or None.
 
-        That is the live version, unless it is served already or was refused before. Where rows of the served version were found
+        That is the live one, unless it is served already or was refused before. Where rows of the served version were found
         damaged it is the last good version.
         """
         try:
-            current, damaged = self.model.record().current, self.model.damaged_versions()
-            good = self.model.last_good() if damaged else []
+            current, damaged = state_of(self.model.record()), self.model.damaged_versions()
+            good = [resolve(self.model, v) for v in self.model.last_good()] if damaged else []
         except (LoaderError, OSError) as error:
             self._warn(f"cannot see which version of {self.model.name} is live: {error}")
             return None
         if current != self._live:
             self._live = current
             self._refused.clear()
-        served = self._served.version if self._served is not None else 0
-        wanted = [current] if current and current not in damaged else good if served in damaged else []
-        wanted = [v for v in wanted if v not in self._refused]
-        if served in damaged and not wanted and self._unusable is None:
-            self._give_up(served)
+        served = self._served.state if self._served is not None else State(0)
+        is_damaged = served.version in damaged
+        wanted = [current] if current.version and current.version not in damaged else good if is_damaged else []
+        wanted = [state for state in wanted if state not in self._refused]
+        if is_damaged and not wanted and self._unusable is None:
+            self._give_up(served.version)
         return wanted[0] if wanted and wanted[0] != served else None
 
-    def refuse(self, version: int) -> None:
-        """Remembers that `version` cannot be served. It is not tried again until another version is made live."""
-        self._refused.add(version)
+    def refuse(self, state: State) -> None:
+        """Remembers that `state` cannot be served. It is not tried again until another one is made live."""
+        self._refused.add(state)
 
     def _give_up(self, version: int) -> None:
         logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)
@@ -212,6 +217,13 @@ class Engine:
             return self._served
         return self._explicit.get(version)
 
+    def find_state(self, state: State) -> ServedVersion | None:
+        """An attached state, or None."""
+        if self._served is not None and self._served.state == state:
+            return self._served
+        found = self._explicit.get(state.version)
+        return found if found is not None and found.state == state else None
+
     def forget_removed(self) -> None:
         """Lets go of versions that requests named and that were removed or found damaged since."""
         if not self._explicit:
@@ -221,8 +233,8 @@ class Engine:
             if version not in good:
                 self._explicit.pop(version, None)
 
-    def attach_explicit(self, version: int) -> ServedVersion:
-        """Attaches a version that a request named. One call at a time.
+    def attach_explicit(self, version: int, state: State | None = None) -> ServedVersion:
+        """Attaches a version that a request named, in a state of it; None: its newest. One call at a time.
 
         ApiError 404: the version is not published, or cannot be served. The log has the reason; a client learns no paths.
         """
@@ -231,7 +243,7 @@ class Engine:
             known = ", ".join(map(str, published)) or "none"
             raise not_found(f"version {version} of model {self.model.name!r} is not published; versions there: {known}")
         try:
-            served = self.attach(version)
+            served = self.attach(state or resolve(self.model, version))
         except (LoaderError, QuantError, ServingError, OSError) as error:
             logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
             what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"

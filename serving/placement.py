@@ -265,6 +265,12 @@ class Placer:
         weakref.finalize(placed, self._release, hbm_bytes)
         return placed
 
+    def place_over(self, segment: Segment, before: Placements) -> Placements:
+        """The tables of another state of the version that `before` has placed. Raises as `place`."""
+        if self.gpu is None:
+            return Placements(before.placements, on_host=segment.tables)
+        return self.place(segment, before)
+
     def _plan_indexes(
         self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int
     ) -> tuple[frozenset[str], int]:

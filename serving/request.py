@@ -59,6 +59,7 @@ class Request:
         "plan",
         "row_bytes",
         "scoring",
+        "sequence",
         "tables",
         "unpooled_bags",
         "vectors",
@@ -81,15 +82,16 @@ class Request:
         unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
         is_small: bool = False,
+        sequence: int = 0,
     ) -> None:
         """features, tables: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are
         read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
         unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
-        beside a device looks it up."""
+        beside a device looks it up. sequence: of the last change that the version holds."""
         self.model, self.version, self.features, self.tables = model, version, features, tables
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
-        self.unpooled_bags, self.is_small = unpooled_bags, is_small
+        self.unpooled_bags, self.is_small, self.sequence = unpooled_bags, is_small, sequence
 
     @property
     def staged_bytes(self) -> int:

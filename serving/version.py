@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment
+from tableside.loader.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource
 from tableside.quant.ids import RowMap
 from tableside.serving.errors import Kind, bad_request, short
@@ -113,9 +114,28 @@ class ServedVersion:
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
         self._beside = beside
         self._planners: dict[tuple[tuple[str, ...], bool], Planners] = {}
+        self.state = State(self.version, segment.deltas[0].sequence if segment.deltas else 0)
         self.features = {
             f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
         }
+
+    @property
+    def sequence(self) -> int:
+        """That of the last change that it holds; 0: it has none."""
+        return self.segment.sequence
+
+    def with_deltas(self, segment: Segment, placed: Placements) -> "ServedVersion":
+        """The same version in another state, with the same scorer. placed: its tables, over what `self` has placed."""
+        return ServedVersion(
+            segment,
+            self.backend,
+            placed,
+            scorer=self.scorer,
+            threads=self.threads,
+            max_response_bytes=self.max_response_bytes,
+            verified_at=self.verified_at,
+            beside=self._beside,
+        )
 
     def feature(self, name: str) -> BoundFeature:
         """The feature of that name. ApiError: there is none."""
@@ -217,6 +237,7 @@ class ServedVersion:
             unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
             scoring=scoring,
             is_small=is_small,
+            sequence=self.sequence,
         )
 
     def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool) -> Scoring:
@@ -258,6 +279,8 @@ def _end_ids(table: RowSource) -> NDArray[np.int64]:
     rows = row_map.count if row_map.index is None else row_map.index.slots
     ends = ((0, min(_ENDS, rows)), (max(0, rows - _ENDS), rows))
     ids = np.concatenate([row_map.rows_with_ids(start, stop)[1] for start, stop in ends])
+    if table.row_map is not None and table.row_map.overlay is not None:
+        ids = ids[row_map.find(ids) != -1]  # that it did not delete
     if ids.size:
         return ids[[0, -1]]
     return np.zeros(0 if row_map.default_row is None else 1, np.int64)

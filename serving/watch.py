@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from tableside.loader.errors import LoaderError
+from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
@@ -50,33 +51,37 @@ class Watch:
             await asyncio.sleep(self._poll_s)
             self._look()
             for engine in list(self._engines()):
-                version = None
+                state = None
                 try:
                     engine.forget_removed()
-                    version = engine.changed()
-                    if version is not None:
-                        await self._take(engine, version)
+                    state = engine.changed()
+                    if state is not None:
+                        await self._take(engine, state)
                 except Exception as error:  # noqa: BLE001  # `_refuse` logs it; whatever a file holds, the watch goes on
-                    self._refuse(engine, version, error)
+                    self._refuse(engine, state, error)
                     if self._is_lost():
                         return
 
-    async def _take(self, engine: Engine, version: int) -> None:
-        attach = functools.partial(engine.attach, version, as_successor=True)
+    async def _take(self, engine: Engine, state: State) -> None:
+        before = engine.attached().version
+        attach = functools.partial(engine.attach, state, as_successor=True)
         engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
         self._taken(engine)
+        if state.version == before:  # changes come all the time
+            logger.debug("serving %s version %s from now on", engine.model.name, state)
+            return
         SWAPS.labels(engine.model.name).inc()
-        logger.info("serving %s version %d from now on", engine.model.name, version)
+        logger.info("serving %s version %s from now on", engine.model.name, state)
 
-    def _refuse(self, engine: Engine, version: int | None, error: Exception) -> None:
-        """Logs and counts that a version is not taken. The present one is served on."""
-        if version is None:
+    def _refuse(self, engine: Engine, state: State | None, error: Exception) -> None:
+        """Logs and counts that a state is not taken. The present one is served on."""
+        if state is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
-        logger.error("version %d of %s is not taken: %s", version, engine.model.name, error, exc_info=not is_expected)
+        logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)
         ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
-        engine.refuse(version)
+        engine.refuse(state)
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

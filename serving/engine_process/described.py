@@ -1,6 +1,6 @@
 """A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own tables.
 
-A description is int64 values: model, version, together, features, their numbers, output bytes, places [features, fields of
+A description is int64 values: model, state, together, features, their numbers, output bytes, places [features, fields of
 Place]; where the request is scored, its sources and where its scores go. All that a request has besides, its inputs hold.
 """
 
@@ -19,7 +19,7 @@ from tableside.serving.request import Request
 from tableside.serving.scores import Scoring
 from tableside.serving.version import Planners, ServedVersion
 
-_HEAD = struct.Struct("<4q")  # model, version, together, features
+_HEAD = struct.Struct("<4q")  # model, state, together, features
 _SCORES = struct.Struct("<3q")  # where they go, rows, whether nobody reads the vectors
 _SOURCE = struct.Struct("<7q")  # is dense, at, bytes, rows, width, is half, row bytes or -1
 _KEPT = 1024  # descriptions of a version whose requests are kept
@@ -38,8 +38,8 @@ class DescribedPlan(Plan):
 class DescribingPlanner(Planner):
     """Describes requests that read the same features. model: its key. numbers: of the features, in the version's order."""
 
-    def __init__(self, model: int, version: int, numbers: Sequence[int], together: bool) -> None:
-        head = _HEAD.pack(model, version, together, len(numbers))
+    def __init__(self, model: int, state: int, numbers: Sequence[int], together: bool) -> None:
+        head = _HEAD.pack(model, state, together, len(numbers))
         self._head = head + np.array(numbers, np.int64).tobytes()
 
     def plan(self, places: Any, out_bytes: int = 0) -> DescribedPlan:
@@ -67,10 +67,10 @@ def model_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def model_and_version(description: bytes) -> tuple[int, int]:
-    """The key of the model and the version that a description names."""
-    model, version, _, _ = _HEAD.unpack_from(description)
-    return model, version
+def model_and_state(description: bytes) -> tuple[int, int]:
+    """The key of the model, and the number of the state, that a description names."""
+    model, state, _, _ = _HEAD.unpack_from(description)
+    return model, state
 
 
 class Layouts:

@@ -70,13 +70,13 @@ class Host(Protocol):
 
     batcher: Batcher
 
-    def layouts(self, model: int, version: int) -> Layouts | None: ...
+    def layouts(self, model: int, state: int) -> Layouts | None: ...
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]: ...
 
-    async def attach(self, model: str, version: int) -> dict[str, Any]: ...
+    async def attach(self, model: str, state: int) -> dict[str, Any]: ...
 
-    async def attach_again(self, model: int, version: int) -> Layouts: ...
+    async def attach_again(self, model: int, state: int) -> Layouts: ...
 
     def moved(self) -> None: ...
 
@@ -129,12 +129,12 @@ class Door:
             self.uses.discard(told["left"])
             self._doors.host.moved()
         elif "moved" in told:
-            model, version = told["moved"]
-            self.moved[model] = version
+            model, state = told["moved"]
+            self.moved[model] = state
             self._doors.host.moved()
         else:
-            model, version = told["attach"]
-            self._doors.later(self._attach(model, version))
+            model, state = told["attach"]
+            self._doors.later(self._attach(model, state))
 
     async def _greet(self) -> None:
         """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
@@ -144,11 +144,11 @@ class Door:
             told = {"refused": _fields(error)}
         self.connection.control(told, [self._doors.answers.memory.fd])
 
-    async def _attach(self, model: str, version: int) -> None:
-        asked = [model, version]
+    async def _attach(self, model: str, state: int) -> None:
+        asked = [model, state]
         self.uses.add(model)
         try:
-            self.connection.control({"attached": asked, **await self._doors.host.attach(model, version)})
+            self.connection.control({"attached": asked, **await self._doors.host.attach(model, state)})
         except ApiError as error:
             self.connection.control({"attached": asked, "error": _fields(error)})
 
@@ -162,16 +162,16 @@ class Door:
         inputs = held[ask.at : ask.at + ask.size]
         if len(description) < ask.described or inputs.size < ask.size:
             raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
-        model, version = described.model_and_version(description)
+        model, state = described.model_and_state(description)
         reply = Reply(self, ask.number)
-        if (layouts := self._doors.host.layouts(model, version)) is None:
-            self._doors.later(self._ask_later(reply, model, version, description, inputs))
+        if (layouts := self._doors.host.layouts(model, state)) is None:
+            self._doors.later(self._ask_later(reply, model, state, description, inputs))
         else:
             self._submit(reply, layouts, description, inputs)
 
-    async def _ask_later(self, reply: "Reply", model: int, version: int, description: bytes, inputs: Buffer) -> None:
+    async def _ask_later(self, reply: "Reply", model: int, state: int, description: bytes, inputs: Buffer) -> None:
         try:
-            layouts = await self._doors.host.attach_again(model, version)
+            layouts = await self._doors.host.attach_again(model, state)
         except ApiError as error:
             reply.set_exception(error)
         else:

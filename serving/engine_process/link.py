@@ -32,6 +32,7 @@ from tableside.serving.settings import ServerSettings
 logger = logging.getLogger("tableside")
 
 _LOOK_S = 0.1
+_DESCRIBED = 64  # states of all models that what the engine said of is kept
 _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 
@@ -227,8 +228,8 @@ class EngineLink(Executor):
             self._is_ready.set()
             for asked in self._asked.values():
                 self._send(asked)
-            for model, version in self._moved.items():
-                self.moved(model, version)
+            for model, state in self._moved.items():
+                self.moved(model, state)
         elif "live" in told:
             self._learn(told["live"])
         elif "attached" in told:
@@ -238,15 +239,22 @@ class EngineLink(Executor):
 
     def _learn(self, live: dict[str, Any]) -> None:
         self.live[live["model"]] = live
-        self.described[live["model"], live["version"]] = live
+        self._describe(live["model"], live["state"], live)
+
+    def _describe(self, model: str, state: int, told: dict[str, Any]) -> None:
+        """Keeps what the engine said of a state, of `_DESCRIBED` that came last: changes make a new one every second."""
+        self.described.pop((model, state), None)
+        self.described[model, state] = told
+        while len(self.described) > _DESCRIBED:
+            del self.described[next(iter(self.described))]
 
     # ---- versions ----
 
-    def moved(self, model: str, version: int) -> None:
-        """Tells the engine that this door asks for `version` from now on."""
-        self._moved[model] = version
+    def moved(self, model: str, state: int) -> None:
+        """Tells the engine that this door asks for a state, by its number, from now on."""
+        self._moved[model] = state
         if self._connection is not None and self.is_ready:
-            self._connection.control({"moved": [model, version]})
+            self._connection.control({"moved": [model, state]})
 
     def leave(self, model: str) -> None:
         """Tells the engine that this door serves a model no more."""
@@ -256,32 +264,32 @@ class EngineLink(Executor):
         if self._connection is not None and self.is_ready:
             self._connection.control({"left": model})
 
-    def attach(self, model: str, version: int) -> dict[str, Any]:
-        """Has the engine attach a version, or (0) serve the model; what it says of the version. ApiError: it cannot.
+    def attach(self, model: str, state: int) -> dict[str, Any]:
+        """Has the engine attach a state, by its number, or (0) serve the model; what it says of it. ApiError: it cannot.
 
         Not to be called on the event loop, as it waits.
         """
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._attach(model, version), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._attach(model, state), self._loop).result()
 
-    async def _attach(self, model: str, version: int) -> dict[str, Any]:
-        key = model, version
+    async def _attach(self, model: str, state: int) -> dict[str, Any]:
+        key = model, state
         if (coming := self._attaching.get(key)) is None:
             if self._connection is None or not self.is_ready:
                 raise overloaded("the engine process is being replaced")
             coming = self._attaching[key] = Future()
-            self._connection.control({"attach": [model, version]})
+            self._connection.control({"attach": [model, state]})
         return await asyncio.wrap_future(coming)
 
     def _has_attached(self, told: dict[str, Any]) -> None:
-        model, version = told["attached"]
-        coming = self._attaching.pop((model, version), None)
+        model, state = told["attached"]
+        coming = self._attaching.pop((model, state), None)
         if "error" in told:
             if coming is not None:
                 coming.set_exception(_error(told["error"]))
             return
-        if version:
-            self.described[model, version] = told
+        if state:
+            self._describe(model, state, told)
         else:
             self._models.add(model)
             self._learn(told)

@@ -1,6 +1,7 @@
 """The engine process of one GPU: it attaches versions, keeps them placed and warm, and answers its doors."""
 
 import asyncio
+import functools
 import logging
 import signal
 import socket
@@ -15,6 +16,7 @@ import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
 from tableside.loader.errors import LoaderError
+from tableside.loader.states import State
 from tableside.quant import QuantError, choose
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
@@ -128,7 +130,7 @@ class EngineHost:
         """A version took another one's place, which goes when all doors have moved."""
         key = model_key(engine.model.name)
         replaced, self._served[key] = self._served[key], engine.served()
-        self._replaced[key, replaced.version] = replaced
+        self._replaced[key, replaced.state.number] = replaced
         self._doors.tell({"live": self._live(engine)})
         self.moved()
 
@@ -141,38 +143,42 @@ class EngineHost:
                 del self._engines[key], self._served[key], self._was_usable[key]
                 self._replaced = {k: v for k, v in self._replaced.items() if k[0] != key}
                 logger.info("model %s is let go", name)
-        for key, version in list(self._replaced):
+        for key, state in list(self._replaced):
             engine = self._engines[key]
-            live = engine.attached().version
+            live = engine.attached().state.number
             if all(door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses):
-                del self._replaced[key, version]
+                del self._replaced[key, state]
 
-    def layouts(self, model: int, version: int) -> Layouts | None:
-        """Of a version that is attached, or None. model: its key."""
+    def layouts(self, model: int, state: int) -> Layouts | None:
+        """Of a state that is attached, or None. model: its key; state: its number."""
         engine = self._engines.get(model)
-        served = (engine.find(version) if engine is not None else None) or self._replaced.get((model, version))
+        found = None if engine is None else engine.find_state(State.numbered(state))
+        served = found or self._replaced.get((model, state))
         if served is None:
             return None
         if (known := self._layouts.get(served)) is None:
             known = self._layouts[served] = Layouts(served)
         return known
 
-    async def attach(self, model: str, version: int) -> dict[str, Any]:
-        """Attaches a version that a request named, or (0) the live one; what doors are told. ApiError: it cannot be served."""
+    async def attach(self, model: str, state: int) -> dict[str, Any]:
+        """Attaches a state that a request named by its number, or (0) the live one; what doors are told. ApiError: it cannot be
+        served."""
         engine = await self._engine(model)
-        if not version:
+        if not state:
             return self._live(engine)
+        wanted = State.numbered(state)
         async with self._attaching:
-            if (served := engine.find(version)) is None:
-                served = await asyncio.get_running_loop().run_in_executor(None, engine.attach_explicit, version)
+            if (served := engine.find_state(wanted)) is None:
+                attach = functools.partial(engine.attach_explicit, wanted.version, wanted)
+                served = await asyncio.get_running_loop().run_in_executor(None, attach)
         return _told(served)
 
-    async def attach_again(self, model: int, version: int) -> Layouts:
-        """Of a version that a door asks for and that is not attached any more. ApiError: it cannot be."""
+    async def attach_again(self, model: int, state: int) -> Layouts:
+        """Of a state that a door asks for and that is not attached any more. ApiError: it cannot be."""
         if (engine := self._engines.get(model)) is None:
             raise not_found("the model of this request is not served any more")
-        await self.attach(engine.model.name, version)
-        layouts = self.layouts(model, version)
+        await self.attach(engine.model.name, state)
+        layouts = self.layouts(model, state)
         assert layouts is not None, "it was attached"
         return layouts
 
@@ -195,7 +201,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
     scorer = served.scorer
     return {
         "model": served.header.model,
-        "version": served.version,
+        "state": served.state.number,
         "backend": served.backend.description,
         "placements": {name: p.value for name, p in served.placed.placements.items()},
         "hbm_bytes": served.placed.hbm_bytes,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tableside.loader.header import StoredScorer
+from tableside.loader.segment import Segment
+from tableside.loader.states import State, attach_state
 from tableside.loader.versions import Model
 from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, QuantError
 from tableside.serving.engine import CacheState, Engine
@@ -57,7 +59,7 @@ class EngineVersion(ServedVersion):
 
     def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
         numbers = {name: n for n, name in enumerate(self.features)}
-        return DescribingPlanner(model_key(self.header.model), self.version, [numbers[f] for f in features], together)
+        return DescribingPlanner(model_key(self.header.model), self.state.number, [numbers[f] for f in features], together)
 
 
 class DoorEngine(Engine):
@@ -83,19 +85,20 @@ class DoorEngine(Engine):
     def _first(self) -> None:
         """The one that the engine process serves."""
 
-    def attach(self, version: int | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps a version that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
+    def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
+        """Maps a state that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
         live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
-        number = live["version"] if version is None else version
+        number = live["state"] if state is None else state.number
         told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
-        segment = self.model.attach(number, "header")
+        before = None if self._served is None else self._served.segment
+        segment = attach_state(self.model, State.numbered(number), "header", before)
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
             segment,
             _EngineBackend(told["backend"]),
             Placements(placements, on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
-            scorer=None if stored is None else _named(_EngineScorer(stored, told["scorer"]), self.model.name, number),
+            scorer=None if stored is None else _named(_EngineScorer(stored, told["scorer"]), segment),
             threads=self._threads,
             max_response_bytes=self._max_response_bytes,
             verified_at=told["verified_at"],
@@ -104,20 +107,21 @@ class DoorEngine(Engine):
 
     def swap(self, served: ServedVersion) -> None:
         super().swap(served)
-        self._link.moved(self.model.name, served.version)
+        self._link.moved(self.model.name, served.state.number)
 
     def close(self) -> None:
         """Tells the engine that this door serves the model no more."""
         self._link.leave(self.model.name)
 
-    def changed(self) -> int | None:
+    def changed(self) -> State | None:
         live = self._link.live[self.model.name]
         unusable = live["unusable"]
         self._unusable = ApiError(503, Kind.DAMAGED, unusable) if unusable else None
-        served = self._served.version if self._served is not None else 0
-        return live["version"] if live["version"] not in self._refused | {served} else None
+        served = self._served.state if self._served is not None else State(0)
+        told = State.numbered(live["state"])
+        return told if told not in self._refused | {served} else None
 
 
-def _named(scorer: Scorer, model: str, version: int) -> Scorer:
-    scorer.model, scorer.version = model, version
+def _named(scorer: Scorer, segment: Segment) -> Scorer:
+    scorer.model, scorer.version = segment.header.model, segment.header.version
     return scorer

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
+from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.engine import Engine
@@ -129,7 +130,7 @@ class Evaluator:
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
             )
-            self.served.append(engine.attach(version))
+            self.served.append(engine.attach(State(version)))
             scorer = self.served[-1].scorer
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")

@@ -72,6 +72,7 @@ class LookupResponse(BaseModel):
 
     model: str
     version: int
+    sequence: int = Field(0, description="of the last change that answered; 0: none was applied")
     vectors: dict[str, list[list[float]]]
     found: dict[str, list[list[bool]] | list[bool]] | None = Field(
         None, description="feature -> whether its table has each id, in the shape of the ids; where it was asked for"
@@ -93,6 +94,7 @@ class ScoreResponse(BaseModel):
 
     model: str
     version: int
+    sequence: int = Field(0, description="of the last change that answered; 0: none was applied")
     scores: list[float] | list[list[float]]
 
 
@@ -166,7 +168,7 @@ class V1:
         parsed = time.perf_counter()
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
-        encoded = encode(served.header.model, served.version, laid_out, answer.buffer)
+        encoded = encode(served, laid_out, answer.buffer)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded
@@ -319,6 +321,7 @@ def _describe_model(service: Service, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "version": served.version,
+        "sequence": served.sequence,
         "versions": service.published(name),
         "created": header.created,
         "backend": served.backend.description,

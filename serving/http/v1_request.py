@@ -106,10 +106,10 @@ def parse(text: bytes, more: tuple[str, ...]) -> Body:
     return Body(fields, b"true" in text or b"false" in text)
 
 
-def encode(model: str, version: int, laid_out: JsonRequest, buffer: Buffer) -> bytes:
+def encode(served: ServedVersion, laid_out: JsonRequest, buffer: Buffer) -> bytes:
     """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these."""
     request = laid_out.request
-    found: dict[str, Any] = {"model": model, "version": version}
+    found: dict[str, Any] = {"model": served.header.model, "version": served.version, "sequence": served.sequence}
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     elif laid_out.vectors is not None:

@@ -298,7 +298,9 @@ def _response(
             values = output.view(buffer)
             entry["data"] = (values.astype(np.float32) if output.half else values).reshape(-1)
         described.append(entry)
-    response = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
+    response: dict[str, Any] = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
+    if request.sequence:
+        response["parameters"] = {"sequence": request.sequence}
     return {"id": request_id, **response} if request_id else response
 
 

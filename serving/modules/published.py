@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tableside.loader.errors import LoaderError
+from tableside.loader.states import State, good_state, resolve
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, QuantError, choose
 from tableside.serving.engine import Engine
@@ -67,7 +68,8 @@ class Published:
         self._engine = self._new_engine()
         self._current: Attached | None = None
         self._refusal: str | None = None
-        self._take(self._engine.model.good() if source.version is None else source.version)
+        model = self._engine.model
+        self._take(good_state(model) if source.version is None else resolve(model, source.version))
 
     def _new_engine(self) -> Engine:
         s = self._settings
@@ -109,21 +111,22 @@ class Published:
         if not self.follows:
             return False
         with self._attaching:
-            version = self._engine.changed()
-            if version is None:
+            state, before = self._engine.changed(), self._current
+            if state is None:
                 return False
             try:
-                self._take(version, as_successor=True)
+                self._take(state, as_successor=True)
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                logger.error("version %d of %s is not taken by modules: %s", version, self.source.model, error)
-                self._engine.refuse(version)
+                logger.error("version %s of %s is not taken by modules: %s", state, self.source.model, error)
+                self._engine.refuse(state)
                 return False
         self.pending.sweep()
-        logger.info("modules read %s version %d from now on", self.source.model, version)
+        is_new = before is None or before.version != state.version
+        logger.log(logging.INFO if is_new else logging.DEBUG, "modules read %s version %s from now on", self.source.model, state)
         return True
 
-    def _take(self, version: int, as_successor: bool = False) -> None:
-        served = self._engine.attach(version, as_successor=as_successor)
+    def _take(self, state: State, as_successor: bool = False) -> None:
+        served = self._engine.attach(state, as_successor=as_successor)
         self._check(served)
         self._engine.swap(served)
         self._current = Attached(served, self.threads, self.pending, self.missing)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import rows_of
 
+from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
@@ -204,7 +205,7 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     publish({"t": rows_of(100, 12, 1)}, name="a")
     successor = engines["a"].attach(as_successor=True)
     assert successor.placed.placements == {"t": Placement.HBM}
-    explicit = engines["a"].attach(1)
+    explicit = engines["a"].attach(State(1))
     assert explicit.placed.placements == {"t": Placement.ZERO_COPY}
     engines["a"].swap(successor)
     del successor

@@ -69,7 +69,7 @@ def answer(served: ServedVersion, lay_out: Callable[[], JsonRequest]) -> bytes |
     try:
         found = lay_out()
         found.request.check(found.inputs)
-        return v1_request.encode("demo", 1, found, found.request.run(found.inputs))
+        return v1_request.encode(served, found, found.request.run(found.inputs))
     except ApiError as error:
         return error.message
 
@@ -196,7 +196,7 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
     """Each number of the JSON is the shortest that reads as the vector's fp32."""
     found = laid_out(version, text_of(GOOD))
     buffer = found.request.run(found.inputs)
-    sent = orjson.loads(v1_request.encode("demo", 1, found, buffer))["vectors"]
+    sent = orjson.loads(v1_request.encode(version, found, buffer))["vectors"]
     slow = v1_request._one_by_one(version, GOOD, {}, False).request
     for output in slow.outputs:
         np.testing.assert_array_equal(np.array(sent[output.feature], np.float32).reshape(output.shape), output.view(buffer))

@@ -13,6 +13,7 @@ from served import Sum, engine_of
 from support import rows_of
 
 from tableside.loader.model import Feature
+from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Place, Planner, Pooling, RowFormat, choose
 from tableside.quant.contract import lookup_at
@@ -120,7 +121,7 @@ def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Pa
     assert len({id(r) for r in caplog.records if "cannot see which version of demo is live" in r.message}) == 1
     record.write_text(whole)
     publish({"t": rows_of(10, 8)})
-    assert engine.changed() == 2
+    assert engine.changed() == State(2)
 
 
 def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(

@@ -13,6 +13,7 @@ from support import rows_of
 
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import parse_model
+from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.engine import Engine
@@ -60,7 +61,7 @@ class Worker:
 
     def take(self, version: int) -> None:
         """Takes a version as `Service` does."""
-        self.engine.swap(self.engine.attach(version, as_successor=True))
+        self.engine.swap(self.engine.attach(State(version), as_successor=True))
 
     def check(self) -> None:
         """Every slot holds the bytes of a row of the version that is served: of no other version is there any."""
