@@ -134,11 +134,11 @@ class Engine:
         rows in a cache, where they did not change. It is to be swapped in at once.
         LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
         """
-        before = self._served if as_successor else None
+        before = self._served
         segment = attach_state(self.model, state, self._verify, None if before is None else before.segment)
-        replaced = None if before is None else before.placed
         if before is not None and segment.base is before.segment.base:
             return before.with_deltas(segment, self._placer.place_over(segment, before.placed))
+        replaced = before.placed if before is not None and as_successor else None
         try:
             served = ServedVersion(
                 segment,

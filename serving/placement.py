@@ -221,19 +221,11 @@ class Placer:
         return self._place_deltas(gpu, segment, base) if segment.deltas else base
 
     def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements) -> Placements:
-        """A state of the version that `base` has placed. ServingError: the budget does not hold its deltas."""
-        changed = {name for delta in segment.deltas for name in delta.tables}
+        """A state of the version that `base` has placed. ServingError: as `with_deltas`."""
+        from tableside.serving.placed_deltas import with_deltas
+
         with self._lock:
-            size = sum(gpu.overlay_bytes(base.on_gpu[name], segment.tables[name]) for name in changed)
-            if size > (left := max(0, self._budget - self._held)):
-                raise ServingError(
-                    f"{segment.deltas[0].path} needs {size:,} bytes of HBM beside the version; the budget of this worker leaves "
-                    f"{left:,}; raise --hbm-budget, or publish the changes as a version"
-                )
-            try:
-                tables = {n: gpu.overlay(t, segment.tables[n]) if n in changed else t for n, t in base.on_gpu.items()}
-            except QuantError as error:
-                raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
+            tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held))
             levels = {level for table in tables.values() for level in table.levels}
             for level in levels - set(self._levels):
                 self._levels.add(level)

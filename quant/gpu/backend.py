@@ -288,17 +288,18 @@ class GpuBackend(Backend):
         device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, ids_in_host)
         return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
 
-    def overlay(self, placed: DeviceTable, table: Table) -> DeviceTable:
+    def overlay(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> DeviceTable:
         """A table that was placed without an overlay in another state: `table` has the same rows, and an overlay or none.
 
         The rows stay where they are. Levels of the overlay that the device lacks are copied to HBM, on a stream that holds no
-        lookup up; this waits for them. QuantError: there is no room.
+        lookup up; this waits for them. rows_in_host: but for their rows, which the device reads in page-locked memory of the
+        host. QuantError: there is no room.
         """
         assert not placed.is_overlaid, "states are made of the table without one"
         if isinstance(placed.residence, OnHost):
             return self.on_host(table)
         with self._on_copies():
-            levels = self._levels.of(table, placed.residence)
+            levels = self._levels.of(table, placed.residence, rows_in_host)
             device_map = placed.device_map
             if levels:
                 if device_map is None:
@@ -306,9 +307,9 @@ class GpuBackend(Backend):
                 device_map = device_map.with_levels(levels)
         return replace(placed, host=table, device_map=device_map)
 
-    def overlay_bytes(self, placed: DeviceTable, table: Table) -> int:
+    def overlay_bytes(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> int:
         """HBM that `overlay` would take."""
-        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence)
+        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, rows_in_host)
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.is_interpreted:

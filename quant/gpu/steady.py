@@ -130,8 +130,8 @@ class SteadyLayouts:
             moves_out=moves_out,
             gathers=(),
             resolved=tuple(
-                ResolvedLookup(*row, is_overlaid=self._is_overlaid[row[0]])
-                for row in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
+                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._is_overlaid[number])
+                for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
             ),
             cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
             host=None,

@@ -373,7 +373,7 @@ class TensorLookup:
         return memory, host, sent  # a graph reads the host's side at each replay
 
     def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
-        """Has a first packed call compile what a state of the same tables with overlays takes, as it compiles what it takes itself."""
+        """Has a first packed call compile what a state of the same tables with overlays takes beside."""
         if not self._has_maps and (True, order) not in self._spreads and not self.is_capturing():
             self._spread(True, order)(self, offsets, bags, count)
 

@@ -256,6 +256,19 @@ def test_states_share_the_table_and_the_levels(where: str) -> None:
     assert not base.is_overlaid and backend.overlay(base, without_levels(table)).levels == ()
 
 
+def test_rows_of_a_level_in_host_memory() -> None:
+    """They take no HBM; states share such a level too."""
+    made, backend = raw(), new_backend()
+    base = placed(backend, without_levels(made.table), "cached")
+    held = backend.overlay(base, made.table, rows_in_host=True)
+    check_rows(backend, held, made, asked_of(made, KINDS["random"]))
+    again = backend.overlay(base, made.table)
+    assert again.levels == held.levels and all(level.rows_in_host for level in held.levels)
+    assert made.table.row_map is not None and made.table.row_map.overlay is not None
+    for level, kept in zip(held.levels, made.table.row_map.overlay.levels, strict=True):
+        assert level.bytes == level_bytes(kept, True) < level_bytes(kept) - kept.index.slots * (made.table.row_bytes - 8)
+
+
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:
     made, backend = raw(), new_backend()
     base = backend.to_hbm(without_levels(made.table))
@@ -281,8 +294,8 @@ def test_numbers_lead_to_the_rows_of_a_level(is_above: bool, dim: int) -> None:
         for slot in (0, level.index.slots - 1):
             number = held.native.first_row + slot
             assert -(2**63) <= number < -(2**62)
-            at = (table_at + number * row_bytes) % 2**64 - held._memory.data_ptr()
-            np.testing.assert_array_equal(held._memory[at : at + row_bytes].numpy(), level.packed[slot])
+            at = (table_at + number * row_bytes) % 2**64 - held._rows.data_ptr()
+            np.testing.assert_array_equal(held._rows[at : at + row_bytes].numpy(), level.packed[slot])
 
 
 def test_nothing_more_is_launched_without_overlays() -> None:

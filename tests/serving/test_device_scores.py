@@ -22,6 +22,8 @@ from scorers import Ctr, exported
 from servers import Server
 from support import rows_of
 
+from tableside.loader.apply import apply
+from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
@@ -108,11 +110,20 @@ class Both:
         on_cpu = Placer(ServerSettings(), choose())
         self.placer.open()
 
-        def attached(placer: Placer, name: str) -> ServedVersion:
-            return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24).attach()
+        def engine(placer: Placer, name: str) -> Engine:
+            return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24)
 
-        self.device = {name: attached(self.placer, name) for name in names}
-        self.cpu = {name: attached(on_cpu, name) for name in names}
+        self._engines = {name: (engine(self.placer, name), engine(on_cpu, name)) for name in names}
+        self.device: dict[str, ServedVersion] = {}
+        self.cpu: dict[str, ServedVersion] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Takes the live states."""
+        for name, engines in self._engines.items():
+            for engine in engines:
+                engine.swap(engine.attach(as_successor=True))
+            self.device[name], self.cpu[name] = (engine.served() for engine in engines)
 
     def on_device(self, requests: Sequence[tuple[Request, bytes]]) -> list[Answer | BaseException]:
         """What each gets, all in one batch."""
@@ -203,6 +214,25 @@ def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path
     ]
     found = check(asked, both)
     assert [n for n, f in enumerate(found) if isinstance(f, ApiError)] == [3, 12]
+
+
+def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path) -> None:
+    """Requests of two states in one batch, with one scorer."""
+    publish(root, tmp_path, "ctr")
+    both = Both(root, "ctr")
+    asked = [Asked("ctr", rows, rows, alone=rows % 2 == 0) for rows in (5, 8)]
+    on_device, on_cpu = ([a.of(versions) for a in asked] for versions in (both.device, both.cpu))
+    apply(Model(root, "ctr"), Batch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
+    both.take()
+    on_device += [a.of(both.device) for a in asked]
+    on_cpu += [a.of(both.cpu) for a in asked]
+    scores = []
+    for (request, _), answer, wanted in zip(on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True):
+        assert isinstance(answer, Answer) and isinstance(wanted, Answer)
+        (output,) = (o for o in request.outputs if o.feature == "score")
+        scores.append(output.view(answer.buffer))
+        np.testing.assert_allclose(scores[-1], output.view(wanted.buffer), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(scores[0], scores[2])
 
 
 def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None:
