@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
-.PHONY: help setup dev demo serve minilm dlrm torchrec test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
+.PHONY: help setup dev demo serve minilm dlrm torchrec live test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign claims clean
 
 help:            ## what there is
@@ -50,6 +50,9 @@ dlrm: dev        ## trains a small DLRM, publishes it in every row format, score
 
 torchrec: dev    ## a TorchRec DLRM, trained, its tables published and swapped in; AUC and memory beside TorchRec's quantized ones
 	@$(BIN)/python examples/torchrec/run.py
+
+live: dev        ## a trainer whose rows reach a server through Redis while it answers: lag and AUC over time, drawn
+	@$(BIN)/python examples/live/run.py
 
 test: dev        ## all tests
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder

@@ -16,6 +16,7 @@ from common import HERE, RESULTS, STARTED_FROM, ResultError, console, refuse_no_
 BENCHMARKS = (
     "cpu_lookup.py",
     "load.py",
+    "updates.py",
     "raw_ids.py",
     "raw_load.py",
     "torch_module.py",

@@ -18,23 +18,19 @@ import numpy as np
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.delta import Delta, delta_name
 from tableside.loader.delta_writer import Entries, MergedTable, entries_of, merge, write_delta
-from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.segment import Segment
-from tableside.loader.states import KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of
+from tableside.loader.states import APPLY_LOCK, KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.errors import NotRepresentable
 
-APPLY_LOCK, COMPACT_LOCK = "apply.lock", "compact.lock"
+COMPACT_LOCK = "compact.lock"
 SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one below it, however small that is
 _SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16}
-
-
-class ChangeError(LoaderError):
-    """Changes that do not fit the model; none of their batch was applied."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class _Apply:
             if block.rows:
                 new.setdefault(block.table, []).append(pack_changes(self.segment, block, self.backend))
         live = self.segment.deltas
-        if not new:
+        if not new and batch.position in (None, batch.after):
             size = sum(d.segment.size for d in live)
             state = state_of(self.before)
             return Applied(self.model.name, state, 0, sum(d.entries for d in live), size, False, time.monotonic() - started)
@@ -252,7 +248,8 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     ids, vectors, deleted = block.ids, block.vectors, block.deleted
     if ids.dtype != np.int64 or ids.ndim != 1:
         raise ChangeError(f"table {block.table!r}: ids are {ids.dtype} {list(ids.shape)}; expected int64 [n]")
-    if vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim):
+    has_vectors = deleted is None or not deleted.all()
+    if has_vectors and (vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim)):
         raise ChangeError(
             f"table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected float32 or float16 "
             f"[{block.rows}, {table.dim}]"

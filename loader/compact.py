@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.apply import APPLY_LOCK, COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
+from tableside.loader.apply import COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
 from tableside.loader.delta import Delta, delta_name
 from tableside.loader.delta_writer import Entries, entries_of, merge, write_delta
 from tableside.loader.errors import VersionError
@@ -28,7 +28,7 @@ from tableside.loader.folder import Folder
 from tableside.loader.header import Change, plan_tables
 from tableside.loader.memory import reserve
 from tableside.loader.segment import Segment, SegmentWriter
-from tableside.loader.states import State, attach_state, state_of
+from tableside.loader.states import APPLY_LOCK, State, attach_state, state_of
 from tableside.loader.stored import StoredIds, StoredRows, StoredTable, index_parts, keep_zero_apart, plan_index
 from tableside.loader.versions import Model
 from tableside.quant import Table

@@ -33,5 +33,9 @@ class RegistrationError(LoaderError):
     """CUDA does not register a segment's memory."""
 
 
+class ChangeError(LoaderError):
+    """Changes of rows that cannot be read, or do not fit the model; none of their batch was applied."""
+
+
 class ProgramError(LoaderError):
     """A scorer that is not a plain exported program, or does not fit the model's features."""

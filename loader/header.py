@@ -252,7 +252,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         chunks += index.chunks
         _check_place("an id index", index.offset, index.bytes, size)
     names = [t.name for t in header.tables]
-    if len(set(names)) != len(names) or not names:
+    if len(set(names)) != len(names) or not (names or header.delta is not None):  # a delta may say a position alone
         raise SegmentError("the header names a table twice, or none")
     ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
     starts = [header_end, *(end for _, end in ends)]

@@ -19,6 +19,7 @@ from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 KEPT_STATES = 8
+APPLY_LOCK = "apply.lock"  # held by the one process that writes a delta
 
 
 class State(NamedTuple):
@@ -44,7 +45,7 @@ class State(NamedTuple):
 def parse_state(text: str) -> tuple[int, int | None]:
     """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is neither."""
     if not (found := _NAMED.fullmatch(text)):
-        raise VersionError(f"{text!r} is no state; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
+        raise VersionError(f"found {text!r}; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
     return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
 
 
@@ -145,6 +146,20 @@ def forget_states(model: Model, folder: Folder, record: Record, keep: int) -> li
             folder.unlink(delta_name(version, sequence))
             removed.append(folder.path / delta_name(version, sequence))
     return sorted(removed)
+
+
+def collect_states(model: Model, keep: int) -> list[Path]:
+    """Removes what killed applies left, and deltas that no kept state needs, as `forget_states`. A model to which changes are
+    being applied, or that was never published, is left alone."""
+    with contextlib.ExitStack() as held:
+        try:
+            folder = held.enter_context(model.opened())
+            held.enter_context(folder.lock(APPLY_LOCK, 0))
+        except (FileNotFoundError, VersionError):
+            return []
+        held.enter_context(folder.lock("record.lock"))
+        record = model.record()
+        return clear_unpublished(folder, record) + forget_states(model, folder, record, keep)
 
 
 def _needed(model: Model, version: int, sequences: Iterable[int]) -> set[int]:

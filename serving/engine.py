@@ -61,7 +61,7 @@ class Engine:
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
         self._refused: set[State] = set()  # that could not be attached since `_live` was made live
-        self._live = State(0)
+        self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
         self._last_warning = ""
 
@@ -168,6 +168,7 @@ class Engine:
     def swap(self, served: ServedVersion) -> None:
         """Answers from `served`, from the next request on."""
         self._served, self._unusable = served, None
+        self._note(self._live)
 
     def close(self) -> None:
         """The model is served no more."""
@@ -187,6 +188,7 @@ class Engine:
         if current != self._live:
             self._live = current
             self._refused.clear()
+        self._note(current)
         served = self._served.state if self._served is not None else State(0)
         is_damaged = served.version in damaged
         wanted = [current] if current.version and current.version not in damaged else good if is_damaged else []
@@ -194,6 +196,16 @@ class Engine:
         if is_damaged and not wanted and self._unusable is None:
             self._give_up(served.version)
         return wanted[0] if wanted and wanted[0] != served else None
+
+    def _note(self, live: State) -> None:
+        """Notes since when the live state has been another one than the one that answers."""
+        is_behind = self._served is not None and live.version and live != self._served.state
+        self._behind_since = (self._behind_since or time.monotonic()) if is_behind else 0.0
+
+    @property
+    def behind_s(self) -> float:
+        """For how many seconds the live state has been another one than the one that answers; 0: it is that one."""
+        return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
     def refuse(self, state: State) -> None:
         """Remembers that `state` cannot be served. It is not tried again until another one is made live."""

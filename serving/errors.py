@@ -33,6 +33,10 @@ class ServingError(Exception):
     """Base of the errors that a user or an operator can cause."""
 
 
+class SourceError(ServingError):
+    """A stream of changes that cannot be followed: a part of it is gone or out of order, or it is none."""
+
+
 class ApiError(ServingError):
     """A request that is refused. status: of the HTTP response; message: for the client.
 

@@ -94,6 +94,13 @@ CACHE_EVENTS = {
 }
 SCRUBS = Counter("tableside_scrubs_total", "Readings of all rows of a served version, by outcome.", ["model", "outcome"])
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
+UPDATES = Counter("tableside_updates_total", "States of changed rows of a version taken into service by a worker.", ["model"])
+UPDATE_LAG = Histogram(
+    "tableside_update_lag_seconds",
+    "From when the oldest of some changes was made, or applied where that is not known, until a worker answered from them.",
+    ["model"],
+    buckets=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 3600),
+)
 
 
 class Stages(NamedTuple):
@@ -253,6 +260,10 @@ class _Now:
             "tableside_load_seconds": "Seconds that its load took.",
             "tableside_hbm_bytes": "Bytes of its tables in the memory of this worker's GPU.",
             "tableside_published_versions": "Versions of the model in shared memory.",
+            "tableside_sequence": "Number of the last change that this worker answers from; 0: none was applied.",
+            "tableside_delta_bytes": "Bytes of the deltas over the served version.",
+            "tableside_delta_rows": "Rows that the deltas over the served version change.",
+            "tableside_behind_seconds": "For how long the live state has been another one than this worker answers from.",
         }
         gauges = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in names.items()}
         for engine in self._engines:
@@ -265,6 +276,10 @@ class _Now:
                 served.header.load.get("seconds", 0.0),
                 served.placed.hbm_bytes,
                 len(engine.model.versions()),
+                served.sequence,
+                sum(d.segment.size for d in served.segment.deltas),
+                sum(d.entries for d in served.segment.deltas),
+                engine.behind_s,
             )
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric(label, float(value))

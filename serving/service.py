@@ -114,6 +114,8 @@ class Service:
     def ready(self) -> bool:
         """Whether clients should send requests here: from `start` to `drain`, while every model answers."""
         has_engine = self.link is None or self.link.is_ready
+        if self.settings.max_behind_s and any(e.behind_s > self.settings.max_behind_s for e in self.engines.values()):
+            return False
         return self._is_open and has_engine and all(engine.is_usable for engine in self.engines.values())
 
     def drain(self) -> None:

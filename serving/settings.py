@@ -140,6 +140,9 @@ class ServerSettings(RootSettings):
         description="who brings it may load and unload models while the server runs; a file hides it from other users' ps",
     )
     admin_token_file: Path | None = Field(None, description="file with the admin token; white space around it does not count")
+    max_behind_s: float = Field(
+        0, ge=0, description="seconds that a worker may answer from another state than the live one and be ready; 0: any"
+    )
     scrub_hours: float = Field(
         24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
     )

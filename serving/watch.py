@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 from tableside.loader.errors import LoaderError
@@ -10,7 +11,7 @@ from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
-from tableside.serving.metrics import ERRORS, SWAPS
+from tableside.serving.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 
 logger = logging.getLogger("tableside")
 
@@ -67,6 +68,9 @@ class Watch:
         attach = functools.partial(engine.attach, state, as_successor=True)
         engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
         self._taken(engine)
+        if (change := engine.attached().segment.change) is not None and state.sequence:
+            UPDATES.labels(engine.model.name).inc()
+            UPDATE_LAG.labels(engine.model.name).observe(max(0.0, time.time() - (change.made_at or change.applied_at)))
         if state.version == before:  # changes come all the time
             logger.debug("serving %s version %s from now on", engine.model.name, state)
             return

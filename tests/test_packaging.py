@@ -180,6 +180,12 @@ def test_an_evaluation_without_pyarrow_names_the_extra(tmp_path: Path, root: Pat
     assert line.endswith("install tableside[eval]")
 
 
+def test_a_redis_stream_without_its_client_names_the_extra(tmp_path: Path, root: Path) -> None:
+    publish_towers(root, tmp_path)
+    line = refusal("hiredis", "follow", "towers", "redis://localhost?stream=k", "--root", root)
+    assert line == "tableside: a Redis stream needs hiredis, which is not installed; install tableside[redis]"
+
+
 def test_fbgemm_modules_and_stashing_name_their_extras() -> None:
     path = os.pathsep.join([str(FIXTURES / "without"), str(TOP)])
     script = "from tableside.loader.tbe import init_tbe; init_tbe([])"
@@ -213,7 +219,7 @@ MODULES = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 
-BY_NAME = {"uvloop"}  # uvicorn imports it, as the workers' configuration names it
+BY_NAME = {"uvloop", "hiredis"}  # uvicorn imports the one, as the workers' configuration names it, and redis the other
 
 
 def modules(requirements: list[str]) -> set[str]:
@@ -239,7 +245,7 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray") for r in EXTRAS[name]])
+    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray", "redis") for r in EXTRAS[name]])
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
 

@@ -55,7 +55,7 @@ SERVING = (
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batching"),
-    *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "modules"),
+    *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
     *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),
 )
 

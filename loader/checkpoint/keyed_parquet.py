@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint import keyed
 from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
 from tableside.loader.checkpoint.rows import Checkpoint, some
-from tableside.loader.errors import CheckpointError
+from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
 
@@ -92,7 +92,7 @@ class ParquetRows(KeyedRows):
         self._groups: list[_Group] = []
         self.rows, kinds = 0, dict[tuple[Source, int], Path]()
         for path in files:
-            with _open(path) as file:
+            with open_parquet(path) as file:
                 kind = _kind(file, path, column, id_column)
                 if kind[1] or file.metadata.num_rows:
                     kinds.setdefault((kind[0], kind[1] or _first_length(file, path, column)), path)
@@ -154,7 +154,7 @@ class ParquetRows(KeyedRows):
         groups = self._pieces[piece]
         path, first = groups[0].path, groups[0].first
         end = groups[-1].first + groups[-1].rows
-        with _open(path) as file:
+        with open_parquet(path) as file:
             for at in groups:
                 if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
                     raise CheckpointError(f"{path}: its row groups changed while it was read; load it when it is whole")
@@ -196,14 +196,16 @@ class ParquetRows(KeyedRows):
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """A Parquet file, read as a stream. CheckpointError: it is no regular file, or damaged, here or while it is read."""
-    fd = open_regular(path, "a file of the checkpoint", CheckpointError)
+def open_parquet(
+    path: Path, what: str = "a file of the checkpoint", failure: type[LoaderError] = CheckpointError
+) -> Iterator[Any]:
+    """A Parquet file, read as a stream. failure: raised where it is no regular file, or damaged, here or while it is read."""
+    fd = open_regular(path, what, failure)
     try:
         with pa.OSFile(f"/proc/self/fd/{fd}") as source:
             yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
+        raise failure(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
     finally:
         os.close(fd)
 
@@ -213,7 +215,7 @@ def _line(error: Exception) -> str:
 
 
 def _schema(path: Path) -> Any:
-    with _open(path) as file:
+    with open_parquet(path) as file:
         return file.schema_arrow
 
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from tableside.loader.errors import VersionError
+from tableside.loader.states import parse_state
 from tableside.serving.client.address import Address
 from tableside.serving.sizes import parse_bytes
 
@@ -25,6 +27,14 @@ def count(least: int, remedy: str = "") -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def state(text: str) -> tuple[int, int | None]:
+    """VERSION or VERSION+SEQUENCE."""
+    try:
+        return parse_state(text)
+    except VersionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def finite(text: str) -> float:

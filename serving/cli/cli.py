@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.export import VALUE_FORMATS
+from tableside.loader.states import KEPT_STATES
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing
-from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, url
+from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing, updates
+from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, state, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
@@ -46,7 +47,7 @@ def parser() -> Parser:
             add_options(p, RootSettings)
         return p
 
-    for add in (_add_publishing, _add_shards, _add_serving, _add_evaluation, _add_measuring):
+    for add in (_add_publishing, _add_updates, _add_shards, _add_serving, _add_evaluation, _add_measuring):
         add(command)
     p = command("completion", print_completion, "print a script with which a shell completes commands, options and models")
     p.add_argument("shell", choices=SHELLS, help="source <(tableside completion bash); fish: a file in its folder of completions")
@@ -110,7 +111,7 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("inspect", showing.inspect, "show what a version holds")
     p.add_argument("model")
-    p.add_argument("version", type=count(1), nargs="?")
+    p.add_argument("version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)")
     _add_json(p)
 
     p = command("verify", publishing.verify, "read every byte of the versions and compare checksums")
@@ -119,7 +120,9 @@ def _add_publishing(command: _AddCommand) -> None:
 
     p = command("activate", publishing.activate, "make a published version the live one: rollback, or a staged release")
     p.add_argument("model")
-    p.add_argument("version", type=count(1))
+    p.add_argument(
+        "version", type=state, metavar="VERSION[+SEQUENCE]", help="a version with its newest changes, or those up to one"
+    )
 
     p = command("remove", publishing.remove, "remove a version that is not live, or a whole model")
     p.add_argument("model")
@@ -129,6 +132,46 @@ def _add_publishing(command: _AddCommand) -> None:
     p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("--keep", type=_KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    p.add_argument(
+        "--keep-states", type=_KEEP, default=KEPT_STATES, help="states beside the live one that stay (default: %(default)s)"
+    )
+
+    p = command("compact", publishing.compact_model, "make the live version and the changes over it the next version")
+    p.add_argument("model")
+    p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")
+
+
+def _add_updates(command: _AddCommand) -> None:
+    p = command("apply", updates.apply, "change rows of the live version: insert, overwrite and delete those that a file names")
+    p.add_argument("model")
+    p.add_argument("file", type=Path, help="a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)")
+    _add_changes(p)
+    p.add_argument("--number", type=count(1), help="the sender's count: what was applied before does nothing, a gap is an error")
+    p.add_argument("--source", help="the sender, where several count for themselves (default: apply)")
+    p.add_argument("--first", action="store_true", help="the count begins with --number, and not with 1")
+    _add_json(p)
+
+    p = command("follow", updates.follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
+    p.add_argument("model")
+    p.add_argument("source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
+    _add_changes(p)
+    p.add_argument("--every-s", type=seconds, default=1.0, help="seconds between two batches, at most (default: %(default)s)")
+    p.add_argument("--rows", type=count(1), default=100_000, help="rows after which a batch ends, about (default: %(default)s)")
+    p.add_argument(
+        "--from",
+        dest="start",
+        default="start",
+        metavar="POSITION",
+        help="where to begin a stream of which nothing was applied: start, end, or behind a position (default: %(default)s)",
+    )
+    p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied; what lies between is left out")
+    p.add_argument("--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)")
+    _add_json(p)
+
+
+def _add_changes(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--table", help="the table of all rows (default: the model's, where it has one, or what each row says)")
+    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
 
 
 def _add_shards(command: _AddCommand) -> None:

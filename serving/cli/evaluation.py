@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from tableside.loader.errors import VersionError
 from tableside.loader.load import LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.model import check_name, read_model
+from tableside.loader.states import State, parse_state, resolve
 from tableside.loader.versions import Model
 from tableside.serving.cli.models import check_no_path
 from tableside.serving.cli.output import console, errors, print_json, progress_bar
@@ -78,10 +80,15 @@ def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console
         say.print(f"loaded {loaded.model} version {loaded.version}, not activated")
         return Candidate(loaded.model, loaded.version, source=Path(text).resolve())
     check_no_path(text)
-    name, at, version = text.partition("@")
-    if at and not version.isdecimal():
-        raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION or a model.toml")
-    return Candidate(check_name(name), int(version) if at else Model(root, name, owner).current())
+    name, at, named = text.partition("@")
+    model = Model(root, check_name(name), owner)
+    try:
+        state = resolve(model, *parse_state(named)) if at else State(model.current(), model.record().sequence)
+    except VersionError as error:
+        if model.versions():
+            raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml") from error
+        raise
+    return Candidate(name, state.version, sequence=state.sequence)
 
 
 def _print_report(report: "Report") -> None:

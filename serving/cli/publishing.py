@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from tableside.loader.apply import ApplySettings
+from tableside.loader.compact import compact
 from tableside.loader.errors import VersionError
 from tableside.loader.first_model import IDS_ALONE, first_model
 from tableside.loader.hps import hps_model, hps_text, is_hps
@@ -13,6 +15,7 @@ from tableside.loader.manifest import write_manifest
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.model_text import write_model
 from tableside.loader.module_model import module_model
+from tableside.loader.states import collect_states, state_of
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged
 from tableside.quant import RowFormat
@@ -127,8 +130,24 @@ def verify(options: argparse.Namespace) -> int:
 
 def activate(options: argparse.Namespace) -> int:
     """Makes a version the live one."""
-    published(options).activate(options.version)
-    console.print(f"{options.model} version {options.version} is live; servers take it within a second")
+    model = published(options)
+    model.activate(*options.version)
+    console.print(f"{options.model} version {state_of(model.record())} is live; servers take it within a second")
+    return 0
+
+
+def compact_model(options: argparse.Namespace) -> int:
+    """Makes the live version and its deltas the next version."""
+    model = published(options)
+    with progress_bar(f"compacting {options.model}") as progress:
+        done = compact(model, ApplySettings(threads=options.threads), progress)
+    if done is None:
+        console.print(f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done")
+        return 0
+    console.print(
+        f"{options.model} version {done.state} is live: {done.rows:,} rows, {done.merged:,} changes merged, "
+        f"{mb(done.segment_bytes)} in {done.seconds:.2f} s, {done.segment_bytes / done.seconds / 1e9:.2f} GB/s"
+    )
     return 0
 
 
@@ -149,7 +168,7 @@ def remove(options: argparse.Namespace) -> int:
 
 def gc(options: argparse.Namespace) -> int:
     """Removes what killed loads left, and old versions."""
-    removed = [p for m in chosen(options) for p in m.collect(options.keep)]
+    removed = [p for m in chosen(options) for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")

@@ -3,17 +3,20 @@
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from tableside.loader.errors import SegmentError
+from tableside.loader.delta import Delta
+from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.header import Header, StoredScorer
 from tableside.loader.memory import available_bytes
 from tableside.loader.nearest import did_you_mean
 from tableside.loader.segment import Segment
+from tableside.loader.states import State, attach_state, kept_states, resolve, state_of
 from tableside.loader.stored import StoredTable
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, models
@@ -21,7 +24,9 @@ from tableside.serving.cli import remote
 from tableside.serving.cli.models import published, root_settings
 from tableside.serving.cli.output import console, mb, print_json
 
-_UNKNOWN = dict.fromkeys(("state", "created", "tables", "bytes", "fp32_bytes", "scorer", "error"))
+_UNKNOWN = dict.fromkeys(
+    ("state", "created", "tables", "bytes", "delta_bytes", "fp32_bytes", "scorer", "error", "sequence", "states")
+)
 
 
 def list_models(options: argparse.Namespace) -> int:
@@ -37,11 +42,13 @@ def list_models(options: argparse.Namespace) -> int:
         return 0
     table = Table("model", "version", "", "created", "tables", "bytes", "fp32", "scorer", box=None)
     for v in versions:
-        cells = [v["model"], str(v["version"]), "" if v["state"] == "published" else v["state"]]
+        named = f"{v['version']}+{v['sequence']}" if v["sequence"] else str(v["version"])
+        cells = [v["model"], named, "" if v["state"] == "published" else v["state"]]
         if v["error"] is not None:
             cells.append(escape(v["error"]))
         elif v["created"] is not None:
-            cells += [v["created"], str(v["tables"]), mb(v["bytes"]), mb(v["fp32_bytes"]), escape(_scorer_text(v["scorer"]))]
+            sizes = f"{mb(v['bytes'])} + {mb(v['delta_bytes'])}" if v["delta_bytes"] else mb(v["bytes"])
+            cells += [v["created"], str(v["tables"]), sizes, mb(v["fp32_bytes"]), escape(_scorer_text(v["scorer"]))]
         table.add_row(*cells)
     console.print(table if table.row_count else f"nothing is published under {root}")
     console.print(f"{mb(free)} of shared memory free")
@@ -66,9 +73,12 @@ def _list_served(options: argparse.Namespace) -> int:
 
 def _versions(model: Model) -> Iterator[dict[str, Any]]:
     """What `list` says of a model's versions, by its keys in JSON (docs/operations.md)."""
-    live = model.record().current
+    live = state_of(model.record())
     for version in model.versions():
-        unknown: dict[str, Any] = {"model": model.name, "version": version, **_UNKNOWN}
+        kept = kept_states(model, version)
+        newest = live.sequence if version == live.version else kept[-1].sequence
+        changes: dict[str, Any] = {"sequence": newest, "states": [str(s) for s in kept]}
+        unknown: dict[str, Any] = {"model": model.name, "version": version, **_UNKNOWN, **changes}
         try:
             segment = model.attach(version, "header")
         except SegmentError as error:
@@ -76,15 +86,24 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
             continue
         h = segment.header
         sizes = {"tables": len(h.tables), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
-        state = "live" if version == live else "published"
+        state = "live" if version == live.version else "published"
+        sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
         yield {**unknown, "state": state, "created": h.created, **sizes, "scorer": _scorer(h.scorer)}
     for version in model.loading_versions():
         yield {"model": model.name, "version": version, **_UNKNOWN, "state": "loading"}
 
 
+def _deltas(model: Model, state: State) -> tuple[Delta, ...]:
+    try:
+        return attach_state(model, state, "header").deltas
+    except (SegmentError, VersionError):  # a reader of them says what is wrong
+        return ()
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Prints the tables and features of a version."""
-    segment = published(options).attach(options.version, "header")
+    model = published(options)
+    segment = attach_state(model, None if options.version is None else resolve(model, *options.version), "header")
     h = segment.header
     if options.json:
         print_json(_version(segment))
@@ -95,11 +114,28 @@ def inspect(options: argparse.Namespace) -> int:
     console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
     if reused := describe_reused(h.source):
         console.print(reused)
+    for line in _changes(segment):
+        console.print(line)
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
     for table in _tables(h):
         console.print(table)
     return 0
+
+
+def _changes(segment: Segment) -> Iterator[str]:
+    """Lines about the changes that a state holds."""
+    for delta in segment.deltas:
+        c = delta.change
+        yield (
+            f"changes up to {c.sequence}, applied {datetime.fromtimestamp(c.applied_at, UTC).isoformat(timespec='seconds')}: "
+            f"{delta.entries:,} rows of {', '.join(delta.tables)}, {mb(delta.segment.size)}, {delta.path}"
+        )
+    if (last := segment.change) is not None:
+        if not segment.deltas:
+            yield f"made of changes up to {last.sequence}"
+        for source, at in last.positions.items():
+            yield f"changes of {source} up to {at}"
 
 
 def _tables(h: Header) -> Iterator[Table]:
@@ -141,6 +177,15 @@ def _version(segment: Segment) -> dict[str, Any]:
         **{"bytes": segment.size, "fp32_bytes": h.fp32_bytes},
         **{"checkpoint": h.source.get("path"), "load_seconds": h.load.get("seconds"), "verification": summary(h.source)},
         "owner": None if h.owner is None else asdict(h.owner),
+        "sequence": segment.sequence,
+        "positions": {} if segment.change is None else segment.change.positions,
+        "deltas": [
+            {
+                **{"sequence": d.sequence, "rows": d.entries, "bytes": d.segment.size, "path": str(d.path)},
+                **{"made_at": d.change.made_at or None, "applied_at": d.change.applied_at},
+            }
+            for d in segment.deltas
+        ],
         "tables": tables,
         "features": [asdict(f) for f in h.features],
         "scorer": _scorer(h.scorer),

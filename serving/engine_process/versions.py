@@ -3,12 +3,14 @@
 A door has no tables on a device. It reads rows only for requests that are too small for one (`gpu_from_ids`).
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+from tableside.loader.errors import LoaderError
 from tableside.loader.header import StoredScorer
 from tableside.loader.segment import Segment
-from tableside.loader.states import State, attach_state
+from tableside.loader.states import State, attach_state, state_of
 from tableside.loader.versions import Model
 from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, QuantError
 from tableside.serving.engine import CacheState, Engine
@@ -117,6 +119,9 @@ class DoorEngine(Engine):
         live = self._link.live[self.model.name]
         unusable = live["unusable"]
         self._unusable = ApiError(503, Kind.DAMAGED, unusable) if unusable else None
+        with contextlib.suppress(LoaderError, OSError):  # the engine process says what is wrong with it
+            self._live = state_of(self.model.record())
+        self._note(self._live)
         served = self._served.state if self._served is not None else State(0)
         told = State.numbered(live["state"])
         return told if told not in self._refused | {served} else None

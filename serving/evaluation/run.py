@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.header import Header
+from tableside.loader.states import State, attach_state
 from tableside.loader.versions import Model
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
@@ -91,7 +92,9 @@ def evaluate(
     """
     if settings.stash and (not server.devices or server.placement != "hbm"):
         raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
-    segments = [Model(server.root, c.model, server.owner).attach(c.version, "header") for c in candidates]
+    segments = [
+        attach_state(Model(server.root, c.model, server.owner), State(c.version, c.sequence), "header") for c in candidates
+    ]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
     by_torch = any(needs_torch(s, "cuda" if server.devices else "cpu") for s in segments)
@@ -236,7 +239,7 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
     files = sorted({s.file for s in shards})
     stats = {f: [Path(f).stat().st_size, Path(f).stat().st_mtime_ns] for f in files}
     plan = {
-        "candidates": [[h.model, h.version, h.created] for h in headers],
+        "candidates": [[h.model, c.sequence, h.version, h.created] for c, h in zip(job.candidates, headers, strict=True)],
         "label": job.label,
         "columns": {k: list(v) for k, v in job.columns.items()},
         "slice": job.slice_by,

@@ -3,6 +3,7 @@
 On a GPU, shards to come are decoded and laid out on threads of their own meanwhile, as many as there are cores for.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from tableside.loader.errors import VersionError
 from tableside.loader.load import LoadSettings, load
 from tableside.loader.model import read_model
-from tableside.loader.states import State
+from tableside.loader.states import State, attach_state
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.engine import Engine
@@ -38,15 +40,17 @@ _AHEAD = 2  # shards that are ready or waited for, beside those that threads dec
 
 @dataclass(frozen=True)
 class Candidate:
-    """A version that is evaluated. content: of its segment, the same on every machine; source: its model.toml, where known."""
+    """A state that is evaluated. content: of its segment and deltas, the same on every machine; source: its model.toml, where
+    known. sequence: of the delta over the version; 0: none."""
 
     model: str
     version: int
     content: int = 0
     source: Path | None = None
+    sequence: int = 0
 
     def __str__(self) -> str:
-        return f"{self.model}@{self.version}"
+        return f"{self.model}@{State(self.version, self.sequence)}"
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,18 @@ class Job:
         return self.parts / f"{shard.number:05}.parquet"
 
 
-def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
-    """The candidate on this machine: the version of its number, or, where its bytes are not those, one that has them.
+def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, State]:
+    """The candidate on this machine: the state of its name, or, where its bytes are not those, a version that has them.
 
     One that is not there is published from its model.toml, once, whoever asks first; it is not activated. LoaderError,
     ServingError: it is not here, and cannot be made.
     """
     model = Model(job.root, candidate.model, job.settings.owner)
-    if (version := _published(model, candidate)) is not None:
-        return model, version
+    if (state := _published(model, candidate)) is not None:
+        return model, state
     with model.alone("eval.lock"):
-        if (version := _published(model, candidate)) is not None:  # somebody else was first
-            return model, version
+        if (state := _published(model, candidate)) is not None:  # somebody else was first
+            return model, state
         if candidate.source is None:
             here = f"is not published on this machine ({job.root})"
             raise ServingError(f"{candidate} {here}; name its model.toml with --source, to publish it here")
@@ -95,15 +99,19 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, int]:
         if model.attach(loaded.version, "header").content() != candidate.content:
             model.remove(loaded.version)
             raise ServingError(f"{candidate.source} gives other bytes here than {candidate} has; is the checkpoint the same?")
-        return model, loaded.version
+        return model, State(loaded.version)
 
 
-def _published(model: Model, candidate: Candidate) -> int | None:
-    """The published version that has the candidate's bytes: the one of its number, or the newest."""
+def _published(model: Model, candidate: Candidate) -> State | None:
+    """The state that has the candidate's bytes: the one of its name, or the newest version without a delta."""
     published = model.versions()
-    for version in (candidate.version, *reversed(published)):
-        if version in published and model.attach(version, "header").content() == candidate.content:
-            return version
+    states = [State(version) for version in reversed(published)]
+    for state in (State(candidate.version, candidate.sequence), *states):
+        if state.version not in published:
+            continue
+        with contextlib.suppress(VersionError):  # such a delta is not kept here
+            if attach_state(model, state, "header").content() == candidate.content:
+                return state
     return None
 
 
@@ -121,7 +129,7 @@ class Evaluator:
         placer.open()
         self.served: list[ServedVersion] = []
         for candidate in job.candidates:
-            model, version = attach_or_publish(job, candidate)
+            model, state = attach_or_publish(job, candidate)
             engine = Engine(
                 model,
                 backend,
@@ -130,7 +138,7 @@ class Evaluator:
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
             )
-            self.served.append(engine.attach(State(version)))
+            self.served.append(engine.attach(state))
             scorer = self.served[-1].scorer
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")

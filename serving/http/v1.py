@@ -322,6 +322,17 @@ def _describe_model(service: Service, name: str) -> dict[str, Any]:
         "name": name,
         "version": served.version,
         "sequence": served.sequence,
+        "behind_seconds": service.engines[name].behind_s,
+        "deltas": [
+            {
+                "sequence": d.sequence,
+                "rows": d.entries,
+                "bytes": d.segment.size,
+                "made_at": d.change.made_at or None,
+                "applied_at": d.change.applied_at,
+            }
+            for d in served.segment.deltas
+        ],
         "versions": service.published(name),
         "created": header.created,
         "backend": served.backend.description,

@@ -1,6 +1,7 @@
 """A short run of each campaign: what may never happen does not, and the campaign did what it is for."""
 
 import pytest
+from redis_servers import needs_redis
 
 from campaigns.common import Result
 from campaigns.goals import CAMPAIGNS
@@ -11,11 +12,12 @@ SHORT = {
     "loads": (6, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
     "requests": (12, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
+    "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
     "soak": (6, ("requests", "swaps")),
 }
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_redis] if n == "follows" else []) for n in SHORT])
 def test_a_short_run(name: str) -> None:
     seconds, did = SHORT[name]
     result = Result(name, seconds, SEED, CAMPAIGNS[name].run(seconds, SEED), CAMPAIGNS[name].goals)

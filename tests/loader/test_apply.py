@@ -12,9 +12,9 @@ from raw_segments import RawTable, publish_tables
 from support import rows_of
 
 from tableside.loader import apply as applying
-from tableside.loader.apply import ApplySettings, ChangeError, apply, position_of
+from tableside.loader.apply import ApplySettings, apply, position_of
 from tableside.loader.changes import Batch, TableChanges
-from tableside.loader.errors import NoSpace, SegmentError, VersionError
+from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
 from tableside.loader.states import State, attach_state, kept_states, parse_state, state_of
 from tableside.quant import Pooling, RowFormat, Source, choose
 

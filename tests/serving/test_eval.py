@@ -24,10 +24,13 @@ from raw_demo import DemoTable, publish_raw, random_ids
 from scorers import Ctr, exported
 from support import is_running, rows_of, run_tableside, until
 
+from tableside.loader.apply import apply
+from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, parse_model, read_model
 from tableside.loader.scorer import stored_scorer
+from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
@@ -218,6 +221,28 @@ def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     assert json.loads(told.stdout) == {key: value for key, value in written.items() if key != "xxh3"}  # its checksum
     assert report["ne_increase"] == pytest.approx(report["overall"][0]["ne"] - report["overall"][1]["ne"])
     assert Model(root, "ctr").current() == 1
+
+
+def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> None:
+    """A state is named, scored as its rows were then, and held against the one before it; later changes do not matter."""
+    publish(root, tmp_path)
+    path, columns = write(tmp_path, data(1000)), data(1000)
+    changed = {**TABLES, "user": TABLES["user"].copy()}
+    changed["user"][:250] = rows_of(250, 8, 9)
+    for n, rows in enumerate((changed["user"], rows_of(500, 8, 4))):
+        change = TableChanges("user", np.arange(500), rows)
+        assert apply(Model(root, "ctr"), Batch([change])).state.sequence == n + 1
+    out = tmp_path / "out"
+    after = evaluate(root, "ctr@1+1", path, "--out", out, "--against", "ctr@1+0", "--max-ne-increase", 0.001)
+    assert after.returncode == 3, after.stderr
+    found = parts(out)
+    for column, rows_then in (("score_0", changed), ("score_1", TABLES)):
+        np.testing.assert_allclose(found.column(column).to_numpy(), scores_of(columns, rows_then), rtol=1e-4, atol=1e-6)
+    assert json.loads((out / "report.json").read_text())["candidates"] == ["ctr@1+1", "ctr@1"]
+    back = evaluate(root, "ctr@1+0", path, "--out", tmp_path / "back", "--against", "ctr@1+1", "--max-ne-increase", 0.001)
+    assert back.returncode == 0, back.stderr
+    wrong = evaluate(root, "ctr@1-1", path, "--out", tmp_path / "wrong")
+    assert wrong.returncode == 1 and "expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml" in wrong.stderr
 
 
 def test_the_same_command_goes_on_with_what_it_loaded(root: Path, tmp_path: Path) -> None:
@@ -433,7 +458,7 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
     for arguments, message in (
         (("plain", path), "plain version 1 has no scorer; publish it with [scorer]"),
         (("nothing", path), "nothing"),
-        (("plain@x", path), "expected MODEL, MODEL@VERSION or a model.toml"),
+        (("plain@x", path), "expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml"),
         (("plain", path, "--max-ne-increase", 0), "say --against"),
         (("plain", path, "--stash"), "--stash gives back what tables take of a GPU's memory; name one with --devices"),
     ):
@@ -479,8 +504,8 @@ def test_a_machine_that_has_not_the_model_publishes_it_once(root: Path, tmp_path
         with pytest.raises(ServingError, match=r"is not published on this machine .* name its model.toml with --source"):
             attach_or_publish(job, Candidate("ctr", 1, content))
         for _ in range(2):
-            found, version = attach_or_publish(job, Candidate("ctr", 7, content, source))
-            assert (found.versions(), version) == ([1], 1)
+            found, state = attach_or_publish(job, Candidate("ctr", 7, content, source))
+            assert (found.versions(), state) == ([1], State(1))
         with pytest.raises(ServingError, match="gives other bytes here"):
             attach_or_publish(job, Candidate("ctr", 1, content + 1, source))
         assert Model(other, "ctr").versions() == [1]

@@ -1,0 +1,89 @@
+"""What rows of changes must be, whatever they are read from: errors name the source, the row, what was expected and found."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.changes import TableChanges
+from tableside.loader.errors import ChangeError
+
+BLOCK_BYTES = 4 << 20  # of vectors that are read at once, about
+MOST_ROWS = 1 << 16  # of a block
+Row = int | str  # what a source calls a row: its number, or an entry's id
+
+
+@dataclass
+class RowRules:
+    """What the rows of one source must agree on.
+
+    source: its name, for errors. unit: what its rows are counted in, for errors. table: all rows are of it, and need not say so;
+    None: each row names its own.
+    """
+
+    source: str
+    unit: str = "row"
+    table: str | None = None
+    dims: dict[str, int] = field(default_factory=dict)  # table -> values of a vector, once one came
+
+    def error(self, row: Row, text: str) -> ChangeError:
+        """An error about a row, which is counted as the source counts."""
+        return ChangeError(f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}: {text}")
+
+    def check_table(self, table: str, row: Row) -> str:
+        """The table of a row that names it. ChangeError: another one is expected."""
+        if self.table is not None and table != self.table:
+            raise self.error(row, f"its table is {table!r}; expected {self.table!r}")
+        return table
+
+    def check_dim(self, table: str, dim: int, row: Row) -> None:
+        """ChangeError: a vector of a table has other than `dim` values than those before it, or none."""
+        expected = self.dims.setdefault(table, dim) if dim else self.dims.get(table, 0)
+        if not dim or dim != expected:
+            told = f"{expected}, as before it" if expected else "at least 1"
+            raise self.error(row, f"a vector of table {table!r} with {dim} values; expected {told}")
+
+    def dim(self, table: str) -> int:
+        """Values of a table's vectors; 0 where none came yet."""
+        return self.dims.get(table, 0)
+
+
+def int64_ids(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Integers as int64, and the place of the first one that int64 does not hold; -1: it holds them all."""
+    if values.dtype == np.uint64 and (large := values >> np.uint64(63)).any():
+        return values.astype(np.int64), int(large.argmax())
+    return values.astype(np.int64, copy=False), -1
+
+
+def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Values as fp32 or fp16, which they may be already, and the place of the first one that fp32 does not hold; -1: it does."""
+    if values.dtype in (np.float32, np.float16):
+        return values.astype(values.dtype.newbyteorder("="), copy=False), -1
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = np.isinf(narrow) & np.isfinite(values)
+    return narrow, int(bad.argmax()) if bad.any() else -1
+
+
+def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChanges]:
+    """The same blocks, up to `depth` of which a thread reads before they are asked for."""
+    with ThreadPoolExecutor(1, "tableside-changes") as thread:
+        waiting = deque(thread.submit(next, blocks, None) for _ in range(depth))
+        while (block := waiting.popleft().result()) is not None:
+            waiting.append(thread.submit(next, blocks, None))
+            yield block
+
+
+def changes(
+    table: str, ids: NDArray[np.int64], vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int
+) -> TableChanges:
+    """Changes of a table, where `vectors` [rows that stay, dim] has none for deleted ids."""
+    if deleted is None or not deleted.any():
+        return TableChanges(table, ids, vectors)
+    spread = np.zeros((len(ids), dim), vectors.dtype)
+    spread[~deleted] = vectors
+    return TableChanges(table, ids, spread, deleted)

@@ -1,0 +1,181 @@
+"""Entries of a Redis stream as changes. An entry has the fields of one of these forms; numbers are little-endian:
+
+    table, ids, vectors, dtype   rows: ids int64 [n], vectors [n, dim] of dtype fp32 (which may be left out) or fp16
+    table, ids, deleted          deletions: ids int64 [n], deleted is 1
+    table, id, vector            one row: id as decimal text, vector as a JSON list, or null for a deletion
+
+`table` may be left out where all rows are of one.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tableside.loader.change_lines import Rows
+from tableside.loader.change_rows import RowRules, changes, narrowed
+from tableside.loader.changes import TableChanges
+
+_NUMERIC = b"0123456789+-.eE,[] \t\r\n"
+_DTYPES: dict[bytes, np.dtype[Any]] = {b"fp32": np.dtype("<f4"), b"fp16": np.dtype("<f2")}
+_FORMS = (
+    {b"ids", b"vectors"},
+    {b"ids", b"vectors", b"dtype"},
+    {b"ids", b"deleted"},
+    {b"id", b"vector"},
+)
+_EXPECTED = "expected the fields table and ids, vectors (and dtype), or ids, deleted, or id, vector"
+
+
+class Entries:
+    """Changes of entries, joined by table, those of one table in order. rows: how many they are."""
+
+    def __init__(self, rules: RowRules) -> None:
+        self.rows, self._rules = 0, rules
+        self._tables: dict[str, _Run] = {}
+
+    def add(self, entry: str, fields: Sequence[bytes]) -> int:
+        """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of the forms."""
+        found = dict(zip(fields[::2], fields[1::2], strict=True))
+        table = self._table(entry, found.pop(b"table", None))
+        if set(found) not in _FORMS:
+            there = ", ".join(sorted(f.decode("utf-8", "replace")[:40] for f in found)) or "none"
+            raise self._rules.error(entry, f"found the fields {there} (and table); {_EXPECTED}")
+        if (run := self._tables.get(table)) is None:
+            run = self._tables[table] = _Run(self._rules, table)
+        rows = run.add_row(entry, found) if b"id" in found else run.add_rows(entry, found)
+        self.rows += rows
+        return rows
+
+    def changes(self) -> list[TableChanges]:
+        """All changes. ChangeError: a vector is not what it must be."""
+        return [c for run in self._tables.values() for c in run.joined()]
+
+    def _table(self, entry: str, name: bytes | None) -> str:
+        if name is None:
+            if self._rules.table is None:
+                raise self._rules.error(entry, f"it names no table; {_EXPECTED}; or say the table of all rows with --table")
+            return self._rules.table
+        return self._rules.check_table(name.decode("utf-8", "replace"), entry)
+
+
+class _Run:
+    """The changes of one table. Single rows wait until they are parsed together."""
+
+    def __init__(self, rules: RowRules, table: str) -> None:
+        self._rules, self._table = rules, table
+        self._parts: list[TableChanges] = []
+        self._waiting: list[tuple[str, int, bytes]] = []  # (entry, id, vector as JSON)
+
+    def add_row(self, entry: str, fields: dict[bytes, bytes]) -> int:
+        text = fields[b"id"]
+        try:
+            id_ = int(text) if len(text) <= 20 and b"_" not in text else 1 << 63
+        except ValueError:
+            id_ = 1 << 63
+        if not -(2**63) <= id_ < 2**63:
+            found = text[:40].decode("utf-8", "replace")
+            raise self._rules.error(entry, f"its id is {found!r}; expected an integer that int64 holds, as decimal text")
+        self._waiting.append((entry, id_, fields[b"vector"]))
+        return 1
+
+    def add_rows(self, entry: str, fields: dict[bytes, bytes]) -> int:
+        self._parse()
+        data = fields[b"ids"]
+        if len(data) % 8:
+            raise self._rules.error(entry, f"its ids are {len(data)} bytes; expected 8 for each, as int64")
+        ids = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+        if b"deleted" in fields:
+            if fields[b"deleted"] != b"1":
+                found = fields[b"deleted"][:40].decode("utf-8", "replace")
+                raise self._rules.error(entry, f"its field deleted is {found!r}; expected 1, or vectors instead")
+            none = np.zeros((0, self._rules.dim(self._table)), np.float32)
+            self._parts.append(changes(self._table, ids, none, np.ones(len(ids), bool), none.shape[1]))
+        elif len(ids):
+            self._parts.append(TableChanges(self._table, ids, self._vectors(entry, fields, len(ids))))
+        return len(ids)
+
+    def _vectors(self, entry: str, fields: dict[bytes, bytes], rows: int) -> NDArray[Any]:
+        name, data = fields.get(b"dtype", b"fp32"), fields[b"vectors"]
+        if (dtype := _DTYPES.get(name)) is None:
+            raise self._rules.error(entry, f"its dtype is {name[:40].decode('utf-8', 'replace')!r}; expected fp32 or fp16")
+        if len(data) % (rows * dtype.itemsize):
+            told = f"a multiple of {rows * dtype.itemsize}"
+            raise self._rules.error(
+                entry, f"its vectors are {len(data)} bytes for {rows} ids; expected {told}, as {name.decode()}"
+            )
+        dim = len(data) // dtype.itemsize // rows
+        self._rules.check_dim(self._table, dim, entry)
+        return np.frombuffer(data, dtype).reshape(rows, dim)
+
+    def joined(self) -> list[TableChanges]:
+        """The changes in order, neighbours of one shape as one."""
+        self._parse()
+        runs = itertools.groupby(self._parts, lambda c: (c.vectors.dtype, c.vectors.shape[1]))
+        return [_join(list(run)) for _, run in runs]
+
+    def _parse(self) -> None:
+        """Makes one change of the rows that wait."""
+        rows, self._waiting = self._waiting, []
+        if not rows:
+            return
+        deleted = np.array([text == b"null" for *_, text in rows])
+        values = _numbers([text for *_, text in rows if text != b"null"])
+        if values is None or (len(values) and not self._fits(values.shape[1], rows[0][0])):
+            self._parts.append(self._parse_singly(rows))
+            return
+        dim, ids = self._rules.dim(self._table), np.array([i for _, i, _ in rows], np.int64)
+        self._parts.append(changes(self._table, ids, values.reshape(len(values), dim), deleted, dim))
+
+    def _fits(self, dim: int, entry: str) -> bool:
+        """Whether the table's vectors have `dim` values, as far as is known."""
+        if not self._rules.dim(self._table) and dim:
+            self._rules.check_dim(self._table, dim, entry)
+        return self._rules.dim(self._table) == dim
+
+    def _parse_singly(self, rows: list[tuple[str, int, bytes]]) -> TableChanges:
+        """As `_parse`, slower; which finds what is wrong where something is."""
+        found = Rows(self._rules, self._table)
+        for entry, id_, text in rows:
+            try:
+                vector = orjson.loads(text)
+            except orjson.JSONDecodeError as error:
+                raise self._rules.error(
+                    entry, f"its vector is not JSON ({error}); expected a list of numbers, or null"
+                ) from error
+            if vector is not None and not isinstance(vector, list):
+                raise self._rules.error(
+                    entry, f"its vector is a JSON {type(vector).__name__}; expected a list of numbers, or null"
+                )
+            found.add(entry, id_, vector)
+        return found.changes()
+
+
+def _numbers(texts: list[bytes]) -> NDArray[Any] | None:
+    """Lists of numbers, of one length, as fp32 [lists, numbers]; None: they are something else."""
+    if not texts:
+        return np.zeros((0, 0), np.float32)
+    joined = b"[" + b",".join(texts) + b"]"
+    if joined.translate(None, _NUMERIC):
+        return None
+    try:
+        values = np.array(orjson.loads(joined), np.float64)
+    except ValueError:  # not JSON, or of several lengths
+        return None
+    if values.ndim != 2 or len(values) != len(texts):
+        return None
+    found, bad = narrowed(values)
+    return found if bad < 0 else None
+
+
+def _join(parts: list[TableChanges]) -> TableChanges:
+    if len(parts) == 1:
+        return parts[0]
+    deleted = None
+    if any(c.deleted is not None for c in parts):
+        deleted = np.concatenate([np.zeros(c.rows, bool) if c.deleted is None else c.deleted for c in parts])
+    ids, vectors = np.concatenate([c.ids for c in parts]), np.concatenate([c.vectors for c in parts])
+    return TableChanges(parts[0].table, ids, vectors, deleted)

@@ -1,0 +1,213 @@
+"""A Redis stream of changes: redis://HOST:PORT/DB?stream=KEY, rediss:// with TLS, unix://PATH?stream=KEY.
+
+The position is the id of the last entry that was applied, and an entry's id says when it was made. An entry that is gone before
+it was read must not go unnoticed, so behind each answer it is asked whether the entry at the position is still in the stream. A
+stream is trimmed from its front, so as long as that entry is there, none behind it was trimmed; and the stream keeps the largest
+id that XDEL took out. Where Redis is away it is asked again, less and less often.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+from tableside.loader.change_rows import RowRules
+from tableside.loader.changes import Batch
+from tableside.quant.installed import require
+from tableside.serving.errors import SourceError
+from tableside.serving.follow.redis_entries import Entries
+from tableside.serving.follow.source import IsStopping, pause
+
+require("a Redis stream", "redis", "hiredis", extra="redis")
+import redis  # noqa: E402  (told in one line where it is missing)
+
+SCHEMES = ("redis", "rediss", "unix")
+FIRST, MOST_ENTRIES = 16, 1000  # entries that are asked for at once: at first, and at most
+_BLOCK_S, _ANSWER_S = 0.2, 5.0  # that an answer may wait for entries; that a server may take besides
+_AGAIN_S, _LONGEST_S = 0.1, 5.0  # between two attempts to reach a server, doubled each time
+_READ_BYTES = 1 << 20
+_log = logging.getLogger("tableside.follow")
+Id = tuple[int, int]
+Found = tuple[list[tuple[str, list[bytes]]], bool, dict[str, Any] | None]  # entries; is the position there; XINFO STREAM
+
+
+class RedisStream:
+    """A stream. table: of all rows, where entries need not name it. start: "start", "end", or an entry's id."""
+
+    def __init__(self, url: str, name: str, table: str | None, start: str, is_stopping: IsStopping) -> None:
+        """SourceError: the URL names no stream, or `start` is no entry's id. MissingBackend: the client is not installed."""
+        self._url, self._key = split_url(url)
+        self.name, self._start, self._is_stopping = name, start, is_stopping
+        self._begin = start if start not in ("start", "end") else "0-0" if start == "start" else None
+        self._where = f"Redis stream {self._key!r}"
+        if self._begin is not None:
+            self._id(self._begin)
+        self._table = table
+        self._client = _connect(self._url)
+        self._most_rows = 0.0  # of one entry
+        self._away_since: float | None = None
+        self._again_s = _AGAIN_S
+
+    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+        """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
+        end = time.monotonic() + wait_s
+        entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
+        while True:
+            count = min(MOST_ENTRIES, int((rows - entries.rows) / self._most_rows) + 1) if self._most_rows else FIRST
+            left = max(0.0, end - time.monotonic())
+            try:
+                found = self._ask(position, count, left)
+            except SourceError:
+                if not first:
+                    raise
+                break  # what was read is applied; Redis may have it no more. Then the error comes again
+            if found:
+                self._most_rows *= 0.9  # large entries are forgotten by and by
+            for id_, fields in found or ():
+                first, position = first or id_, id_
+                self._most_rows = max(self._most_rows, entries.add(id_, fields))
+            if entries.rows >= rows or time.monotonic() >= end or self._is_stopping():
+                break
+            if found is None and first:
+                break  # what was read is applied; then Redis is waited for
+            if found is not None and len(found) < count:
+                pause(min(end - time.monotonic(), _BLOCK_S / 10), self._is_stopping)
+        if not first:
+            return None
+        return Batch(entries.changes(), self.name, position, after, self._id(first)[0] / 1000)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._client.close()
+
+    def _ask(self, position: str | None, count: int, wait_s: float) -> list[tuple[str, list[bytes]]] | None:
+        """Entries behind a position, checked for gaps; None: Redis is away, which was waited for."""
+        try:
+            if position is None and self._begin is None:
+                self._begin = self._last()
+            found, is_there, info = self._entries(position or str(self._begin), count, wait_s)
+        except redis.AuthenticationError as error:
+            raise SourceError(f"{self._where}: {error}; name the user as redis://USER:PASSWORD@HOST?stream=KEY") from error
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            self._away(error, wait_s)
+            return None
+        except redis.RedisError as error:
+            raise SourceError(f"{self._where}: {error}; expected a stream that this user may read") from error
+        self._back()
+        if position is not None:
+            self._check(position, found, is_there, info)
+        return found
+
+    def _entries(self, position: str, count: int, wait_s: float) -> Found:
+        """The entries; and after them whether the one at the position is still there, and what the stream says of itself."""
+        block_ms = max(1, int(1000 * min(wait_s, _BLOCK_S)))
+        with self._client.pipeline(transaction=False) as line:
+            line.execute_command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self._key, position)
+            line.execute_command("XRANGE", self._key, position, position, "COUNT", 1)
+            line.execute_command("XINFO", "STREAM", self._key)
+            read, there, info = line.execute(raise_on_error=False)
+        for answer in (read, there):
+            if isinstance(answer, Exception):
+                raise answer
+        if isinstance(info, Exception):
+            if "no such key" not in str(info):
+                raise info
+            return [], False, None
+        entries = [(id_.decode(), fields) for id_, fields in read[0][1]] if read else []
+        return entries, bool(there), _fields(info)
+
+    def _last(self) -> str:
+        """The id of the last entry that there ever was; 0-0: there is no stream yet."""
+        try:
+            return _text(_fields(self._client.execute_command("XINFO", "STREAM", self._key))["last-generated-id"])
+        except redis.ResponseError as error:
+            if "no such key" not in str(error):
+                raise
+            return "0-0"
+
+    def _check(self, position: str, entries: list[tuple[str, list[bytes]]], is_there: bool, info: dict[str, Any] | None) -> None:
+        """SourceError: entries behind the position are gone."""
+        remedy = "load a new version, or go on without them with --reset --from start, end or an entry's id"
+        if info is None:
+            raise SourceError(
+                f"{self._where}: it is gone; what was applied ends at {position}; Redis lost it, or it was removed: {remedy}"
+            )
+        at, last = self._id(position), _text(info["last-generated-id"])
+        if self._id(last) < at:
+            raise SourceError(
+                f"{self._where}: its last entry is {last}, and what was applied ends at {position}; Redis lost what came after "
+                f"{last}, or began anew: {remedy}"
+            )
+        deleted = _text(info.get("max-deleted-entry-id", "0-0"))
+        if self._id(deleted) > at:
+            raise SourceError(
+                f"{self._where}: entry {deleted} was deleted before it was read; {position} was applied last: {remedy}"
+            )
+        if not is_there and self._id(last) > at:
+            first = entries[0][0] if entries else last
+            raise SourceError(
+                f"{self._where}: entry {position}, which was applied last, is gone, so entries between it and {first} may be: "
+                f"the stream was trimmed before it was read, or is another one; let it keep more, and {remedy}"
+            )
+
+    def _away(self, error: Exception, wait_s: float) -> None:
+        """Redis was not reached: says so once, and waits before it is asked again."""
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            _log.warning("%s cannot be reached (%s); trying again", self._where, error)
+        pause(min(self._again_s, wait_s), self._is_stopping)
+        self._again_s = min(2 * self._again_s, _LONGEST_S)
+
+    def _back(self) -> None:
+        if self._away_since is not None:
+            _log.warning("%s is reached again, after %.1f s", self._where, time.monotonic() - self._away_since)
+            self._away_since, self._again_s = None, _AGAIN_S
+
+    def _id(self, text: str) -> Id:
+        """An entry's id: milliseconds, and a number among those of one millisecond."""
+        first, dash, second = text.partition("-")
+        if not (first.isdecimal() and (second.isdecimal() if dash else True)):
+            raise SourceError(f"{self._where}: a position is an entry's id, as 1732300000000-0; found {text!r}")
+        return int(first), int(second or 0)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """(the server's URL, the stream's key). SourceError: it names no stream."""
+    server, _, options = url.partition("?")
+    query = parse_qs(options)
+    keys = query.pop("stream", [])
+    if len(keys) != 1:
+        scheme, _, rest = server.partition("://")
+        shown = f"{scheme}://{rest.rpartition('@')[2]}"  # a password is not shown
+        raise SourceError(f"{shown} names {len(keys)} streams; expected one, as redis://HOST:6379/0?stream=KEY")
+    return f"{server}?{urlencode(query, doseq=True)}".rstrip("?"), keys[0]
+
+
+def _connect(url: str) -> Any:
+    """A client that gives answers as they come, and never waits for long. SourceError: the URL is wrong."""
+    try:
+        client = redis.Redis.from_url(
+            url,
+            protocol=2,
+            socket_timeout=_BLOCK_S + _ANSWER_S,
+            socket_connect_timeout=_ANSWER_S,
+            socket_read_size=_READ_BYTES,
+            retry=None,
+            single_connection_client=False,
+        )
+    except (ValueError, TypeError) as error:
+        raise SourceError(f"the URL of the Redis stream is wrong: {error}; expected redis://HOST:6379/0?stream=KEY") from error
+    raw: Callable[..., Any] = lambda answer, **_: answer  # noqa: E731
+    for command in ("XREAD", "XRANGE", "XINFO"):
+        client.set_response_callback(command, raw)
+    return client
+
+
+def _fields(answer: list[Any]) -> dict[str, Any]:
+    """Names and values, which come in turns."""
+    return {_text(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

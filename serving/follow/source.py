@@ -1,0 +1,37 @@
+"""What a stream of changes must offer to be followed. A new kind is a file with such a class, and two lines in `sources`."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tableside.loader.changes import Batch
+
+IsStopping = Callable[[], bool]
+PAUSE_S = 0.05  # the longest pause after which a source looks whether it shall stop
+
+
+class Source(Protocol):
+    """A stream of changes with positions. name: what the state calls it; two streams of one model have two names."""
+
+    name: str
+
+    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+        """The changes behind the position `after`, as they are after `wait_s` seconds or as soon as they are some `rows`.
+
+        after: where the last batch ended; None: none was applied, so begin where the source was told to. None comes back where
+        there are none; sooner where the follower shall stop. What the stream's server lacks for a while is waited for.
+        SourceError: changes behind `after` are gone, or came in another order. ChangeError: some are not what they must be,
+        which may also come while the batch's changes are read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of what is open."""
+        ...
+
+
+def pause(seconds: float, is_stopping: IsStopping) -> None:
+    """Waits, but not on when the follower shall stop."""
+    end = time.monotonic() + seconds
+    while not is_stopping() and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, PAUSE_S))

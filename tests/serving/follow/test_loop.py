@@ -1,0 +1,127 @@
+"""The loop of a follower: what ends it, and what it leaves as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from campaigns.follows import rows_now
+from tableside.loader.apply import apply, position_of
+from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.versions import Model
+from tableside.serving.errors import SourceError
+from tableside.serving.follow.loop import Step, follow
+
+
+class Counting:
+    """A source whose positions are 1, 2 and so on; batch n writes row n. before: what is done before batch n is given."""
+
+    name = "counting"
+
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+        self.asked: list[str | None] = []
+        self._before = before
+
+    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+        self.asked.append(after)
+        number = int(after or 0) + 1
+        self._before(number)
+        return Batch(self._changes(number), self.name, str(number), after, 1e9)
+
+    def _changes(self, number: int) -> list[TableChanges]:
+        return [TableChanges("user", np.array([number]), np.full((1, 4), number, np.float32))]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def model(publish: Callable[..., Any], root: Path) -> Model:
+    publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
+    return Model(root, "demo")
+
+
+def run(model: Model, source: Counting, batches: int, **options: Any) -> list[Step]:
+    steps: list[Step] = []
+    follow(model, source, 1, 0.0, lambda: len(steps) >= batches, steps.append, **options)
+    return steps
+
+
+def test_each_batch_begins_where_the_state_ends(model: Model) -> None:
+    source = Counting()
+    steps = run(model, source, 3)
+    assert source.asked == [None, "1", "2"] and [s.position for s in steps] == ["1", "2", "3"]
+    assert [s.applied.state.sequence for s in steps] == [1, 2, 3] and steps[0].lag_s > 1e8
+    again = Counting()
+    run(model, again, 1)
+    assert again.asked == ["3"] and position_of(model, "counting") == "4"
+
+
+def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
+    """Be it the first one of a version, or behind others."""
+
+    class Sparse(Counting):
+        def _changes(self, number: int) -> list[TableChanges]:
+            return [] if number in (1, 3) else super()._changes(number)
+
+    source = Sparse()
+    steps = run(model, source, 3)
+    assert source.asked == [None, "1", "2"] and [s.applied.rows for s in steps] == [0, 1, 0]
+    assert position_of(model, "counting") == "3" and rows_now(model, "user")[:4, 0].tolist() == [0, 0, 2, 0]
+
+
+def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[..., Any], root: Path) -> None:
+    """Nothing of the batch is applied to it; the follower ends, as the new version says nothing of its source."""
+
+    def publish_another(number: int) -> None:
+        if number == 2:
+            publish({"user": np.ones((10, 4), np.float32)}, formats={"user": "fp32"})
+
+    class Late(Counting):
+        def _changes(self, number: int) -> Any:
+            publish_another(number)
+            yield from super()._changes(number)
+
+    with pytest.raises(SourceError, match="applied it up to 1, and the model's state says nothing of it"):
+        run(model, Late(), 9)
+    assert model.current() == 2 and position_of(model, "counting") is None
+
+
+def test_a_batch_is_applied_again_where_another_state_became_live(model: Model) -> None:
+    """As one does when an operator goes back by a file that was applied, in the moment before the batch is visible."""
+    run(model, Counting(), 1)
+    apply(model, Batch([TableChanges("user", np.array([9]), np.ones((1, 4), np.float32))]))
+
+    class Crossed(Counting):
+        def _changes(self, number: int) -> Any:
+            if len(self.asked) == 1:
+                model.activate(1, 1)
+            yield from super()._changes(number)
+
+    source = Crossed()
+    steps = run(model, source, 2)
+    assert source.asked == ["1", "1", "2"] and [s.position for s in steps] == ["2", "3"]
+    assert rows_now(model, "user")[:, 0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_reset_begins_anew_once(model: Model) -> None:
+    run(model, Counting(), 3)
+    source = Counting()
+    run(model, source, 2, reset=True)
+    assert source.asked == [None, "1"] and position_of(model, "counting") == "2"
+
+
+def test_a_position_that_somebody_else_moved_ends_a_follower(model: Model) -> None:
+    """Between two of its batches."""
+    with pytest.raises(SourceError, match="counting: this follower applied it up to 1, and the model's state says 2; another"):
+        follow(model, Counting(), 1, 0.0, lambda: False, lambda _: print(run(model, Counting(), 1)))
+    assert position_of(model, "counting") == "2"
+
+
+def test_two_that_read_the_same_batch(model: Model) -> None:
+    """The second one to apply it is refused, with both positions; the state is the first one's."""
+    source = Counting(lambda number: run(model, Counting(), 1) and None if number == 3 else None)
+    with pytest.raises(SourceError, match=r"counting.*2.*3"):
+        run(model, source, 9)
+    assert position_of(model, "counting") == "3"
