@@ -8,8 +8,8 @@ its rows over it, the same batches are looked up in turn, through the same cache
 the state without deltas of the same round. What comes out is compared bit by bit with the CPU's. Goal: at most 2 % slower where
 1 % of the rows changed.
 
-In the oracle's run every row carries the sequence of the delta that wrote it, and what each state must hold is made again from the
-sequence alone. A row whose values differ is torn; one that is of another state than its request's is mixed; a request of an
+In the oracle's run every row carries the sequence of the delta that wrote it, and what each state must hold is made again from
+the sequence alone. A row whose values differ is torn; one that is of another state than its request's is mixed; a request of an
 earlier state than the one before it went back.
 """
 
@@ -221,7 +221,8 @@ def _take(model: Model, placed: Placed, states: "queue.Queue[_State]", base: Seg
 
 def run_oracle(root: Path, files: Path, reads: int) -> list[dict[str, Any]]:
     ids = distinct_ids(ORACLE_ROWS, seed=1)
-    np.savez(files / "o.npz", ids=ids, **{t: np.zeros((ORACLE_ROWS, ORACLE_DIM), np.float32) for t in ORACLE_TABLES})
+    arrays: dict[str, Any] = {t: np.zeros((ORACLE_ROWS, ORACLE_DIM), np.float32) for t in ORACLE_TABLES}
+    np.savez(files / "o.npz", ids=ids, **arrays)
     how = {"row_format": "fp32", "ids": "raw", "id_key": "ids", "missing": "error"}
     spec = {"name": "oracle", "checkpoint": "o.npz", "tables": {t: {"key": t, **how} for t in ORACLE_TABLES}, "features": {}}
     load(parse_model(spec, files), root)

@@ -33,14 +33,15 @@ ASKED = {
 class Worker:
     """The engine of a worker on a GPU, and what its rows must be."""
 
-    def __init__(self, root: Path, placement: str, **settings: Any) -> None:
+    def __init__(self, root: Path, placement: str, begins: bool = True, **settings: Any) -> None:
         settings = {"hbm_budget": 1 << 20, "gather_threads": 0, "gpu_from_ids": 0, **settings}
         self.oracle = Oracle(root)
         self.placer = Placer(ServerSettings(devices=(tables.serve_device(),), placement=placement, **settings), choose())
         self.placer.open()
         model = self.oracle.model
         self.engine = Engine(model, choose(), self.placer, threads=1, verify="full", max_response_bytes=1 << 20)
-        self.take()
+        if begins:
+            self.take()
 
     def take(self) -> ServedVersion:
         """Takes the live state as a server does."""
@@ -139,6 +140,32 @@ def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
     later = worker.take()
     assert not any(table.levels[0].rows_in_host for table in later.placed.on_gpu.values())
     worker.check(later, worker.rows())
+
+
+def test_what_deltas_need_is_compiled_with_the_version(root: Path) -> None:
+    """The kernel that looks into deltas was launched before there is any, and no other one is launched for the first."""
+    worker = Worker(root, "hbm", begins=False)
+    assert worker.placer.gpu is not None
+    resolvers, launched = worker.placer.gpu._resolvers, []
+    for is_overlaid, kernel in list(resolvers.items()):
+        resolvers[is_overlaid] = _Noting(kernel, is_overlaid, launched)
+    worker.take()
+    assert True in launched
+    del launched[:]
+    worker.change()
+    worker.check(worker.take(), worker.rows())
+    assert set(launched) == {True}
+
+
+class _Noting:
+    """A kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, name: bool, launched: list[bool]) -> None:
+        self._kernel, self._name, self._launched = kernel, name, launched
+
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        self._launched.append(self._name)
+        self._kernel(programs, *arguments)
 
 
 @pytest.mark.parametrize("placement", ["cached", "hybrid"])
