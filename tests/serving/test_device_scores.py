@@ -102,6 +102,10 @@ def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
 
 
+def engine_of(root: Path, name: str, placer: Placer) -> Engine:
+    return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24)
+
+
 class Both:
     """The same models on a device and on the CPU, in this process."""
 
@@ -110,20 +114,11 @@ class Both:
         on_cpu = Placer(ServerSettings(), choose())
         self.placer.open()
 
-        def engine(placer: Placer, name: str) -> Engine:
-            return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24)
+        def attached(placer: Placer, name: str) -> ServedVersion:
+            return engine_of(root, name, placer).attach()
 
-        self._engines = {name: (engine(self.placer, name), engine(on_cpu, name)) for name in names}
-        self.device: dict[str, ServedVersion] = {}
-        self.cpu: dict[str, ServedVersion] = {}
-        self.take()
-
-    def take(self) -> None:
-        """Takes the live states."""
-        for name, engines in self._engines.items():
-            for engine in engines:
-                engine.swap(engine.attach(as_successor=True))
-            self.device[name], self.cpu[name] = (engine.served() for engine in engines)
+        self.device = {name: attached(self.placer, name) for name in names}
+        self.cpu = {name: attached(on_cpu, name) for name in names}
 
     def on_device(self, requests: Sequence[tuple[Request, bytes]]) -> list[Answer | BaseException]:
         """What each gets, all in one batch."""
@@ -219,13 +214,17 @@ def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path
 def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path) -> None:
     """Requests of two states in one batch, with one scorer."""
     publish(root, tmp_path, "ctr")
-    both = Both(root, "ctr")
+    both = Both(root)
+    engines = [engine_of(root, "ctr", placer) for placer in (both.placer, Placer(ServerSettings(), choose()))]
     asked = [Asked("ctr", rows, rows, alone=rows % 2 == 0) for rows in (5, 8)]
-    on_device, on_cpu = ([a.of(versions) for a in asked] for versions in (both.device, both.cpu))
-    apply(Model(root, "ctr"), Batch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
-    both.take()
-    on_device += [a.of(both.device) for a in asked]
-    on_cpu += [a.of(both.cpu) for a in asked]
+    on_device: list[tuple[Request, bytes]] = []
+    on_cpu: list[tuple[Request, bytes]] = []
+    for state in range(2):
+        if state:
+            apply(Model(root, "ctr"), Batch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
+        for engine, requests in zip(engines, (on_device, on_cpu), strict=True):
+            engine.swap(engine.attach(as_successor=True))
+            requests += [a.of({"ctr": engine.served()}) for a in asked]
     scores = []
     for (request, _), answer, wanted in zip(on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True):
         assert isinstance(answer, Answer) and isinstance(wanted, Answer)
