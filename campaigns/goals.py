@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from campaigns import clients, evals, files, flips, follows, kills, loads, overload, programs, requests, soak
+from campaigns import clients, engines, evals, files, flips, follows, kills, loads, overload, programs, requests, soak
 from campaigns.common import Goal, Run, at_least, at_most, console, none
 
 MOST_CHANGES, TRIED_CHANGES = 1000, 10
@@ -34,6 +34,18 @@ KILLS = {
     **_never("wrong answers", "answers mixed from two versions", "stale answers", "failed through the client"),
     "replacement, median s": at_most(1),
     "replacement, slowest s": at_most(1),
+}
+ENGINES = {
+    "requests checked": at_least(5_000),
+    "requests checked in regions": at_least(5_000),
+    "doors killed": at_least(200),
+    "engines killed": at_least(100),
+    "clients killed that held a region": at_least(100),
+    **_never(
+        "wrong answers", "answers mixed from two versions", "stale answers", "failed through the client", "failed in regions"
+    ),
+    **_never("regions that outlived their client", "engines lost to a door", "doors lost to an engine"),
+    **_never("memory of doors that an engine keeps"),
 }
 LOADS = {
     "loader kills": at_least(1000),
@@ -123,6 +135,7 @@ def _files(seconds: float, seed: int) -> dict[str, float]:
 
 CAMPAIGNS = {
     "kills": Campaign(kills.run, 14, KILLS),
+    "engines": Campaign(engines.run, 10, ENGINES),
     "loads": Campaign(loads.run, 12, LOADS),
     "requests": Campaign(requests.run, 24, REQUESTS),
     "clients": Campaign(clients.run, 3, CLIENTS),

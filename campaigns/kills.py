@@ -60,10 +60,10 @@ class Board:
         return sum(self.counts[COUNTS.index(what) :: len(COUNTS)])
 
 
-def ask(url: str, seed: int, client: int, board: Board) -> None:
+def ask(url: str, seed: int, client: int, board: Board, retries: int = 2) -> None:
     """A client's process: looks up, compares and counts until the board says stop."""
     rng = np.random.default_rng([seed, client])
-    with Client(url) as connection:
+    with Client(url, retries=retries) as connection:
         while not board.stop.is_set():
             ids = rng.integers(0, ROWS, 20)
             lengths = rng.multinomial(20, np.full(5, 0.2))
@@ -90,9 +90,9 @@ def pooled(value: int, ids: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any])
     return np.stack([bag.sum(0) if len(bag) else np.zeros(DIM, np.float32) for bag in bags])
 
 
-def publish_until(board: Board, root: Path, files: Path) -> None:
+def publish_until(board: Board, root: Path, files: Path, every_s: float = PUBLISH_EVERY_S) -> None:
     """A new version now and then, each of the next value."""
-    while not board.stop.wait(PUBLISH_EVERY_S):
+    while not board.stop.wait(every_s):
         publish(root, files, board.value.value + 1)
         (files / f"demo-{board.value.value}.npz").unlink(missing_ok=True)
         board.value.value, board.since.value = board.value.value + 1, time.monotonic()

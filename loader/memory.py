@@ -132,8 +132,8 @@ class Window:
     """
 
     def __init__(self, fd: int, offset: int, size: int, origin: int, step: int) -> None:
-        page = huge_page_bytes(fd) or mmap.PAGESIZE
-        first = offset // page * page
+        page = huge_page_bytes(fd) or (HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else mmap.PAGESIZE)
+        first = offset // page * page  # so that a huge page of the file can be one of the mapping
         length = -(-(offset + size - first) // page) * page
         guard = -(-step // page) * page
         tried = step // math.gcd(page, step)  # pages on, the distance in bytes modulo `step` comes again

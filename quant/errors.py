@@ -33,6 +33,7 @@ class Problem(StrEnum):
     MISSING = "missing"  # the table has no row for it, and refuses such ids
     LENGTH = "length"  # negative
     SUM = "sum"  # the lengths do not add up to the number of ids
+    CHANGED = "changed"  # what was wrong is not there any more
 
 
 class BadIds(QuantError):
@@ -56,6 +57,8 @@ class BadIds(QuantError):
                 f"{name}: id {self.value} at position {self.position} is not among the table's {self.bound:,} ids; "
                 "send ids that it has, or publish the table with a policy for missing ids"
             )
+        if self.problem is Problem.CHANGED:
+            return f"{name}: an id or a length was wrong, and changed while it was looked up; leave inputs as they are until then"
         if self.problem is Problem.LENGTH:
             return f"{name}: length {self.value} at position {self.position} is negative; expected 0 or more"
         return f"{name}: the {self.position} lengths add up to {self.value}, but there are {self.bound} ids"

@@ -58,12 +58,30 @@ class Turn:
         self._slots.give_back(self)
 
 
+class WholeTurn:
+    """The turn of a request that is whole and finds a slot at once. `Slots.is_full` says whether it does."""
+
+    __slots__ = ("_slots", "since")
+
+    def __init__(self, slots: "Slots") -> None:
+        self._slots, self.since = slots, 0.0  # it holds its slot, however long it takes
+        slots.hold(self)
+
+    def is_whole(self) -> bool:
+        """As of `Turn`."""
+        return True
+
+    def end(self) -> None:
+        """Gives the slot back. Safe to call twice."""
+        self._slots.give_back(self)
+
+
 class Slots:
     """The slots of a worker, and the requests that wait for one. Belongs to one event loop."""
 
     def __init__(self, slots: int, max_waiting: int, max_wait_s: float) -> None:
         self.slots, self._max_waiting, self._max_wait_s = slots, max_waiting, max_wait_s
-        self._held: dict[Turn, None] = {}  # in the order in which they began
+        self._held: dict[Turn | WholeTurn, None] = {}  # in the order in which they began
         self._waiting: deque[Turn] = deque()  # oldest first
         self._timer: asyncio.TimerHandle | None = None
 
@@ -92,12 +110,17 @@ class Slots:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse_late)
 
-    def give_back(self, turn: Turn) -> None:
+    def hold(self, turn: WholeTurn) -> None:
+        """Begins a turn that has a slot."""
+        self._held[turn] = None
+
+    def give_back(self, turn: Turn | WholeTurn) -> None:
         """Ends a turn; begins those of waiting requests that find a slot now."""
         if turn in self._held:
             del self._held[turn]
-            self._begin_next()
-        elif turn in self._waiting:
+            if self._waiting:
+                self._begin_next()
+        elif isinstance(turn, Turn) and turn in self._waiting:
             self._waiting.remove(turn)
 
     def _begin_next(self) -> None:

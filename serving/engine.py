@@ -7,16 +7,18 @@ replaced version stays mapped until its last request is done, and then goes.
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.segment import Verify
+from tableside.loader.segment import Segment, Verify
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, QuantError
 from tableside.serving.errors import ApiError, Kind, ServingError, not_found
-from tableside.serving.placement import Placer
+from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
 from tableside.serving.settings import ServerSettings
@@ -24,7 +26,25 @@ from tableside.serving.version import Beside, ServedVersion
 
 logger = logging.getLogger("tableside")
 
+_VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
+
+
+class _Clock:
+    """Where time goes: seconds of each of several steps, for the log."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.monotonic()
+        self._steps: list[str] = []
+
+    def mark(self, step: str) -> None:
+        """What was done since the last mark, or since this was made."""
+        now = time.monotonic()
+        self._steps.append(f"{step} {now - self._last:.2f}")
+        self._last = now
+
+    def __str__(self) -> str:
+        return f"{self._last - self._started:.2f} s ({', '.join(self._steps)})"
 
 
 class CacheState(NamedTuple):
@@ -135,20 +155,44 @@ class Engine:
         LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
         """
         before = self._served
-        segment = attach_state(self.model, state, self._verify, None if before is None else before.segment)
+        like = None if before is None else before.segment
+        unverified: Segment | None = None
+        if self._placer.gpu is not None and self._verify == "full":
+            version = (state or state_of(self.model.record())).version
+            if like is None or like.header.version != version:
+                unverified = like = self.model.attach(version or None, "header")
+        segment = attach_state(self.model, state, self._verify, like)
         if before is not None and segment.base is before.segment.base:
             return before.with_deltas(segment, self._placer.place_over(segment, before.placed))
         replaced = before.placed if before is not None and as_successor else None
+        if unverified is None or segment.base is not unverified:
+            return self._attach(segment, replaced)
+        unverified.verify_indexes()
+        with ThreadPoolExecutor(1, "tableside-verify") as beside:  # rows, while they are copied and kernels are loaded
+            verifying = beside.submit(unverified.verify, 1 if as_successor else _VERIFIERS)
+            served = self._attach(segment, replaced, verifying.result)
+        return served
+
+    def _attach(
+        self, segment: Segment, replaced: Placements | None, verified: Callable[[], None] = lambda: None
+    ) -> ServedVersion:
+        """The rest of `attach`. replaced: what its successor takes the room of. verified: waits until every row was read."""
+        clock = _Clock()
         try:
+            placed = self._placer.place(segment, replaced)
+            clock.mark("placed")
+            scorer = None
+            if self._scores:
+                is_on_device = self._placer.gpu is not None
+                scorer = open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits, is_on_device)
+            clock.mark("scorer")
+            self._placer.compile(segment)
+            clock.mark("kernels")
             served = ServedVersion(
                 segment,
                 self._placer.gpu or self._backend,
-                self._placer.place(segment, replaced),
-                scorer=open_scorer(
-                    segment, self._placer.torch_device, self._threads, self._scorer_limits, self._placer.gpu is not None
-                )
-                if self._scores
-                else None,
+                placed,
+                scorer=scorer,
                 threads=self._threads,
                 max_response_bytes=self._max_response_bytes,
                 verified_at=time.time() if self._verify == "full" else 0.0,
@@ -157,12 +201,17 @@ class Engine:
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
                 self._placer.gpu.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
+            clock.mark("warm-up")
+            verified()
+            clock.mark("rest of verifying")
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):
             raise
         except Exception as error:  # whatever a GPU, its compiler or a scorer may raise
             logger.exception("version %d of %s cannot be served", segment.header.version, self.model.name)
             raise ServingError(f"{self.model.name} version {segment.header.version} cannot be served: {error!r}") from error
+        if self._placer.gpu is not None:
+            logger.info("%s version %s was attached in %s", self.model.name, served.state, clock)
         return served
 
     def swap(self, served: ServedVersion) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +37,13 @@ class Executor(ABC):
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
         """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not, call `run`."""
         return None
+
+    def run_soon(self, request: Request, inputs: Any, done: Callable[[Answer | Exception], None]) -> bool:
+        """As `run`, without a coroutine: `done` is called later with the answer, or with why there is none. False: call `run`.
+
+        inputs: are the caller's again when this returns. ApiError: as of `run`, where it is known at once.
+        """
+        return False
 
     @abstractmethod
     async def _run(self, request: Request, inputs: Any) -> Answer:

@@ -112,16 +112,17 @@ class Stages(NamedTuple):
     encoded: float
 
 
-class _Seconds:
-    """A histogram of _SECONDS that is counted in place (`shared_counts.Tally`)."""
+class _Observed:
+    """A histogram that is counted in place (`shared_counts.Tally`)."""
 
     def __init__(self, histogram: Any) -> None:
         self._sum = Tally(histogram._sum)
         self._buckets = [Tally(bucket) for bucket in histogram._buckets]
+        self._bounds = histogram._upper_bounds
 
-    def observe(self, seconds: float) -> None:
-        self._sum.add(seconds)
-        self._buckets[bisect_left(_SECONDS, seconds)].add(1)
+    def observe(self, value: float) -> None:
+        self._sum.add(value)
+        self._buckets[bisect_left(self._bounds, value)].add(1)
 
 
 class ModelMetrics:
@@ -131,7 +132,7 @@ class ModelMetrics:
         self._model = model
         self._without_row: dict[str, tuple[Tally, Tally]] = {}
         self._ok = Tally(REQUESTS.labels(model, protocol, "ok")._value)
-        self._parse, self._lookup, self._encode = (_Seconds(STAGE_SECONDS.labels(model, protocol, s)) for s in STAGES)
+        self._parse, self._lookup, self._encode = (_Observed(STAGE_SECONDS.labels(model, protocol, s)) for s in STAGES)
         counters = (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES)
         self._ids, self._vectors, self._row_bytes, self._in, self._out = (Tally(c.labels(model)._value) for c in counters)
 
@@ -177,21 +178,21 @@ class RequestSeconds:
     """The histograms of whole requests by protocol and outcome, both from fixed sets. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._histograms: dict[tuple[str, str], _Seconds] = {}
+        self._histograms: dict[tuple[str, str], _Observed] = {}
 
     def observe(self, protocol: str, outcome: str, seconds: float) -> None:
         """Counts a request whose response is sent, or whose client left."""
         if (found := self._histograms.get((protocol, outcome))) is None:
-            found = self._histograms[protocol, outcome] = _Seconds(REQUEST_SECONDS.labels(protocol, outcome))
+            found = self._histograms[protocol, outcome] = _Observed(REQUEST_SECONDS.labels(protocol, outcome))
         found.observe(seconds)
 
 
 class GpuMetrics:
-    """The histograms of one device. Their labels are resolved once."""
+    """The histograms of one device. Their labels are resolved once. Belongs to one event loop."""
 
     def __init__(self, device: str) -> None:
-        self._requests = GPU_BATCH.labels(device)
-        self._stages = {stage: GPU_SECONDS.labels(device, stage) for stage in GPU_STAGES}
+        self._requests = _Observed(GPU_BATCH.labels(device))
+        self._stages = {stage: _Observed(GPU_SECONDS.labels(device, stage)) for stage in GPU_STAGES}
 
     def waited(self, seconds: float) -> None:
         """Counts how long a request waited until its batch began."""

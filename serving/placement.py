@@ -15,6 +15,7 @@ from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
+from tableside.serving.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.errors import ServingError
 from tableside.serving.id_indexes import index_bytes, with_copied_ids
 from tableside.serving.settings import ALIASES, ServerSettings
@@ -32,7 +33,7 @@ logger = logging.getLogger("tableside")
 
 _SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
 _SMALLEST_CACHE = 1 << 20  # bytes
-_GATHERERS, _WIDE_BYTES = 4, 4 << 30  # threads and bytes of tables from which the CPU gathers faster than the GPU reads
+_WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
 _DELTAS = 16  # a sixteenth of a budget that a cache or split tables take is left for deltas
@@ -204,13 +205,11 @@ class Placer:
         replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be kept for the tables
         of the same names (`Placements.take_over`); hot rows that changed are fetched anew.
 
-        A state of a version that is placed here, in the same segment, shares all that the version takes: only the deltas that
-        it has and no other state has are copied to HBM, however its tables are placed.
+        A state of a version that is placed here, in the same segment, shares all that the version takes but new deltas.
 
         RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
         """
-        gpu = self.gpu
-        if gpu is None:
+        if (gpu := self.gpu) is None:
             return Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
@@ -231,12 +230,11 @@ class Placer:
                 self._levels.add(level)
                 self._held += level.bytes
                 weakref.finalize(level, self._release, level.bytes)
-        size = base.hbm_bytes + sum(level.bytes for level in levels)
-        return Placements(base.placements, on_gpu=tables, hbm_bytes=size, base=base)
+        taken = sum(level.bytes for level in levels)
+        return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
     def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
         gpu.trim()
-        gpu.warm_up_overlays()  # for the first delta, which comes while requests run
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
@@ -256,6 +254,13 @@ class Placer:
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
         return placed
+
+    def compile(self, segment: Segment) -> None:
+        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
+        if self.gpu is not None:
+            if are_compiled(self._settings):
+                compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+            self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
 
     def place_over(self, segment: Segment, before: Placements) -> Placements:
         """The tables of another state of the version that `before` has placed. Raises as `place`."""
@@ -337,7 +342,8 @@ class Placer:
         return CacheSettings(
             Policy(s.cache_policy),
             s.cache_half_life,
-            staging_buffers=1 + self._ahead,
+            staging_buffers=s.cache_staging_buffers + self._ahead,
+            staging_bytes=s.cache_staging_bytes,
             gather_threads=self._gatherers(cached_bytes),
             replays=True,
         )
@@ -346,8 +352,10 @@ class Placer:
         """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
         if self._settings.gather_threads is not None:
             return self._settings.gather_threads
-        share = min(_MOST_GATHERERS, len(os.sched_getaffinity(0)) // self._settings.workers)
-        return share if share >= _GATHERERS and cached_bytes >= _WIDE_BYTES else 0
+        if cached_bytes < _WIDE_BYTES:
+            return 0
+        spare = len(os.sched_getaffinity(0)) - self._settings.workers  # doors keep a core each
+        return max(1, min(_MOST_GATHERERS, spare // self._settings.engines))
 
     def _release(self, hbm_bytes: int) -> None:
         self._held -= hbm_bytes
@@ -355,7 +363,7 @@ class Placer:
     def _tables(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int, copied: frozenset[str]
     ) -> "dict[str, DeviceTable]":
-        from tableside.quant.gpu.tables import KernelKey
+        from tableside.quant.gpu.wanted import KernelKey
 
         view = self._registered(gpu, segment, placements)
         key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))

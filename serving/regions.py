@@ -10,6 +10,7 @@ region ends when it is unregistered, and when its object loses its name. Nothing
 otherwise say what lies in /dev/shm.
 """
 
+import base64
 import os
 import stat
 import threading
@@ -23,6 +24,7 @@ from tableside.serving.region_registry import RegionRegistry, Registered
 from tableside.serving.shared_list import lives, process_of
 
 FOLDER = "/dev/shm"
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
 _MOST_NAME_BYTES = 255
 LARGEST = (1 << 62) - 1  # offset and size of a region
@@ -90,19 +92,42 @@ class Region:
         )
 
 
+class DeviceRegion:
+    """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it has said."""
+
+    def __init__(self, entry: Registered) -> None:
+        self.entry = entry
+
+    @property
+    def label(self) -> str:
+        return f"CUDA shared memory region {short(self.entry.name)}"
+
+    def holds(self, offset: int, size: int) -> bool:
+        """As `Region.holds`."""
+        return min(offset, size) >= 0 and offset + size <= self.entry.byte_size
+
+
 class Slice(NamedTuple):
     """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer: from `at` on."""
 
-    region: Region
+    region: Region | DeviceRegion
     offset: int
     size: int
     at: int
 
     @property
-    def span(self) -> tuple[int, int, int]:
-        """Device, inode and byte of the object, for what lies before what. Two regions may be parts of one object."""
+    def span(self) -> tuple[int, str, int]:
+        """Device, object and byte of the object, for what lies before what. Two regions may be parts of one object."""
         entry = self.region.entry
-        return entry.device, entry.inode, entry.offset + self.offset
+        return entry.device, entry.handle or str(entry.inode), entry.offset + self.offset
+
+
+class PartlyOnDevice(NamedTuple):
+    """A request's inputs, of which `reads` lie in a GPU's memory and not in `inputs`; and `writes`, outputs that go there."""
+
+    inputs: Any
+    reads: tuple[Slice, ...]
+    writes: tuple[Slice, ...]
 
 
 def joined(slices: Iterable[Slice]) -> list[Slice]:
@@ -122,7 +147,7 @@ def joined(slices: Iterable[Slice]) -> list[Slice]:
 
 def overlap(slices: Sequence[Slice]) -> bool:
     """Whether any two slices have a byte of an object in common. Empty ones have none."""
-    ends: tuple[int, int, int] | None = None
+    ends: tuple[int, str, int] | None = None
     for span, size in sorted((s.span, s.size) for s in slices if s.size):
         if ends is not None and span < ends:
             return True
@@ -131,15 +156,17 @@ def overlap(slices: Sequence[Slice]) -> bool:
 
 
 def read(slices: Iterable[Slice], into: memoryview) -> None:
-    """Fills a buffer's parts from regions. ApiError: an object was truncated meanwhile."""
+    """Fills a buffer's parts from regions of the host. ApiError: an object was truncated meanwhile."""
     for one in slices:
-        one.region.read(one.offset, into[one.at : one.at + one.size])
+        if isinstance(one.region, Region):
+            one.region.read(one.offset, into[one.at : one.at + one.size])
 
 
 def write(slices: Iterable[Slice], buffer: memoryview) -> None:
-    """Writes a buffer's parts into regions. ApiError: an object was truncated or lost its name meanwhile, or memory is full."""
+    """Writes a buffer's parts into regions of the host. ApiError: an object was truncated or lost its name, or memory is full."""
     for one in slices:
-        one.region.write(one.offset, buffer[one.at : one.at + one.size])
+        if isinstance(one.region, Region):
+            one.region.write(one.offset, buffer[one.at : one.at + one.size])
 
 
 class Regions:
@@ -157,6 +184,12 @@ class Regions:
         self._generation = -1
         self._entries: dict[str, Registered] = {}
         self._open: dict[str, Region] = {}
+        self._on_device: dict[str, DeviceRegion] = {}
+
+    @property
+    def generation(self) -> int:
+        """How often the list of regions changed."""
+        return self._registry.generation
 
     # ---- registering ----
 
@@ -165,8 +198,7 @@ class Regions:
 
         ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too many regions.
         """
-        if not name or len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
-            raise bad_request(f"the region's name is {short(name)}; expected 1 to {_MOST_NAME_BYTES} bytes")
+        _check_name(name)
         if not 0 <= offset <= LARGEST or not 1 <= byte_size <= LARGEST:
             raise bad_request(
                 f"shared memory region {short(name)}: offset is {short(offset)} and byte_size {short(byte_size)}; expected an "
@@ -187,6 +219,18 @@ class Regions:
                 self._open[name] = region
         return entry
 
+    def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> Registered:
+        """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of `register`."""
+        _check_name(name)
+        if not 1 <= byte_size <= LARGEST or len(handle) != HANDLE_BYTES:
+            raise bad_request(
+                f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle has {len(handle)} "
+                f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
+            )
+        entry = Registered(name, "", 0, byte_size, device, 0, self._worker, base64.b64encode(handle).decode())
+        self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
+        return entry
+
     def _with_room(self, entries: list[Registered], new: Registered) -> list[Registered]:
         """ApiError: a region of that name is there, or the new one is one too many."""
         if any(e.name == new.name for e in entries):
@@ -204,9 +248,12 @@ class Regions:
             )
         return entries
 
-    def unregister(self, name: str | None) -> None:
-        """Unregisters a region, or all of them. One that is not registered is none to unregister. Requests under way go on."""
-        self._registry.change(lambda entries: [e for e in entries if name is not None and e.name != name])
+    def unregister(self, name: str | None, *, on_device: bool = False) -> None:
+        """Unregisters a region, or all of them: of the host, or of GPUs. One that is not registered is none to unregister.
+        Requests under way go on."""
+        self._registry.change(
+            lambda entries: [e for e in entries if bool(e.handle) is not on_device or (name is not None and e.name != name)]
+        )
         with self._lock:
             self._refresh()
 
@@ -214,25 +261,37 @@ class Regions:
         """Unregisters a region where it is still the one that was registered so."""
         self._registry.change(lambda entries: [e for e in entries if e != entry])
 
-    def status(self, name: str | None) -> list[Registered]:
-        """A region, or all of them. ApiError: none is called so."""
+    def status(self, name: str | None, *, on_device: bool = False) -> list[Registered]:
+        """A region, or all of them: of the host, or of GPUs. ApiError: none is called so."""
         with self._lock:
             self._refresh()
-            if name is None:
-                return list(self._entries.values())
-            if name not in self._entries:
+            entries = [e for e in self._entries.values() if bool(e.handle) is on_device and name in (None, e.name)]
+            if name is not None and not entries:
                 raise gone(name)
-            return [self._entries[name]]
+            return entries
 
     # ---- using ----
 
+    def is_on_device(self, name: str) -> bool:
+        """Whether a region is registered that lies in a GPU's memory."""
+        with self._lock:
+            self._refresh()
+            return name in self._on_device
+
+    def any(self, name: str) -> Region | DeviceRegion:
+        """A region of the host or of a GPU, as `find` for the former. ApiError: none of that name is registered."""
+        with self._lock:
+            self._refresh()
+            on_device = self._on_device.get(name)
+        return self.find(name) if on_device is None else on_device
+
     def find(self, name: str) -> Region:
-        """A region that is registered, and as long as it was then. ApiError: it is not."""
+        """A region of the host that is registered, and as long as it was then. ApiError: it is not."""
         with self._lock:
             self._refresh()
             region = self._open.get(name)
             if region is None:
-                if (entry := self._entries.get(name)) is None:
+                if (entry := self._entries.get(name)) is None or entry.handle:
                     raise gone(name)
                 fd = self._open_object(name, entry.key)
                 region = Region(fd, entry)
@@ -259,6 +318,7 @@ class Regions:
             return
         self._generation, entries = self._registry.read()
         self._entries = {e.name: e for e in entries}
+        self._on_device = {e.name: DeviceRegion(e) for e in entries if e.handle}
         self._open = {n: r for n, r in self._open.items() if self._entries.get(n) == r.entry}
 
     def _open_object(self, name: str, key: str) -> int:
@@ -278,12 +338,19 @@ class Regions:
         return fd
 
     def _is_named(self, entry: Registered) -> bool:
-        """Whether the key still names the object that was registered."""
+        """Whether the key still names the object that was registered. Memory of a GPU has no name to lose."""
+        if entry.handle:
+            return True
         try:
             found = os.stat(entry.key.lstrip("/"), dir_fd=self._folder, follow_symlinks=False)
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (entry.device, entry.inode)
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
+        raise bad_request(f"the region's name is {short(name)}; expected 1 to {_MOST_NAME_BYTES} bytes")
 
 
 def gone(name: Any) -> ApiError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.quant.installed import require
+from tableside.serving.compiled_kernels import begin_to_compile
 from tableside.serving.errors import ServingError
 from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
@@ -120,7 +121,6 @@ def serve(
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
     runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
-    del segments  # workers attach what is live when they start
     if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
@@ -153,6 +153,8 @@ def serve(
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
             registry = RegionRegistry() if settings.allow_client_shm else None
             config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
+            begin_to_compile(settings, segments)
+            del segments  # workers attach what is live when they start
             following = Following(settings, settings.models) if settings.all else None
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:

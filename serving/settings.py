@@ -69,7 +69,7 @@ class ServerSettings(RootSettings):
         ge=0,
         le=64,
         description="threads of the CPU that gather the rows which a GPU's cache misses; 0: the GPU reads them itself; not set: "
-        "where the tables behind it span 4 GiB or more, a worker's share of the cores, 8 at most, if that is 4 or more",
+        "where the tables behind it span 4 GiB or more, a GPU's share of the cores that workers leave, from 1 to 8",
     )
     cache_policy: Literal["lfu", "lru"] = Field(
         "lfu",
@@ -78,6 +78,14 @@ class ServerSettings(RootSettings):
     cache_half_life: int = Field(
         1000, ge=1, le=1 << 16, description="lookups through a GPU's cache after which a use counts half (lfu)"
     )
+    cache_staging_buffers: int = Field(
+        1,
+        ge=1,
+        le=16,
+        description="buffers in a GPU's memory to which misses are fetched, one for each batch in flight; all of them take a "
+        "fifth of the cache's memory at most",
+    )
+    cache_staging_bytes: Bytes = Field(256 << 20, ge=1 << 12, description="largest of these buffers, as 256MiB")
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     batch_delay_ms: float = Field(
         0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"
@@ -169,6 +177,7 @@ class ServerSettings(RootSettings):
         description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
 
+    engines: int = Field(1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set")
     engine: str = Field("", exclude=True, description="address of this worker's engine process; the supervisor's to set")
     sharing: int = Field(1, ge=1, exclude=True, description="processes of an evaluation on this one's device; the pool's to set")
 

@@ -51,10 +51,10 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 SERVING = (
     *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "logs", "wire"),
     *("shared_list", "model_list", "region_registry", "regions", "stash_metrics"),
-    *("scorer", "device_calls", "program", "scorers", "id_indexes", "placed_deltas", "placement"),
+    *("scorer", "device_calls", "program", "scorers", "id_indexes", "compiled_kernels", "placed_deltas", "placement"),
     *("places", "scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
-    *("admission", "executors", "batching"),
+    *("admission", "executors", "batch_threads", "batching"),
     *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
     *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),
 )

@@ -73,7 +73,7 @@ static verdict check(const job *jobs, int64_t n) {
  * that, and these bags are pooled at once. Where a missing id is refused all of them are resolved first, since nothing is written then.
  */
 
-enum { IDS_AT_ONCE = 64, IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that shares no pieces */
+enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that shares no pieces */
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
@@ -194,14 +194,15 @@ static void run_mapped(runner with, const job *j, const job *end) {
     begin(here, j);
     for (; j < end; j++) {
         job rest = *j, parts[2];
-        const int64_t row_ids = 1 + AHEAD_BYTES / (j->row_bytes + 48);
+        const int64_t row_ids = 1 + AHEAD_BYTES / (j->row_bytes + 48), at_once = j->map->directory ? IDS_AT_ONCE : ROWS_AT_ONCE;
         int is_last = 0, has_next = j + 1 < end;
         if (has_next) begin(after, j + 1);
         while (!is_last) {
-            is_last = rest.n_ids <= IDS_AT_ONCE;
-            parts[0] = is_last ? rest : split_ids(&rest, IDS_AT_ONCE);
+            is_last = rest.n_ids <= at_once;
+            parts[0] = is_last ? rest : split_ids(&rest, at_once);
             /* Rows come in while those before them are pooled, all of which are checked first. */
-            const int64_t first = parts[0].numbers - j->numbers, until = first + parts[0].n_ids, ahead_ids = parts[0].n_ids + row_ids;
+            const int64_t first = parts[0].numbers - j->numbers, until = first + parts[0].n_ids;
+            const int64_t ahead_ids = j->map->directory ? parts[0].n_ids + row_ids : row_ids; /* ids that are row numbers need no row */
             const int64_t wanted = until + ahead_ids;
             with.kernel->place(here, wanted < j->n_ids ? wanted : j->n_ids);
             parts[0].ids = (const uint8_t *)parts[0].numbers, parts[0].beyond = here->placed - until;

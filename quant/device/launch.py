@@ -30,10 +30,18 @@ class Kernel:
         self._values = tuple(constants.values())
         assert [*constants] == [*kernel.arg_names][len(kernel.arg_names) - len(constants) :], "constants come last, in order"
 
-    def compile(self) -> None:
-        """Compiles for the architecture of Triton's active driver, as a first launch would, into Triton's cache on disk."""
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What it is compiled of: the same for kernels that are the same."""
+        return self._kernel, self._warps, self._values
+
+    def compile(self) -> Any:
+        """Compiles for the architecture of Triton's active driver, as a first launch would, into Triton's cache on disk.
+
+        Returns Triton's compiled kernel, which is not loaded.
+        """
         arguments = [1] * (len(self._kernel.arg_names) - len(self._constants))
-        self._kernel.warmup(*arguments, **self._constants, num_warps=self._warps, grid=(1,))
+        return self._kernel.warmup(*arguments, **self._constants, num_warps=self._warps, grid=(1,))
 
     def __call__(self, programs: int, stream: int | None, *arguments: int) -> None:
         """Launches `programs` programs, if any, on the stream with this handle; None: in the interpreter."""

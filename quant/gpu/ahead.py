@@ -2,41 +2,38 @@
 
 A kernel is compiled for an architecture, its constants and the types of its arguments; no device takes part. `compile_all` does
 what first launches do, up to there, with a driver that knows the architecture alone. So the cache's keys are those that launches
-look for. Each of several processes compiles another kernel.
+look for. Where CUDA's driver is installed, the C code with which Triton launches is compiled too.
+
+All of this happens in a process of its own, which imports torch and Triton once and is forked for each of `jobs` compilers. It
+reads what is wanted from its standard input, writes a line of JSON for each kernel, and ends when that input does, so that
+nothing outlives whoever asked. This module imports neither torch nor Triton before it runs there.
 """
 
+import ctypes
+import json
 import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.layout import LaunchConfigs
-from tableside.quant.gpu.tables import KernelKey
+from tableside.quant.gpu.wanted import WantedKernels
+
+if TYPE_CHECKING:
+    from tableside.quant.device.launch import Kernel
 
 _WARP = 32  # threads
-
-
-@dataclass(frozen=True)
-class WantedKernels:
-    """What lookups of a model's tables launch.
-
-    pooled, unpooled: whether there are such features. has_maps: ids of a table become row numbers first. is_indirect: whether
-    rows are read through a cache or in two places; both where tables differ. cached_row_bytes: of the widest row behind a cache;
-    0: there is none. gathers: the CPU gathers what the cache misses. is_followed: something reads vectors on the device
-    (`quant.gpu.follower`).
-    """
-
-    key: KernelKey
-    pooled: bool
-    unpooled: bool
-    has_maps: bool
-    is_indirect: tuple[bool, ...]
-    cached_row_bytes: int = 0
-    gathers: tuple[bool, ...] = (False,)
-    is_followed: bool = False
+_RUN = "from tableside.quant.gpu.ahead import compile_what_is_read; compile_what_is_read()"
+_ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}  # so that the process may be forked
+_SHOWN = 2000  # characters of what the process wrote before it failed
+_LAUNCH_CODE = "Triton's launches"
 
 
 class Compiled(NamedTuple):
@@ -46,21 +43,11 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def kernels_of(wanted: WantedKernels) -> dict[str, Any]:
+def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
     """All of them, by names that say what they are for. MissingBackend: Triton does not import."""
-    from tableside.quant.cache.pipeline import Kernels
-    from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu import kernels
 
-    found: dict[str, Any] = {}
-    configs = LaunchConfigs()
-    kinds = [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)] if wanted.pooled else []
-    kinds += [(False, "unpooled", configs.unpooled)] if wanted.unpooled else []
-    for pooled, label, config in kinds:
-        for is_weighted in (False, True) if pooled else (False,):
-            for is_indirect in wanted.is_indirect:
-                name = f"lookup, {label}{', weighted' * is_weighted}{', cached or split' * is_indirect}"
-                found[name] = kernels.lookup(wanted.key, config, pooled=pooled, is_weighted=is_weighted, is_indirect=is_indirect)
+    found: dict[str, Kernel] = _lookups(wanted, of_tensors=False)
     if wanted.pooled:
         found["bag_starts"] = kernels.bag_starts()
     if wanted.has_maps:
@@ -68,10 +55,57 @@ def kernels_of(wanted: WantedKernels) -> dict[str, Any]:
     found["resolve, with deltas"] = kernels.resolver(False, True)  # which may come to any table
     if wanted.is_followed:
         found["fill"] = kernels.filler(False)
-    if wanted.cached_row_bytes:
-        for gathers in wanted.gathers:
-            of_cache = Kernels(CacheSettings().policy.is_lfu, gathers, wanted.cached_row_bytes, False)
-            found |= {f"cache, {name}{', gathered' * gathers}": kernel for name, kernel in of_cache.by_name().items()}
+    if wanted.tensor_features:
+        found |= _lookups(wanted, of_tensors=True) | _spreads(wanted)
+    return found | _of_cache(wanted)
+
+
+def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
+    from tableside.quant.gpu import kernels
+    from tableside.quant.gpu.layout import LaunchConfigs
+
+    configs = LaunchConfigs()
+    kinds = [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)] if wanted.pooled else []
+    kinds += [(False, "unpooled", configs.unpooled)] if wanted.unpooled else []
+    found = {}
+    for pooled, label, config in kinds:
+        for is_weighted in (False, True) if pooled else (False,):
+            for is_indirect in wanted.is_indirect:
+                what = f"{label}{', weighted' * is_weighted}{', cached or split' * is_indirect}"
+                found[f"lookup{' of tensors' * of_tensors}, {what}"] = kernels.lookup(
+                    wanted.key, config, pooled=pooled, is_weighted=is_weighted, is_indirect=is_indirect, of_tensors=of_tensors
+                )
+    return found
+
+
+def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
+    """What makes the jobs of kernels before the lookup, for every number of features."""
+    from tableside.quant.cache.jobs import probe_block
+    from tableside.quant.gpu import kernels
+    from tableside.quant.gpu.resolve import resolve_block
+
+    kinds = [("ids", True, resolve_block(False))]  # without maps as well, as a delta brings one
+    kinds += [("cache", False, probe_block(False))] if wanted.cached_row_bytes else []
+    widths = range(kernels.spread_lanes(wanted.tensor_features).bit_length())
+    return {
+        f"spread, {what}, {1 << n}": kernels.spread(resolves, 1 << n, block) for what, resolves, block in kinds for n in widths
+    }
+
+
+def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
+    """The cache's. Most do not depend on who gathers, nor on how wide rows are."""
+    if not wanted.cached_row_bytes:
+        return {}
+    from tableside.quant.cache.pipeline import Kernels
+
+    found = {}
+    seen = set()
+    for gathers in wanted.gathers:
+        for row_bytes in wanted.cached_row_bytes:
+            for name, kernel in Kernels(wanted.is_lfu, gathers, row_bytes, False).by_name().items():
+                if kernel.identity not in seen:
+                    seen.add(kernel.identity)
+                    found[f"cache, {name}{', gathered' * gathers}, rows of {row_bytes}"] = kernel
     return found
 
 
@@ -80,23 +114,50 @@ def compile_all(
 ) -> list[Compiled]:
     """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done, of how many.
 
-    QuantError: the compiler does not know the architecture, or refuses a kernel.
+    QuantError: the compiler does not know the architecture, refuses a kernel, or Triton does not import.
     """
-    names = list(kernels_of(wanted))
-    done = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(jobs, len(names))), context, _take_architecture, (arch,)) as pool:
-        for future in as_completed([pool.submit(_compile, wanted, name) for name in names]):
+    done: list[Compiled] = []
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **_ONE_THREAD},
+        )
+        assert process.stdin is not None and process.stdout is not None
+        with process:
             try:
-                done.append(future.result())
-            except Exception as error:
-                pool.shutdown(cancel_futures=True)
-                raise QuantError(
-                    f"sm_{arch}: {error}; name an architecture that this Triton knows, such as sm_80 or sm_90"
-                ) from error
-            if progress is not None:
-                progress(len(done), len(names))
+                pickle.dump((wanted, arch, jobs), process.stdin)
+                process.stdin.flush()
+                error = _read(process.stdout, done, progress)
+                process.wait()  # it would end at once where its input was closed before
+            except BrokenPipeError:
+                error = "the compiling process ended"
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode and not error:
+            log.seek(0)
+            error = f"the compiling process ended with {process.returncode}: {log.read().decode(errors='replace')[-_SHOWN:]}"
+    if error:
+        raise QuantError(f"sm_{arch}: {error}; where this Triton does not know sm_{arch}, name one that it knows, such as sm_90")
     return done
+
+
+def _read(lines: Any, done: list[Compiled], progress: Callable[[int, int], None] | None) -> str:
+    """Takes what the process says of each kernel; why it failed, or ""."""
+    for line in lines:
+        told = json.loads(line)
+        if "error" in told:
+            return str(told["error"])
+        done.append(Compiled(told["name"], told["seconds"]))
+        if progress is not None:
+            progress(len(done), told["of"])
+    return ""
+
+
+# ---- in the compiling process ----
 
 
 class _Architecture:
@@ -117,13 +178,62 @@ class _Architecture:
         return 0
 
 
-def _take_architecture(arch: int) -> None:
+def compile_what_is_read() -> None:
+    """What the compiling process runs."""
+    wanted, arch, jobs = pickle.load(sys.stdin.buffer)
+    try:
+        names = list(kernels_of(wanted))
+        if has_driver():
+            names.insert(0, _LAUNCH_CODE)
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(max(1, min(jobs, len(names))), context, _become_compiler, (arch,)) as pool:
+            running = [pool.submit(_compile, wanted, name) for name in names]  # the first one forks all compilers
+            threading.Thread(target=_end_with_input, daemon=True).start()
+            for future in as_completed(running):
+                print(json.dumps({**future.result()._asdict(), "of": len(names)}), flush=True)
+    except Exception as error:  # noqa: BLE001  (whatever a compiler raises; it is told, and the process fails)
+        print(json.dumps({"error": str(error)}), flush=True)
+        os._exit(1)
+
+
+def has_driver() -> bool:
+    """Whether CUDA's driver is installed here, with which the code that launches kernels is linked."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _end_with_input() -> None:
+    """Ends the process when whoever started it closes its input, or is gone."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _become_compiler(arch: int) -> None:
+    """What each forked process does first. It ends with the one that forked it."""
     import triton
 
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     triton.runtime.driver.set_active(_Architecture(arch))
 
 
 def _compile(wanted: WantedKernels, name: str) -> Compiled:
+    from triton.backends.nvidia import driver
+
     started = time.perf_counter()
-    kernels_of(wanted)[name].compile()
+    if name == _LAUNCH_CODE:
+        driver.CudaUtils()
+        return Compiled(name, time.perf_counter() - started)
+    compiled = kernels_of(wanted)[name].compile()
+    if has_driver() and hasattr(driver, "make_launcher"):  # of Triton before 3.7: C code for each kernel
+        driver.CudaLauncher(compiled.src, compiled.metadata)
     return Compiled(name, time.perf_counter() - started)

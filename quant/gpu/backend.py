@@ -54,6 +54,7 @@ from tableside.quant.device.cuda import page_lock
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
 from tableside.quant.gpu.clock import Clock, Times
+from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere
 from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
@@ -63,7 +64,8 @@ from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residen
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, by_row_number, on_device
+from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
+from tableside.quant.gpu.wanted import KernelKey
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # A program costs milliseconds in the interpreter, whatever its width.
@@ -82,6 +84,15 @@ class Begun(NamedTuple):
     ticket: Ticket | None
     follower: Follower | None
     clock: Clock | None
+
+
+class Started(NamedTuple):
+    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are
+    there."""
+
+    begun: Begun
+    outputs: Buffer
+    done: Any
 
 
 class GpuPlan(Plan):
@@ -176,6 +187,7 @@ class GpuBackend(Backend):
         self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
         self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
         self.lock = threading.RLock()
+        self._is_on_stream = False  # the thread that holds the lock is on the stream
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
@@ -202,6 +214,12 @@ class GpuBackend(Backend):
         if self.is_interpreted:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    @property
+    def architecture(self) -> int:
+        """Of the device, as 90 of sm_90. Not to be asked of the interpreter."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
     def is_lost(self) -> bool:
         """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for work under way."""
@@ -435,6 +453,28 @@ class GpuBackend(Backend):
         """
         return self.finish(self.begin(requests, timed, follower))
 
+    def start(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Started:
+        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
+
+        One may be started while another thread waits for those before it.
+        """
+        with self.on_stream():
+            return self._send(self.begin(requests, timed, follower))
+
+    def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
+        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
+        begun, outputs, done = started
+        try:
+            if done is not None:
+                done.synchronize()
+            return begun.batch.results(begun.inputs, outputs), begun.clock.times() if begun.clock else None
+        except BaseException:
+            with self.on_stream():
+                self._settle()
+            raise
+        finally:
+            self._free.append(begun.buffers)
+
     def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
         """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
 
@@ -451,14 +491,16 @@ class GpuBackend(Backend):
 
     def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
         """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        return self.wait(self._send(begun))
+
+    def _send(self, begun: Begun) -> Started:
         with self.on_stream():
             try:
-                return self._finish(begun)
+                return self._launch_all(begun)
             except BaseException:
                 self._settle()
-                raise
-            finally:
                 self._free.append(begun.buffers)
+                raise
 
     def _settle(self) -> None:
         """Waits for what is under way, which reads and writes the buffers of the next batch."""
@@ -471,12 +513,19 @@ class GpuBackend(Backend):
     def on_stream(self) -> Iterator[None]:
         """Nobody else looks up with this backend meanwhile; what is launched goes where it launches."""
         with self.lock:
-            if self.stream is None:
-                with np.errstate(all="ignore"):  # a GPU does not warn either
-                    yield
-            else:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    yield
+            if self._is_on_stream:  # this thread is: entering it takes as long as a launch
+                yield
+                return
+            self._is_on_stream = True
+            try:
+                if self.stream is None:
+                    with np.errstate(all="ignore"):  # a GPU does not warn either
+                        yield
+                else:
+                    with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                        yield
+            finally:
+                self._is_on_stream = False
 
     def warm_up_overlays(self) -> None:
         """Compiles what lookups in tables with overlays take beside what others do, before there is one."""
@@ -497,14 +546,18 @@ class GpuBackend(Backend):
         clock = Clock(self.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
-        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken)
+        elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
+        for n in elsewhere:
+            check_elsewhere(plans[n].layout)
+        given = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
+        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken, elsewhere)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
-        batch.stage_inputs([inputs for _, inputs in requests])
-        for n, (_, inputs) in enumerate(requests):
+        batch.stage_inputs(given)
+        for n, inputs in enumerate(given):
             batch.stage(n, inputs)
         if clock:
             clock.mark()
-        batch.send()
+        batch.send(self.current_stream())
         if clock:
             clock.mark()
         if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
@@ -512,26 +565,26 @@ class GpuBackend(Backend):
         if launches.resolve is not None:
             self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
         ticket = self.prefetch(launches, buffers.device_in)
-        return Begun([inputs for _, inputs in requests], buffers, batch, launches, ticket, follower, clock)
+        return Begun([*given], buffers, batch, launches, ticket, follower, clock)
 
-    def _finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
+    def _launch_all(self, begun: Begun) -> Started:
         inputs, buffers, batch, launches, ticket, follower, clock = begun
         self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
         self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
+        batch.write_elsewhere(self.current_stream())
         if clock:
             clock.mark()
         outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
         torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
         if clock:
             clock.mark()
+        done = None if self.stream is None else self.stream.record_event(buffers.done)
         for n, one in enumerate(inputs):
             batch.run_on_host(n, one)
         if follower is not None:
             follower.run()
-        if self.stream is not None:
-            self.stream.synchronize()
-        return batch.results(inputs, outputs), clock.times() if clock else None
+        return Started(begun, outputs, done)
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
         """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.

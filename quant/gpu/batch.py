@@ -15,8 +15,9 @@ A follower's tensors come last of a request's inputs. Outputs that stay on the d
 Copies go on the stream that is current, and nothing here waits for them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +26,15 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs, shifted, write_jobs
 from tableside.quant.contract import Unfound
-from tableside.quant.errors import BadIds
+from tableside.quant.errors import BadIds, Problem
+from tableside.quant.gpu.elsewhere import Copy, Elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
 from tableside.quant.gpu.follower import Fills, Taken
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, aligned, joined
 from tableside.quant.gpu.moves import move, move_all
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS, ResolveJobs, copies_of_the_rest
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
-from tableside.quant.gpu.tables import KernelKey
+from tableside.quant.gpu.wanted import KernelKey
 
 SMALLEST = 4096  # bytes of a buffer
 
@@ -50,7 +52,8 @@ class Buffers:
     """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
 
     Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
-    int32; flags: int32 a job, on the host. All but the flags lie on the device.
+    int32; flags: int32 a job, on the host. All but the flags lie on the device. done: an event behind a batch's work; None in the
+    interpreter.
     In the interpreter the host's side is the device's.
     """
 
@@ -63,6 +66,8 @@ class Buffers:
         self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
         self.flags = self.host(SMALLEST)
         self._answers = answers
+        # Whoever waits sleeps: a thread that spins takes the time of those that parse and send.
+        self.done: Any = torch.cuda.Event(blocking=True) if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def host(self, size: int) -> torch.Tensor:
         """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
@@ -198,21 +203,22 @@ def merge(
 
 def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
     """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and are cut up alike."""
-    first: dict[int, Any] = {}  # by identity: what is equal to it and came first, as hashing takes longer than the rest
-
-    def same(value: Any) -> Any:
-        if (known := first.get(id(value))) is None:
-            known = first[id(value)] = next((v for v in first.values() if v == value), value)
-        return known
-
-    found: dict[tuple[int, int, int], tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = {}
+    found: list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = []
+    known: dict[tuple[int, int, int], list[int]] = {}  # by identity, as hashing takes longer than the rest
     for kind in range(2):
         for n, layout in enumerate(layouts):
             own = layout.jobs[kind]
-            if len(own.rows):
-                key, config = same(layout.key), same(own.config)
-                found.setdefault((kind, id(key), id(config)), ((kind, key, config), []))[1].append(n)
-    return list(found.values())
+            if not own.rows.size:
+                continue
+            identity = (kind, id(layout.key), id(own.config))
+            if (numbers := known.get(identity)) is None:
+                alike = (kind, layout.key, own.config)
+                numbers = next((of for other, of in found if other == alike), None)
+                if numbers is None:
+                    found.append((alike, numbers := []))
+                known[identity] = numbers
+            numbers.append(n)
+    return found
 
 
 def jobs_on_device(
@@ -229,14 +235,26 @@ class Batch:
     """Requests that run together: where each one's parts lie in the shared buffers.
 
     counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups whose ids become row numbers.
-    taken: what follows takes of each request. The host gets outputs and counts [stay_bytes, out_bytes).
+    taken: what follows takes of each request. elsewhere: requests by number, of which parts lie elsewhere on the device. The
+    host gets outputs and counts [stay_bytes, out_bytes).
     """
 
-    def __init__(self, buffers: Buffers, layouts: list[Layout], is_interpreted: bool, taken: Sequence[Taken | None] = ()) -> None:
+    def __init__(
+        self,
+        buffers: Buffers,
+        layouts: list[Layout],
+        is_interpreted: bool,
+        taken: Sequence[Taken | None] = (),
+        elsewhere: Mapping[int, Elsewhere] = MappingProxyType({}),
+    ) -> None:
         self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
         self._taken = list(taken) or [None] * len(layouts)
         self.fills = Fills(self._taken, is_interpreted)
         self._stays = [t is not None and t.stays for t in self._taken]
+        self._elsewhere = elsewhere
+        for n, given in elsewhere.items():
+            self._stays[n] |= sum(part.size for part in given.writes) == layouts[n].asked_bytes
+        self._reads: list[Copy] = []  # from other memory to this batch's inputs
         self.stay_bytes, outputs_at = _outputs_at(layouts, self._stays)
         inputs = scratch = rows = jobs = located = resolved = 0
         places = []
@@ -281,7 +299,11 @@ class Batch:
 
     def stage_inputs(self, inputs: Sequence[Any]) -> None:
         """Copies the requests' inputs to where they are sent from."""
-        parts = [(la.moves_in, one, b.inputs) for la, one, b in zip(self._layouts, inputs, self._bases, strict=True)]
+        moves = [la.moves_in for la in self._layouts]
+        for n, one in self._elsewhere.items():
+            copies, moves[n] = reads_of(self._layouts[n], one.reads)
+            self._reads += [copy._replace(staged=copy.staged + self._bases[n].inputs) for copy in copies]
+        parts = [(m, one, b.inputs) for m, one, b in zip(moves, inputs, self._bases, strict=True)]
         move_all(parts, self._host)
 
     def stage(self, n: int, inputs: Any) -> None:
@@ -304,8 +326,8 @@ class Batch:
             if device is not host:
                 device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
 
-    def send(self) -> None:
-        """Sends inputs and header to the device."""
+    def send(self, stream: int | None) -> None:
+        """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that is enqueued."""
         host, device = self._buffers.host_in, self._buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self._buffers.device_out.data_ptr()
@@ -313,7 +335,15 @@ class Batch:
             written = self.fills.written(self._layouts, tensors, [outputs + b.outputs for b in self._bases], self._failed)
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         if device is not host:
-            device[: self._end].copy_(host[: self._end], non_blocking=True)
+            for first, end in gaps(self._reads, self._end):
+                device[first:end].copy_(host[first:end], non_blocking=True)
+        run_copies(stream, device.data_ptr(), self._reads, to_staged=True)
+
+    def write_elsewhere(self, stream: int | None) -> None:
+        """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
+        for n, one in self._elsewhere.items():
+            outputs = self._buffers.device_out.data_ptr() + self._bases[n].outputs
+            run_copies(stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
 
     @property
     def fills_address(self) -> int:
@@ -351,7 +381,11 @@ class Batch:
         return found
 
     def _problem(self, n: int, inputs: Any) -> BadIds:
+        if (one := self._elsewhere.get(n)) is not None:
+            inputs = whole_inputs(None if self._is_interpreted else 0, one)
         problem = self._layouts[n].problem(inputs)
+        if problem is None and one is not None:
+            return BadIds(Problem.CHANGED, 0, 0, 0, 0)
         if problem is None:
             raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
         return problem

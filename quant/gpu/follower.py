@@ -83,6 +83,11 @@ class Fills:
 
     def __init__(self, taken: Sequence[Taken | None], is_interpreted: bool) -> None:
         self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
+        self.programs = self.programs_at = self.bytes = 0
+        if self._held:
+            self._lay_out(is_interpreted)
+
+    def _lay_out(self, is_interpreted: bool) -> None:
         self._vectors = _joined([t.vectors for _, t in self._held], (0, len(VectorField)))
         tensors = [tensor for _, t in self._held for tensor in t.tensors]
         values = [*self._vectors[:, VectorField.VALUES].tolist(), *(tensor.values for tensor in tensors)]

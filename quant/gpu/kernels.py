@@ -1,12 +1,16 @@
 """The kernels that a GPU's lookups launch, by what they are compiled for. The backend launches them; `quant.gpu.ahead` compiles
 them where there is no GPU."""
 
+from enum import IntEnum
+
+from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu import fill_kernel, lookup_kernel, resolve_kernel, tensor_kernel
 from tableside.quant.gpu.follower import fill_block
+from tableside.quant.gpu.job import ResolveField
 from tableside.quant.gpu.layout import LaunchConfig
 from tableside.quant.gpu.resolve import resolve_block
-from tableside.quant.gpu.tables import KernelKey
+from tableside.quant.gpu.wanted import KernelKey
 
 _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 
@@ -41,4 +45,31 @@ def lookup(
         UNROLL=config.unroll,
         COLUMNS=config.block_columns,
         LANES=config.lanes,
+    )
+
+
+def spread_lanes(jobs: int) -> int:
+    """What `spread` is compiled for where there are so many jobs."""
+    return 1 << (jobs - 1).bit_length()
+
+
+def spread(is_resolve: bool, lanes: int, block: int) -> Kernel:
+    """Makes the jobs of another kernel: of what makes row numbers of ids, or of the cache's. block: ids of its programs."""
+    fields: type[IntEnum] = ResolveField if is_resolve else ProbeField
+    other_at, other_bytes, first = (
+        (ResolveField.TARGET_AT, 8, ResolveField.FIRST_PROGRAM)
+        if is_resolve
+        else (ProbeField.LOCATIONS_AT, 4, ProbeField.FIRST_BLOCK)
+    )
+    return Kernel(
+        tensor_kernel.spread,
+        4,
+        LANES=lanes,
+        SIZE=len(fields),
+        IDS_AT=int(fields["IDS_AT"]),
+        OTHER_AT=int(other_at),
+        OTHER_BYTES=other_bytes,
+        IDS=int(fields["IDS"]),
+        FIRST=int(first),
+        BLOCK=block,
     )

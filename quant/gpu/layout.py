@@ -27,7 +27,8 @@ from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, Job, JobField
 from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.resolve import ResolvedLookup
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
+from tableside.quant.gpu.tables import DeviceTable, on_device
+from tableside.quant.gpu.wanted import KernelKey
 from tableside.quant.row_format import RowFormat
 
 LONG = 8  # ids of a bag, on average

@@ -12,7 +12,8 @@ from tableside.quant.gpu.job import FIELDS, Job, JobField
 from tableside.quant.gpu.layout import Jobs, LaunchConfig, LaunchConfigs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
 from tableside.quant.gpu.resolve import ResolvedLookup
-from tableside.quant.gpu.tables import DeviceTable, KernelKey, on_device
+from tableside.quant.gpu.tables import DeviceTable, on_device
+from tableside.quant.gpu.wanted import KernelKey
 
 try:
     from tableside.quant.cpu import _native

@@ -1,4 +1,4 @@
-"""A table as a device reads it, and what kernels are compiled for."""
+"""A table as a device reads it."""
 
 from dataclasses import dataclass, replace
 
@@ -8,30 +8,9 @@ from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.levels import DeviceLevel
 from tableside.quant.gpu.residence import OnHost, Residence
 from tableside.quant.gpu.row_map import DeviceRowMap
+from tableside.quant.gpu.wanted import KernelKey
 from tableside.quant.ids import RowMap
 from tableside.quant.row_format import RowFormat
-
-
-@dataclass(frozen=True)
-class KernelKey:
-    """What the lookup kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a multiple of 4.
-
-    Tables that are used together share a key, so that everything they need is compiled when they are first used.
-    """
-
-    formats: int = 0
-    whole_words: bool = True
-
-    def __or__(self, other: "KernelKey") -> "KernelKey":
-        return KernelKey(self.formats | other.formats, self.whole_words and other.whole_words)
-
-    @classmethod
-    def of(cls, *tables: Table) -> "KernelKey":
-        """For these tables."""
-        formats = 0
-        for table in tables:
-            formats |= 1 << table.row_format
-        return cls(formats, all(t.dim % 4 == 0 for t in tables))
 
 
 @dataclass(frozen=True, eq=False)

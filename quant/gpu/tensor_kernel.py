@@ -95,7 +95,18 @@ def look_up(
 
 
 @triton.jit(
-    do_not_specialize=["template", "places", "offsets", "offset_bytes", "bags", "ids", "jobs", "job_of_program", "programs"]
+    do_not_specialize=[
+        "template",
+        "places",
+        "offsets",
+        "offset_bytes",
+        "bags",
+        "ids",
+        "jobs",
+        "job_of_program",
+        "programs",
+        "count",
+    ]
 )
 def spread(
     template: tl.int64,
@@ -107,7 +118,7 @@ def spread(
     jobs: tl.int64,
     job_of_program: tl.int64,
     programs: tl.int64,
-    COUNT: tl.constexpr,
+    count: tl.int64,
     LANES: tl.constexpr,
     SIZE: tl.constexpr,
     IDS_AT: tl.constexpr,
@@ -119,29 +130,29 @@ def spread(
 ):
     """Writes the jobs of a kernel that works on each feature's ids, where these lie one after another. One program a job.
 
-    template        address of int64 [COUNT + 1, SIZE]: jobs as they are for all calls; the last one is for programs without work
-    places          address of int64 [COUNT]: where each job's feature is among those of the offsets
+    template        address of int64 [count + 1, SIZE]: jobs as they are for all calls; the last one is for programs without work
+    places          address of int64 [count]: where each job's feature is among those of the offsets
     offsets         address of the first offset: int32 or int64 (`offset_bytes`) [features * bags + 1] into `ids` ids
-    jobs            address of int64 [COUNT + 1, SIZE], written here: fields IDS_AT (in bytes of int64), OTHER_AT (in ids of
+    jobs            address of int64 [count + 1, SIZE], written here: fields IDS_AT (in bytes of int64), OTHER_AT (in ids of
                     OTHER_BYTES), IDS, and FIRST, the first program of BLOCK ids each
     job_of_program  address of int32 [programs], written here too
-    LANES           a power of 2, COUNT or more
+    LANES           a power of 2, count or more
     """
     mine = tl.program_id(0)
     lane = tl.arange(0, LANES)
-    is_job = lane < COUNT
+    is_job = lane < count
     place = tl.load(places.to(tl.pointer_type(tl.int64)) + lane, is_job, 0)
     start = offset_at(offsets, place * bags, is_job, 0, offset_bytes)
     end = offset_at(offsets, (place + 1) * bags, is_job, 0, offset_bytes)
     is_right = is_job & (start >= 0) & (end >= start) & (end <= ids)  # the lookup says what is wrong
     start = tl.where(is_right, start, 0)
-    count = tl.where(is_right, end - start, 0)
-    blocks = (count + BLOCK - 1) // BLOCK
+    ids_of_job = tl.where(is_right, end - start, 0)
+    blocks = (ids_of_job + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(lane < mine, blocks, 0), 0)
     own_start = tl.sum(tl.where(lane == mine, start, 0), 0)
-    own_count = tl.sum(tl.where(lane == mine, count, 0), 0)
+    own_count = tl.sum(tl.where(lane == mine, ids_of_job, 0), 0)
     last = first + tl.sum(tl.where(lane == mine, blocks, 0), 0)
-    if mine == COUNT:
+    if mine == count:
         last = programs
     source = template.to(tl.pointer_type(tl.int64)) + mine * SIZE
     target = jobs.to(tl.pointer_type(tl.int64)) + mine * SIZE

@@ -22,7 +22,7 @@ from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import LookupKind, Pooling, Precision
 from tableside.quant.device.launch import Kernel
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu import kernels, tensor_kernel
+from tableside.quant.gpu import kernels
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 from tableside.quant.gpu.layout import LaunchConfig, aligned, check_size
@@ -30,7 +30,8 @@ from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import OnHost
 from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block
 from tableside.quant.gpu.steady import SteadyKind, steady_kind
-from tableside.quant.gpu.tables import KernelKey, on_device
+from tableside.quant.gpu.tables import on_device
+from tableside.quant.gpu.wanted import KernelKey
 from tableside.quant.ids import NO_ROW_MAP
 
 _SHAPES = 64  # of calls, whose jobs are kept
@@ -383,12 +384,12 @@ class TensorLookup:
             self._check_not_capturing()
             is_interpreted, places = self.backend.is_interpreted, np.array(order, np.int64)
             if is_resolve:
-                rows, of_row = _resolve_rows(self._of_kind, self._every_id.data_ptr()), _OF_RESOLVE
-                block = resolve_block(is_interpreted)
+                rows, block = _resolve_rows(self._of_kind, self._every_id.data_ptr()), resolve_block(is_interpreted)
             else:
-                rows, of_row = _probe_rows([self._of_kind[n] for n in self._cached]), _OF_PROBE
-                places, block = places[self._cached], probe_block(is_interpreted)
-            found = self._spreads[is_resolve, order] = _Spread(rows, of_row, places, block, self.backend.device)
+                rows, block = _probe_rows([self._of_kind[n] for n in self._cached]), probe_block(is_interpreted)
+                places = places[self._cached]
+            kernel = kernels.spread(is_resolve, kernels.spread_lanes(len(rows)), block)
+            found = self._spreads[is_resolve, order] = _Spread(rows, kernel, places, block, self.backend.device)
         return found
 
     # ---- launches ----
@@ -449,23 +450,6 @@ class OnDevice:
         self._lock.release()
 
 
-class _OfRow(NamedTuple):
-    """The fields of a kernel's jobs that `tensor_kernel.spread` writes."""
-
-    size: int
-    ids_at: int
-    other_at: int
-    other_bytes: int
-    ids: int
-    first: int
-
-
-_OF_RESOLVE = _OfRow(
-    len(ResolveField), ResolveField.IDS_AT, ResolveField.TARGET_AT, 8, ResolveField.IDS, ResolveField.FIRST_PROGRAM
-)
-_OF_PROBE = _OfRow(len(ProbeField), ProbeField.IDS_AT, ProbeField.LOCATIONS_AT, 4, ProbeField.IDS, ProbeField.FIRST_BLOCK)
-
-
 class _Spread:
     """Makes the jobs of a kernel on the device, where only the device knows where the ids of a feature begin.
 
@@ -473,24 +457,11 @@ class _Spread:
     block: ids of a program.
     """
 
-    def __init__(self, rows: Rows, of_row: _OfRow, places: Rows, block: int, device: torch.device) -> None:
+    def __init__(self, rows: Rows, kernel: Kernel, places: Rows, block: int, device: torch.device) -> None:
         idle = rows[:1].copy()  # for programs without work: no ids
         self._template = torch.from_numpy(np.concatenate([rows, idle])).to(device)
         self._places = torch.from_numpy(places).to(device)
-        self._count, self._block = len(rows), block
-        self._kernel = Kernel(
-            tensor_kernel.spread,
-            4,
-            COUNT=self._count,
-            LANES=1 << (self._count - 1).bit_length(),
-            SIZE=of_row.size,
-            IDS_AT=of_row.ids_at,
-            OTHER_AT=of_row.other_at,
-            OTHER_BYTES=of_row.other_bytes,
-            IDS=of_row.ids,
-            FIRST=of_row.first,
-            BLOCK=block,
-        )
+        self._count, self._block, self._kernel = len(rows), block, kernel
 
     def __call__(self, lookup: TensorLookup, offsets: torch.Tensor, bags: int, ids: int) -> tuple[torch.Tensor, _Sent]:
         """The jobs of a call, and what holds their memory."""
@@ -510,6 +481,7 @@ class _Spread:
             sent.jobs_at,
             sent.programs_at,
             programs,
+            self._count,
         )
         return memory, sent
 

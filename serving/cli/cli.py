@@ -194,6 +194,7 @@ def _add_shards(command: _AddCommand) -> None:
         default="auto",
         help="as it will be served (default: %(default)s, which takes all)",
     )
+    p.add_argument("--cache-policy", choices=("lfu", "lru"), default="lfu", help="of the cache (default: %(default)s)")
     p.add_argument("--jobs", type=count(1), help="kernels compiled at once (default: one a core)")
 
     p = command("reshard", shards.reshard, "publish a model as models of several owners, which have a share of its ids each")
@@ -215,7 +216,7 @@ def _add_serving(command: _AddCommand) -> None:
         default=None,
         help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
     )
-    add_options(p, ServerSettings, skip=("models", "engine", "sharing"))
+    add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
 
     p = command("lookup", servers.lookup, "look ids up on a running server and print the vectors")
     _add_server(p)

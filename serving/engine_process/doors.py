@@ -17,6 +17,7 @@ from tableside.quant import QuantError
 from tableside.serving.batching import Batcher
 from tableside.serving.engine_process import described, messages
 from tableside.serving.engine_process.described import Layouts
+from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ServingError
@@ -69,6 +70,7 @@ class Host(Protocol):
     """What the doors' end asks of the process around it."""
 
     batcher: Batcher
+    regions: DeviceRegions
 
     def layouts(self, model: int, state: int) -> Layouts | None: ...
 
@@ -94,6 +96,7 @@ class Door:
 
     def _end(self) -> None:
         self._answers.clear()
+        self._memory = None  # now, and not when this object's cycle of references is found
         self._doors.ended(self)
 
     def _read(self, message: bytes, descriptors: list[int]) -> None:
@@ -128,6 +131,8 @@ class Door:
         elif "left" in told:
             self.uses.discard(told["left"])
             self._doors.host.moved()
+        elif "region" in told:
+            self._doors.later(self._open(told["region"]))
         elif "moved" in told:
             model, state = told["moved"]
             self.moved[model] = state
@@ -152,34 +157,50 @@ class Door:
         except ApiError as error:
             self.connection.control({"attached": asked, "error": _fields(error)})
 
+    async def _open(self, name: str) -> None:
+        """Opens a region that a client registered, and says whether it could be."""
+        error = None
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._doors.host.regions.find, name)
+        except ApiError as refused:
+            error = _fields(refused)
+        self.connection.control({"region": name, "error": error})
+
     # ---- requests ----
 
     def _ask(self, ask: Ask) -> None:
         assert self._memory is not None, "a door says hello first"
-        held = self._memory.bytes
+        held = self._memory.view
         begin = messages.described_at(ask)
-        description = held[begin : begin + ask.described].tobytes()
-        inputs = held[ask.at : ask.at + ask.size]
-        if len(description) < ask.described or inputs.size < ask.size:
-            raise ValueError(f"request {ask.number} does not lie in its memory of {held.size} bytes")
+        description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
+        at = messages.parts_at(ask)
+        parts = bytes(held[at : at + ask.parts])
+        if len(description) < ask.described or len(inputs) < ask.size or len(parts) < ask.parts:
+            raise ValueError(f"request {ask.number} does not lie in its memory of {len(held)} bytes")
         model, state = described.model_and_state(description)
         reply = Reply(self, ask.number)
         if (layouts := self._doors.host.layouts(model, state)) is None:
-            self._doors.later(self._ask_later(reply, model, state, description, inputs))
+            self._doors.later(self._ask_later(reply, model, state, description, inputs, parts))
         else:
-            self._submit(reply, layouts, description, inputs)
+            self._submit(reply, layouts, description, inputs, parts)
 
-    async def _ask_later(self, reply: "Reply", model: int, state: int, description: bytes, inputs: Buffer) -> None:
+    async def _ask_later(
+        self, reply: "Reply", model: int, state: int, description: bytes, inputs: memoryview, parts: bytes
+    ) -> None:
         try:
             layouts = await self._doors.host.attach_again(model, state)
         except ApiError as error:
             reply.set_exception(error)
         else:
-            self._submit(reply, layouts, description, inputs)
+            self._submit(reply, layouts, description, inputs, parts)
 
-    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: Buffer) -> None:
+    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: Any, parts: bytes) -> None:
+        host = self._doors.host
         try:
-            self._doors.host.batcher.submit(layouts.request(description), inputs, reply)
+            request = layouts.request(description)
+            if parts:
+                inputs = host.regions.elsewhere(request, inputs, parts)
+            host.batcher.submit(request, inputs, reply)
         except (QuantError, ApiError) as error:
             reply.set_exception(error)
 
@@ -203,18 +224,14 @@ class Door:
 class Reply:
     """What the batcher takes for a future: it passes on to the door what it is given."""
 
-    __slots__ = ("_door", "_is_done", "_loop", "_number")
+    __slots__ = ("_door", "_is_done", "_number")
 
     def __init__(self, door: Door, number: int) -> None:
         self._door, self._number, self._is_done = door, number, False
-        self._loop = asyncio.get_running_loop()
 
     def done(self) -> bool:
         """Whether it was answered, or nobody waits any more."""
         return self._is_done or not self._door.connection.is_open
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def set_result(self, answer: Answer) -> None:
         self._is_done = True

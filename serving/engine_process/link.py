@@ -9,8 +9,10 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,29 +23,42 @@ from tableside.serving.admission import overloaded
 from tableside.serving.engine import CacheState
 from tableside.serving.engine_process import messages
 from tableside.serving.engine_process.described import describe
+from tableside.serving.engine_process.device_regions import parts_of
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.errors import Kind as ErrorKind
 from tableside.serving.executors import Executor
+from tableside.serving.regions import PartlyOnDevice, Slice
 from tableside.serving.request import Answer, Request
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
+
+Done = Callable[[Answer | Exception], None]
 
 _LOOK_S = 0.1
 _DESCRIBED = 64  # states of all models that what the engine said of is kept
 _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 
-@dataclass
+@dataclass(slots=True)
 class _Asked:
-    """A request under way. since: of time.monotonic. times: it was sent."""
+    """A request under way. since: of time.monotonic. times: it was sent.
+
+    done: gets the answer, or why there is none; None: it was told.
+    """
 
     ask: Ask
     since: float
-    future: "asyncio.Future[Answer]"
+    done: Done | None
     times: int = 0
+
+    def tell(self, found: Answer | Exception) -> None:
+        """Tells whoever waits, once."""
+        if (done := self.done) is not None:
+            self.done = None
+            done(found)
 
 
 @dataclass
@@ -66,6 +81,7 @@ class EngineLink(Executor):
         self._settings, self._models = settings, set(settings.models)
         self._timeout_s = settings.engine_timeout_s
         self._memory = SharedMemory.create("tableside-requests", settings.request_memory)
+        self._held = self._memory.view
         self._blocks = Blocks(self._memory.size)
         self._answers: SharedMemory | None = None
         self._connection: Connection | None = None
@@ -74,6 +90,7 @@ class EngineLink(Executor):
         self._asked: dict[int, _Asked] = {}
         self._waiting: list[_Waiting] = []  # for room, oldest first
         self._attaching: dict[tuple[str, int], Future[dict[str, Any]]] = {}
+        self._opening: dict[str, asyncio.Future[None]] = {}  # regions, by name
         self._refused: ApiError | None = None  # why the engine does not serve this door's models
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -113,25 +130,49 @@ class EngineLink(Executor):
         request.check(inputs)
         return request.look_up(inputs)
 
+    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
+        """As of any executor. inputs: some may lie in regions of the engine's GPU (`PartlyOnDevice`)."""
+        request.check(inputs.inputs if isinstance(inputs, PartlyOnDevice) else inputs)
+        return self._run(request, inputs)
+
+    def run_soon(self, request: Request, inputs: Any, done: Done) -> bool:
+        if isinstance(inputs, PartlyOnDevice):
+            return False
+        request.check(inputs)
+        description = describe(request)
+        at = None if self._waiting else self._blocks.take(_bytes_of(inputs, description))
+        if at is None:
+            return False
+        self._ask(at, inputs, description, done)
+        return True
+
     async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.is_small:
             return request.look_up(inputs)
-        description = describe(request)
-        given = np.frombuffer(inputs, np.uint8)
-        size = -(-given.size // 8) * 8 + len(description)
+        description, parts = describe(request), b""
+        holes: tuple[Slice, ...] = ()
+        if isinstance(inputs, PartlyOnDevice):
+            parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
+        size = _bytes_of(inputs, description, parts)
         at = self._blocks.take(size) if not self._waiting else None
         if at is None:
             at = await self._room(size)
-        held = self._memory.bytes
-        held[at : at + given.size] = given
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._ask(at, inputs, description, partial(_settle, answer), parts, holes)
+        return await answer
+
+    def _ask(self, at: int, inputs: Any, description: bytes, done: Done, parts: bytes = b"", holes: Sequence[Slice] = ()) -> None:
+        """Writes a request to this door's memory, where there is room for it, and sends it. parts, holes: what of the inputs lies
+        in regions of the engine's GPU."""
         self._numbers += 1
-        loop = asyncio.get_running_loop()
-        ask = Ask(self._numbers, at, given.size, len(description))
-        begin = messages.described_at(ask)
-        held[begin : begin + len(description)] = np.frombuffer(description, np.uint8)
-        asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), loop.create_future())
+        ask = Ask(self._numbers, at, len(inputs), len(description), len(parts))
+        given = memoryview(inputs).cast("B")
+        for first, end in _between(holes, len(given)):
+            self._held[at + first : at + end] = given[first:end]
+        for begin, said in ((messages.described_at(ask), description), (messages.parts_at(ask), parts)):
+            self._held[begin : begin + len(said)] = said
+        asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), done)
         self._send(asked)
-        return await asked.future
 
     async def _room(self, size: int) -> int:
         """Room in this door's memory, after those that waited before. ApiError 503: there is none in time."""
@@ -161,26 +202,21 @@ class EngineLink(Executor):
             self._connection.post(Kind.ASKS, messages.ASK.pack(*asked.ask))
 
     def _answered(self, answer: Answered) -> None:
-        memory = self._answers
-        assert memory is not None, "the engine said hello first"
+        memory, connection = self._answers, self._connection
+        assert memory is not None and connection is not None, "the engine said hello first"
         asked = self._asked.pop(answer.number, None)
         told = orjson.loads(answer.told) if answer.told else {}
         if asked is not None:
             self._give_back(asked.ask.at)
         if "error" in told:
-            if asked is not None and not asked.future.done():
-                asked.future.set_exception(_error(told["error"]))
+            if asked is not None:
+                asked.tell(_error(told["error"]))
             return
-        connection, number = self._connection, answer.number
-
-        def give_back() -> None:
-            if connection is not None and connection.is_open and self._loop is not None:
-                _soon(self._loop, connection, number)
-
+        give_back = partial(_give_answer_back, self._loop, connection, answer.number)
         buffer = np.asarray(Lent(memory, answer.at, answer.size, give_back))
-        if asked is not None and not asked.future.done():
+        if asked is not None:
             unfound = told.get("unfound")
-            asked.future.set_result(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound]))
+            asked.tell(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound]))
 
     # ---- the connection ----
 
@@ -198,11 +234,14 @@ class EngineLink(Executor):
         logger.warning("the engine process ended; requests wait for its successor")
         self._is_ready.clear()
         for asked in list(self._asked.values()):
-            if asked.times >= _MOST_ASKED or asked.future.done():
+            if asked.times >= _MOST_ASKED or asked.done is None:
                 self._refuse(asked, overloaded(f"{_MOST_ASKED} engine processes ended over this request"))
         for attaching in self._attaching.values():
             attaching.set_exception(overloaded("the engine process ended"))
         self._attaching.clear()
+        for opening in self._opening.values():
+            opening.set_exception(overloaded("the engine process ended"))
+        self._opening.clear()
         self.described.clear()
         self._connect()
 
@@ -234,6 +273,8 @@ class EngineLink(Executor):
             self._learn(told["live"])
         elif "attached" in told:
             self._has_attached(told)
+        elif "region" in told and (opening := self._opening.pop(told["region"], None)) is not None:
+            _settle_opening(opening, told["error"])
         if told.get("cache") is not None:
             self.cache = CacheState(*told["cache"])
 
@@ -296,6 +337,17 @@ class EngineLink(Executor):
         if coming is not None:
             coming.set_result(told)
 
+    # ---- regions ----
+
+    async def open_region(self, name: str) -> None:
+        """Has the engine open a region of its GPU's memory that is registered. ApiError: it cannot."""
+        if (opening := self._opening.get(name)) is None:
+            if self._connection is None or not self.is_ready:
+                raise overloaded("the engine process is being replaced")
+            opening = self._opening[name] = asyncio.get_running_loop().create_future()
+            self._connection.control({"region": name})
+        await asyncio.shield(opening)
+
     # ---- deadlines ----
 
     async def _look(self) -> None:
@@ -313,23 +365,58 @@ class EngineLink(Executor):
 
     def _refuse(self, asked: _Asked, error: ApiError) -> None:
         """Answers a request without its engine. An engine that lives may still read its inputs, which stay until it answers."""
-        if not asked.future.done():
-            asked.future.set_exception(error)
+        asked.tell(error)
         if not self.is_ready:
             del self._asked[asked.ask.number]
             self._give_back(asked.ask.at)
 
 
-def _soon(loop: asyncio.AbstractEventLoop, connection: Connection, number: int) -> None:
+def _bytes_of(inputs: Any, description: bytes, parts: bytes = b"") -> int:
+    """What a request takes of the memory."""
+    return -(-len(inputs) // 8) * 8 + -(-len(description) // 8) * 8 + len(parts)
+
+
+def _settle(answer: "asyncio.Future[Answer]", found: Answer | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(found, Exception):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
+
+
+def _give_answer_back(loop: asyncio.AbstractEventLoop | None, connection: Connection, number: int) -> None:
     """Gives an answer's memory back, on whatever thread its last array goes."""
+    if not connection.is_open or loop is None:
+        return
     record = messages.NUMBER.pack(number)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(connection.post, Kind.RELEASED, record)
+            loop.call_soon_threadsafe(connection.post_late, Kind.RELEASED, record)
         return
-    connection.post(Kind.RELEASED, record)
+    connection.post_late(Kind.RELEASED, record)
+
+
+def _between(holes: Sequence[Slice], end: int) -> Iterator[tuple[int, int]]:
+    """The bytes of [0, end) that lie in none of the holes, as (first, after the last)."""
+    at = 0
+    for hole in sorted(holes, key=lambda hole: hole.at):
+        if hole.at > at:
+            yield at, hole.at
+        at = hole.at + hole.size
+    if at < end:
+        yield at, end
+
+
+def _settle_opening(opening: "asyncio.Future[None]", error: list[Any] | None) -> None:
+    if opening.done():
+        return
+    if error is None:
+        opening.set_result(None)
+    else:
+        opening.set_exception(_error(error))
 
 
 def _error(fields: list[Any]) -> ApiError:

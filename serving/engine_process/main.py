@@ -21,9 +21,11 @@ from tableside.quant import QuantError, choose
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
 from tableside.serving.engine_process.described import Layouts, model_key
+from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors
 from tableside.serving.errors import ServingError, not_found
 from tableside.serving.placement import Placer
+from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervised import answer
 from tableside.serving.version import ServedVersion
@@ -40,15 +42,17 @@ STATUS_S = 1.0  # between two looks at the cache's counters
 
 
 class EngineHost:
-    """What an engine process runs. settings: with the one device. listening: where doors connect.
+    """What an engine process runs. settings: with the one device. listening: where doors connect. registry: of the shared memory
+    that clients register; None: they may not.
 
     started: doors are accepted. is_ending: it was asked to end.
     """
 
     batcher: Batcher
+    regions: DeviceRegions
 
-    def __init__(self, settings: ServerSettings, listening: socket.socket) -> None:
-        self._settings, self._listening = settings, listening
+    def __init__(self, settings: ServerSettings, listening: socket.socket, registry: RegionRegistry | None = None) -> None:
+        self._settings, self._listening, self._registry = settings, listening, registry
         self.started = self.is_ending = False
         backend = choose(settings.backend)
         self._backend, self._placer = backend, Placer(settings, backend)
@@ -69,6 +73,7 @@ class EngineHost:
         gpu, s = self._placer.gpu, self._settings
         assert gpu is not None, "an engine process has a device"
         self.batcher = Batcher(gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
+        self.regions = DeviceRegions(self._registry, gpu)
         answers = AnswerMemory(s.answer_memory)
         gpu.write_answers_to(answers.memory.bytes, answers.take)
         for name in s.models:
@@ -120,7 +125,8 @@ class EngineHost:
         return {**_told(engine.attached()), "unusable": engine.unusable_because}
 
     def _look(self) -> None:
-        """Tells doors of versions that may not answer any more, or may again."""
+        """Tells doors of versions that may not answer any more, or may again, and closes regions that are gone."""
+        self.regions.look()
         for key, engine in self._engines.items():
             if engine.is_usable is not self._was_usable[key]:
                 self._was_usable[key] = engine.is_usable
@@ -220,7 +226,7 @@ def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe)
     (listening,) = sockets
     listening.setblocking(False)
     try:
-        host = EngineHost(config.settings, listening)
+        host = EngineHost(config.settings, listening, config.registry)
         answer(host, pipe)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.run())

@@ -2,8 +2,9 @@
 
 A message is one byte that says its kind, then
 
-    ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, and the
-                               bytes of its description, which lies behind them at a multiple of 8
+    ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, the bytes
+                               of its description, which lies behind them at a multiple of 8, and the bytes that say
+                               which tensors lie on the device, behind that at a multiple of 8
     RELEASED  door → engine    numbers of requests whose answers the door needs no more
     ANSWERS   engine → door    for each request: its number, where its answer begins in the engine's memory, its bytes, the bytes
                                of a JSON text and that text: nothing, {"unfound": …} or {"error": …}
@@ -29,6 +30,7 @@ import orjson
 from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
+LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
 _BACKLOG = 512
 
 
@@ -43,12 +45,14 @@ class Kind(IntEnum):
 
 
 class Ask(NamedTuple):
-    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description."""
+    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description; parts: bytes that say
+    which of its tensors lie on the device."""
 
     number: int
     at: int
     size: int
     described: int
+    parts: int
 
 
 class Answered(NamedTuple):
@@ -60,12 +64,17 @@ class Answered(NamedTuple):
     told: bytes = b""
 
 
-ASK, NUMBER, ANSWER = struct.Struct("<QQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
+ASK, NUMBER, ANSWER = struct.Struct("<QQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
 def described_at(ask: Ask) -> int:
     """Where the description of a request begins."""
     return -(-(ask.at + ask.size) // 8) * 8
+
+
+def parts_at(ask: Ask) -> int:
+    """Where it begins which tensors of a request lie on the device."""
+    return -(-(described_at(ask) + ask.described) // 8) * 8
 
 
 def read_asks(message: bytes) -> list[Ask]:
@@ -144,8 +153,9 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox: dict[Kind, list[bytes]] = {}
+        self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
-        self._is_open = True
+        self._is_open, self._is_blocked = True, False
         self._loop.add_reader(sock.fileno(), self._read)
 
     @property
@@ -168,6 +178,17 @@ class Connection:
             self._loop.call_soon(self.flush)
         self._outbox.setdefault(kind, []).append(record)
 
+    def post_late(self, kind: Kind, record: bytes) -> None:
+        """As `post`, but within LATE_S, with what else comes meanwhile: for what nobody waits for."""
+        if not self._late:
+            self._loop.call_later(LATE_S, self._post_late)
+        self._late.setdefault(kind, []).append(record)
+
+    def _post_late(self) -> None:
+        late, self._late = self._late, {}
+        for kind, records in late.items():
+            self._send_all(kind, records)
+
     def close(self) -> None:
         """Ends the connection; `on_end` is not called."""
         if self._is_open:
@@ -180,15 +201,18 @@ class Connection:
         """Sends what `post` was given."""
         outbox, self._outbox = self._outbox, {}
         for kind, records in outbox.items():
-            message = [bytes([kind])]
-            size = 1
-            for record in records:
-                if size + len(record) > LARGEST and len(message) > 1:
-                    self._send(b"".join(message), [])
-                    message, size = [bytes([kind])], 1
-                message.append(record)
-                size += len(record)
-            self._send(b"".join(message), [])
+            self._send_all(kind, records)
+
+    def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
+        message = [bytes([kind])]
+        size = 1
+        for record in records:
+            if size + len(record) > LARGEST and len(message) > 1:
+                self._send(b"".join(message), [])
+                message, size = [bytes([kind])], 1
+            message.append(record)
+            size += len(record)
+        self._send(b"".join(message), [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
@@ -206,34 +230,37 @@ class Connection:
                 else:
                     self._sock.send(message)
             except BlockingIOError:
+                self._is_blocked = True
                 self._loop.add_writer(self._sock.fileno(), self._write)
                 return
             except OSError:
                 self._unsent.clear()  # the reader learns that the other end is gone
                 return
             self._unsent.popleft()
-        self._loop.remove_writer(self._sock.fileno())
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        for _ in range(64):  # then others' turn
-            if not self._is_open:
-                return
-            try:
-                message, descriptors = _receive(self._sock)
-            except BlockingIOError:
-                return
-            except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self.close()
-                self._on_end()
-                return
-            if message[0] == Kind.PART:
-                self._parts += message[1:]
-                continue
-            if message[0] == Kind.CONTROL:
-                message, self._parts = message[:1] + self._parts + message[1:], b""
-            self._on_message(message, descriptors)
+        """Takes one message. The loop calls again while there are more, after others' turn."""
+        if not self._is_open:
+            return
+        try:
+            message, descriptors = _receive(self._sock)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, descriptors = b"", []
+        if not message:
+            self.close()
+            self._on_end()
+            return
+        if message[0] == Kind.PART:
+            self._parts += message[1:]
+            return
+        if message[0] == Kind.CONTROL:
+            message, self._parts = message[:1] + self._parts + message[1:], b""
+        self._on_message(message, descriptors)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -165,7 +165,7 @@ class Pool:
 
     def _start(self, device: str) -> _Process:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
-        changed = {"devices": (device,) if device else (), "sharing": sharing, "workers": self._workers}
+        changed = {"devices": (device,) if device else (), "sharing": sharing, "workers": self._workers, "engines": self._workers}
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
         failed: Exception | None = None
         for _ in range(_TRIES):

@@ -36,10 +36,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tableside.serving import metrics
-from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn
+from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn, WholeTurn
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import AT_CLOSE, HOLD, JSON_TYPE, retry_after
 from tableside.serving.http.door import READS, Asked, Door, DoorCycle
+from tableside.serving.http.heads import Heads, KnownHead, head_of
 from tableside.serving.http.late_timer import LateTimer
 from tableside.serving.http.traffic import REQUEST_ID, TRACED, V2, Trace, protocol_of, trace_of
 from tableside.serving.settings import ServerSettings
@@ -57,6 +58,7 @@ def limited_protocol(
 ) -> type[asyncio.Protocol]:
     """The protocol class with these limits, for uvicorn's Config(http=...). The others are the worker's."""
     common = {"limits": settings, "in_flight": in_flight, "slots": slots, "slices": slices, "door": door, "idle": {}}
+    common["heads"] = Heads()
     protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
     reader = {"protocol": protocol, "buffer": memoryview(bytearray(_BUFFER_BYTES))}
     return cast(type[asyncio.Protocol], type("Reader", (_Reader,), reader))
@@ -101,8 +103,8 @@ class _Request:
     """A request whose response is not complete.
 
     since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked; None: it goes through
-    ASGI. body: of what the door is asked. turn: None where it needs no slot. is_whole: its body is here. shed: the refusal that
-    it gets once its body was read. status: of its response; 0: it has none yet.
+    ASGI. body: of what the door is asked, until it is. turn: None where it needs no slot. is_whole: its body is here. shed: the
+    refusal that it gets once its body was read. status: of its response; 0: it has none yet.
     """
 
     hold: Hold
@@ -110,8 +112,8 @@ class _Request:
     since: float
     trace: Trace
     asked: Asked | None = None
-    body: bytes = b""
-    turn: Turn | None = None
+    body: bytes | memoryview = b""
+    turn: Turn | WholeTurn | None = None
     is_started: bool = False
     is_whole: bool = False
     shed: ApiError | None = None
@@ -138,6 +140,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     slots: Slots
     slices: Slices
     door: Door
+    heads: Heads
     idle: "dict[_LimitedProtocol, float]"  # connections of this worker without a request, since when; longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -157,6 +160,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._last_words: bytes | None = None  # a refusal that waits for the answers before it
         self._offers_upgrade = False  # the parser takes what follows the headers for another protocol
         self._is_said_again = False  # a new parser is given the framing headers that came before
+        self._is_between = True  # the parser has read whole requests, and nothing of the next one
+        self._plain: KnownHead | None = None  # what the head that was read last means, where it can be learned
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
         self._parts: list[bytes] = []  # of the body that is being read
         self._unsent: list[_Request] = []  # whose responses the client has not read yet
@@ -206,11 +211,17 @@ class _LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: "bytes | memoryview") -> None:
         if self._refused:
             return
+        head = b""
+        if self._is_between and not self._open and (head := head_of(data)) and self._take_known(head, data):
+            return
         self._completed = False
         self._received_bytes += len(data)
         self._parse(data)
         if self._refused:
             return
+        is_alone = self._is_between and self._body_bytes == len(data) - len(head)
+        if head and is_alone and (known := self._plain) is not None and known.body_bytes == self._body_bytes:
+            self.heads.learn(head, known)
         if not self._in_headers:
             if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
                 self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
@@ -221,6 +232,31 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
         if self._header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
+
+    def _take_known(self, head: bytes, data: "bytes | memoryview") -> bool:
+        """Begins a whole request whose head is known. False: it is another, or is not taken on as it is; the parser reads it."""
+        known = self.heads.get(head)
+        if known is None or len(data) != len(head) + known.body_bytes:
+            return False
+        if self.slots.is_full or self._is_over or self.transport.is_closing():
+            return False
+        hold = Hold(self.in_flight)
+        try:
+            hold.grow(known.body_bytes)
+        except ApiError:
+            return False
+        self.idle.pop(self, None)
+        self._deadline.clear()
+        body, turn = memoryview(data)[len(head) :], WholeTurn(self.slots)
+        request = _Request(hold, V2, time.perf_counter(), known.trace, known.asked, body, turn, is_started=True, is_whole=True)
+        self._open.append(request)
+        self._traffic.began()
+        self.cycle = cycle = cast(RequestResponseCycle, DoorCycle(keep_alive=True))
+        cycle.more_body = False
+        self.slices.run(functools.partial(self._answer, request, cycle))
+        if request.body is body:  # it waits for a slice, and what comes next is read into the same buffer
+            request.body = bytes(body)
+        return True
 
     def _parse(self, data: "bytes | memoryview") -> None:
         while True:
@@ -299,6 +335,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         self.url, self.headers, self.expect_100_continue = b"", [], False
         self._watched, self._named_bytes, self._since = [], 0, time.perf_counter()
+        self._is_between, self._plain = False, None
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
@@ -338,8 +375,10 @@ class _LimitedProtocol(HttpToolsProtocol):
             request = _Request(Hold(self.in_flight), protocol, self._since, trace_of(method, self.url, self._watched), asked)
             self._open.append(request)
             self._traffic.began()
-            if request.asked is not None:
+            if asked is not None:
                 self._ask_door()
+                if self.cycle.keep_alive and declared and not (request.trace.request_id or request.trace.parent):
+                    self._plain = KnownHead(asked, request.trace, declared)  # with an id of its own it would not come again
             else:
                 self._ask_application(request)
 
@@ -371,8 +410,9 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         begin = functools.partial(self._begin, request, cycle, app)
         shed = functools.partial(self._shed, request, cycle)
-        request.turn = Turn(self.slots, begin, shed, lambda: request.is_whole)  # known before it begins: it may end at once
-        self.slots.enter(request.turn)
+        turn = Turn(self.slots, begin, shed, lambda: request.is_whole)
+        request.turn = turn  # known before it begins: it may end at once
+        self.slots.enter(turn)
         if not request.is_started:
             self.flow.pause_reading()
 
@@ -388,7 +428,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _answer(self, request: _Request, cycle: RequestResponseCycle) -> None:
         if not self.transport.is_closing() and request.asked is not None:
-            self.door.answer(request.asked, request.body, request.hold, functools.partial(self._send, cycle))
+            body, request.body = request.body, b""
+            self.door.answer(request.asked, body, request.hold, functools.partial(self._send, cycle))
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
         """Sends what the door answers, once the client has read enough of what came before."""
@@ -477,7 +518,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
             return
-        self._completed = True
+        self._completed = self._is_between = True
         self._deadline.clear()
         if self._refused:
             return

@@ -7,6 +7,7 @@ quite plain in another way go through ASGI, to the same code.
 """
 
 import asyncio
+import functools
 import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +20,7 @@ from tableside.serving.admission import Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind
 from tableside.serving.http.asgi import Response, error_response
 from tableside.serving.http.traffic import Traffic
-from tableside.serving.http.v2 import LENGTH, V2
+from tableside.serving.http.v2 import LENGTH, V2, Found
 
 logger = logging.getLogger("tableside")
 
@@ -79,18 +80,29 @@ class Door:
                 length = value
         return Asked(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
 
-    def answer(self, asked: Asked, body: bytes, hold: Hold, send: SendWhole) -> None:
-        """Answers a whole request, now or later."""
+    def answer(self, asked: Asked, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
+        """Answers a whole request, now or later. body: is the caller's again when this returns."""
         try:
-            response = self._v2.infer_soon(asked.named, asked.header_length, body, hold)
+            later = functools.partial(self._send_what, asked, send)
+            response = self._v2.infer_soon(asked.named, asked.header_length, body, hold, later)
         except Exception as error:  # noqa: BLE001  # an answer is owed whatever it is; what is no refusal is logged
             response = self._refusal(asked, error)
+        if response is None:
+            return
         if isinstance(response, Response):
             send(_head(response), response.parts)
             return
         task = asyncio.get_running_loop().create_task(self._answer_later(asked, response, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _send_what(self, asked: Asked, send: SendWhole, encode: Callable[[Found], Response], found: Found) -> None:
+        """Sends the response that `encode` makes, or the error that it raises."""
+        try:
+            response = encode(found)
+        except Exception as error:  # noqa: BLE001  # as above
+            response = self._refusal(asked, error)
+        send(_head(response), response.parts)
 
     async def _answer_later(self, asked: Asked, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
         try:

@@ -132,6 +132,9 @@ _SCHEMAS_OF_V2: Json = {
     "Regions": _list(
         _object(["name", "key", "offset", "byte_size"], name=_STRING, key=_STRING, offset=_COUNT, byte_size=_COUNT),
     ),
+    "DeviceRegions": _list(
+        _object(["name", "device_id", "byte_size"], name=_STRING, device_id=_COUNT, byte_size=_COUNT),
+    ),
 }
 _MODEL = {"name": "model", "in": "path", "required": True, "schema": _STRING}
 _VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 1}}
@@ -182,7 +185,12 @@ def _v2() -> Iterator[tuple[str, str, Json]]:
         infer["responses"]["200"]["content"]["application/octet-stream"] = {"schema": whole}
         yield place + "/infer", "post", infer
     yield from _repository()
-    yield from _regions()
+    asked = _object(["key", "byte_size"], key=_STRING, offset=_COUNT, byte_size={"type": "integer", "minimum": 1})
+    yield from _regions("System shared memory", "/v2/systemsharedmemory", "Regions", asked)
+    handle = _object(["b64"], b64=_STRING)
+    size = {"type": "integer", "minimum": 1}
+    asked = _object(["raw_handle", "device_id", "byte_size"], raw_handle=handle, device_id=_COUNT, byte_size=size)
+    yield from _regions("CUDA shared memory", "/v2/cudasharedmemory", "DeviceRegions", asked)
 
 
 def _repository() -> Iterator[tuple[str, str, Json]]:
@@ -195,13 +203,12 @@ def _repository() -> Iterator[tuple[str, str, Json]]:
         yield f"/v2/repository/models/{{model}}/{action}", "post", told
 
 
-def _regions() -> Iterator[tuple[str, str, Json]]:
-    tag, top = "System shared memory", "/v2/systemsharedmemory"
-    yield f"{top}/status", "get", _operation(tag, "All regions", ref("Regions"), *GETS)
+def _regions(tag: str, top: str, listed: str, asked: Json) -> Iterator[tuple[str, str, Json]]:
+    """One of the two extensions for regions. listed: what their status is; asked: what registers one."""
+    yield f"{top}/status", "get", _operation(tag, "All regions", ref(listed), *GETS)
     yield f"{top}/unregister", "post", _operation(tag, "Unregister all regions", None, *POSTS)
     of_region = f"{top}/region/{{region}}"
-    yield f"{of_region}/status", "get", _operation(tag, "A region", ref("Regions"), *GETS, parameters=(_REGION,))
+    yield f"{of_region}/status", "get", _operation(tag, "A region", ref(listed), *GETS, parameters=(_REGION,))
     yield f"{of_region}/unregister", "post", _operation(tag, "Unregister a region", None, *POSTS, parameters=(_REGION,))
-    asked = _object(["key", "byte_size"], key=_STRING, offset=_COUNT, byte_size={"type": "integer", "minimum": 1})
     body = {"requestBody": {"required": True, **_json(asked)}}
     yield f"{of_region}/register", "post", _operation(tag, "Register a region", None, *POSTS, parameters=(_REGION,), **body)

@@ -50,6 +50,8 @@ class RegionParts:
         None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a region is gone, or was
         truncated.
         """
+        if any(map(known.is_on_device, self.names)):
+            return None
         found = [known.find(name) for name in self.names]
         limits = [*(region.entry.byte_size for region in found), binary.nbytes]
         header_bytes = -(-header.nbytes // 8) * 8
@@ -88,6 +90,8 @@ class RegionParts:
 
         None: the slow path says what is wrong.
         """
+        if any(map(known.is_on_device, self.names)):
+            return None
         found = [known.find(name) for name in self.names]
         limits = [region.entry.byte_size for region in found]
         runs: list[tuple[int, int, int, int]] = []

@@ -15,7 +15,7 @@ from typing import Any
 from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short, wrong_method
 from tableside.serving.http.asgi import json_object
 from tableside.serving.region_registry import Registered
-from tableside.serving.regions import Region, Regions
+from tableside.serving.regions import DeviceRegion, Region, Regions
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 PATH = "systemsharedmemory"
@@ -31,14 +31,8 @@ def answer(regions: Regions | None, method: str, path: Sequence[str], body: byte
     ApiError: regions are not allowed here, there is no such path, or what it asks for is refused.
     """
     if regions is None:
-        raise _not_allowed("")
-    name = "/".join(path[1:-1]) if path[:1] == ["region"] and len(path) > 2 else None
-    whole = "/".join(("/v2", PATH, *path))
-    action = path[-1] if path and (name is not None or len(path) == 1) else ""
-    if (expected := _METHODS.get(action)) is None or (action == "register" and name is None):
-        raise not_found(f"{short(whole)} is not a path of this server")
-    if method != expected and (method, expected) != ("HEAD", "GET"):
-        raise wrong_method(method, whole, expected)
+        raise not_allowed("")
+    action, name = action_of(PATH, method, path)
     if action == "status":
         return [_described(entry) for entry in regions.status(name)], None
     if action == "unregister":
@@ -48,11 +42,23 @@ def answer(regions: Regions | None, method: str, path: Sequence[str], body: byte
     return None, _register(regions, name, json_object(body))
 
 
+def action_of(top: str, method: str, path: Sequence[str]) -> tuple[str, str | None]:
+    """What a request under /v2/`top` asks for, and the name of the region, if it has one. ApiError: there is no such path."""
+    name = "/".join(path[1:-1]) if path[:1] == ["region"] and len(path) > 2 else None
+    whole = "/".join(("/v2", top, *path))
+    action = path[-1] if path and (name is not None or len(path) == 1) else ""
+    if (expected := _METHODS.get(action)) is None or (action == "register" and name is None):
+        raise not_found(f"{short(whole)} is not a path of this server")
+    if method != expected and (method, expected) != ("HEAD", "GET"):
+        raise wrong_method(method, whole, expected)
+    return action, name
+
+
 def _register(regions: Regions, name: str, asked: dict[str, Any]) -> Registered:
     key = asked.get("key")
     if not isinstance(key, str):
         raise bad_request(f"shared memory region {short(name)}: key is no string; expected the name of a shared memory object")
-    offset, size = (_count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size"))
+    offset, size = (count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size"))
     return regions.register(name, key, offset, size)
 
 
@@ -60,7 +66,7 @@ def _described(entry: Registered) -> dict[str, Any]:
     return {"name": entry.name, "key": entry.key, "offset": entry.offset, "byte_size": entry.byte_size}
 
 
-def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> tuple[Region, int, int] | None:
+def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> tuple[Region | DeviceRegion, int, int] | None:
     """The region, offset and size that a tensor's parameters name; None: it lies in none. where: what errors call the tensor.
 
     ApiError: they are not of these types, or the region is not there or does not hold so much.
@@ -68,12 +74,12 @@ def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> 
     if not any(p in parameters for p in (REGION, SIZE, OFFSET)):
         return None
     if regions is None:
-        raise _not_allowed(f"{where}: ")
+        raise not_allowed(f"{where}: ")
     name = parameters.get(REGION)
     if not isinstance(name, str):
         raise bad_request(f"{where}: {REGION} is {short(name)}; expected the name of a registered region")
-    size, offset = _count(parameters.get(SIZE), SIZE, where), _count(parameters.get(OFFSET, 0), OFFSET, where)
-    region = regions.find(name)
+    size, offset = count(parameters.get(SIZE), SIZE, where), count(parameters.get(OFFSET, 0), OFFSET, where)
+    region = regions.any(name)
     if not region.holds(offset, size):
         raise bad_request(
             f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.label}, which has "
@@ -82,24 +88,27 @@ def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> 
     return region, offset, size
 
 
-def _count(value: Any, field: str, where: str) -> int:
+def count(value: Any, field: str, where: str) -> int:
     if type(value) is not int or value < 0:
         raise bad_request(f"{where}: {field} is {short(value)}; expected a number of bytes")
     return value
 
 
-def input_bytes(header: dict[str, Any]) -> int:
-    """Bytes that a header's inputs say they have in regions, before anything of it is checked."""
+def input_bytes(header: dict[str, Any], regions: Regions | None) -> int:
+    """Bytes that a header's inputs say they have in regions of the host, before anything of it is checked."""
     inputs = header.get("inputs")
     found = 0
     for entry in inputs if isinstance(inputs, list) else ():
         parameters = entry.get("parameters") if isinstance(entry, dict) else None
-        size = parameters.get(SIZE) if isinstance(parameters, dict) else None
-        found += size if type(size) is int and size > 0 else 0
+        if not isinstance(parameters, dict):
+            continue
+        size, name = parameters.get(SIZE), parameters.get(REGION)
+        is_copied = regions is None or not isinstance(name, str) or not regions.is_on_device(name)
+        found += size if type(size) is int and size > 0 and is_copied else 0
     return found
 
 
-def _not_allowed(where: str) -> ApiError:
+def not_allowed(where: str) -> ApiError:
     return ApiError(
         400,
         Kind.BAD_REQUEST,

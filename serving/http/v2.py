@@ -1,22 +1,23 @@
 """The Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor, statistics and
-model configuration extensions, the model repository (`serving.http.repository`), and Triton's system shared memory where the
-server allows it (`serving.http.shm`). It is an ASGI application of its own, as the path that a lookup takes must be short.
+model configuration extensions, the model repository (`serving.http.repository`), and Triton's shared memory where the server
+allows it (`serving.http.shm`, `serving.http.cuda_shm`). It is an ASGI application of its own, as the path that a lookup takes
+must be short.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
     GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
-    POST /v2/repository/...                 /v2/systemsharedmemory/...
+    POST /v2/repository/...                 /v2/systemsharedmemory/...     /v2/cudasharedmemory/...
 """
 
 import functools
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tableside.serving import VERSION
 from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import bad_request, not_found, short, wrong_method
-from tableside.serving.http import kjt, repository, shm, v2_request
+from tableside.serving.http import cuda_shm, kjt, repository, shm, v2_request
 from tableside.serving.http.asgi import (
     AT_CLOSE,
     JSON_BESIDE_BYTES,
@@ -36,15 +37,19 @@ from tableside.serving.http.asgi import (
     too_large,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.metrics import MetricsOfModels, Stages, statistics
+from tableside.serving.regions import PartlyOnDevice
 from tableside.serving.request import Answer
 from tableside.serving.service import Service
 from tableside.serving.version import ServedVersion
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
+Found = Answer | Exception  # what was looked up, or why it was not
+Later = Callable[[Callable[[Found], Response], Found], None]
 
 
 class V2:
@@ -54,6 +59,7 @@ class V2:
         self.service = service
         self._metrics = MetricsOfModels("v2")
         self._templates = Templates()
+        self._repeated = Repeated()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/").split("/")[2:]
@@ -66,8 +72,8 @@ class V2:
                 body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
             found = await repository.answer(self.service, path[1:], body, header(scope, b"authorization"))
             await (respond(send, 200, ()) if found is None else respond_json(send, found))
-        elif path[:1] == [shm.PATH]:
-            await self._share(scope, receive, send, path[1:])
+        elif path[:1] in ([shm.PATH], [cuda_shm.PATH]):
+            await self._share(scope, receive, send, path)
         else:
             _check_method(scope, "GET")
             await self._get(send, path)
@@ -114,10 +120,14 @@ class V2:
             with holding(scope, self.service.in_flight) as hold:
                 body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
         regions = self.service.regions
-        found, registered = shm.answer(regions, scope["method"], path, body)
+        if path[0] == cuda_shm.PATH:
+            found, registered = await cuda_shm.answer(regions, self.service.link, scope["method"], path[1:], body)
+        else:
+            found, registered = shm.answer(regions, scope["method"], path[1:], body)
         if regions is not None and registered is not None and regions.until_disconnected and AT_CLOSE in scope:
             at_close = scope[AT_CLOSE]
-            for entry in [e for e in at_close if e not in regions.status(None)]:
+            known = [*regions.status(None), *regions.status(None, on_device=True)]
+            for entry in [e for e in at_close if e not in known]:
                 del at_close[entry]
             at_close[registered] = functools.partial(regions.forget, registered)
         if found is None:  # an empty body, as Triton answers: its client reads none, and would close a connection that has more
@@ -133,24 +143,28 @@ class V2:
             await respond(send, response.status, response.headers, *response.parts)
 
     def infer_soon(
-        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
-    ) -> Response | Coroutine[Any, Any, Response]:
+        self, named: list[str], header_length: bytes | None, body: bytes | memoryview, hold: Hold, later: Later
+    ) -> Response | Coroutine[Any, Any, Response] | None:
         """The response to an infer request that is understood by a template and looked up at once; else what gives it.
 
-        ApiError, from here or from the coroutine: the request is refused.
+        None: `later` will be called with what makes the response, and what it makes it of. ApiError, from here or from what
+        makes the response: the request is refused. body: is the caller's again when this returns.
         """
         started = time.perf_counter()
         if len(named) != 1 or (header_length is None and self.service.regions is None):
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
         infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
         if infer is None:
-            return self.infer(named, header_length, body, hold)
+            return self.infer(named, header_length, bytes(body), hold)
         hold.grow(infer.request.out_bytes + infer.region_bytes)
         times = started, time.perf_counter()
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
-            return self._run(served, infer, len(body), times)
+            done = functools.partial(later, functools.partial(self._encode_found, served, infer, len(body), times))
+            if infer.is_inline and self.service.executor.run_soon(infer.request, infer.inputs, done):
+                return None
+            return self._run(served, infer._replace(inputs=bytes(infer.inputs)), len(body), times)
         if not infer.is_inline:
             return self._write(served, infer, answer, len(body), times)
         return self._encode(served, infer, answer, len(body), times)
@@ -169,6 +183,14 @@ class V2:
         if not infer.is_inline:
             return await self._write(served, infer, answer, body_bytes, times)
         return self._encode(served, infer, answer, body_bytes, times)
+
+    def _encode_found(
+        self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float], found: Found
+    ) -> Response:
+        """The response of what was found; or raises what was found instead."""
+        if isinstance(found, Exception):
+            raise found
+        return self._encode(served, infer, found, body_bytes, times)
 
     async def _write(
         self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
@@ -207,7 +229,11 @@ class V2:
     async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold) -> InferRequest:
         """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
         settings, regions = self.service.settings, self.service.regions
+        generation = -1 if regions is None else regions.generation
         length = _json_bytes(header_length, body)
+        is_header = regions is not None and length == len(body)
+        if is_header and (known := self._repeated.find(served, body, generation)) is not None:
+            return known
         if (known := self._templates.match(served, body, length, regions)) is not None:
             hold.grow(known.region_bytes)
             return known
@@ -215,14 +241,18 @@ class V2:
         head, binary = body[:length], memoryview(body)[length:]
         is_large = length > JSON_BESIDE_BYTES
         header = await self.service.beside(json_object, head) if is_large else json_object(head)
-        if regions is not None and (region_bytes := shm.input_bytes(header)):
+        if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
             if region_bytes > settings.max_body_bytes:
                 raise too_large(settings.max_body_bytes)
             hold.grow(region_bytes)
             is_large = is_large or region_bytes > shm.INLINE_BYTES
         arguments = served, header, binary, regions
         infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
-        self._templates.learn(served, head, header, infer)
+        if isinstance(infer.inputs, PartlyOnDevice):
+            if is_header:
+                self._repeated.keep(served, body, generation, infer)
+        else:
+            self._templates.learn(served, head, header, infer)
         return infer
 
     def _metadata(self, served: ServedVersion) -> dict[str, Any]:
@@ -284,7 +314,7 @@ def _parse_length(value: bytes, size: int) -> int:
     return int(value)
 
 
-def _json_bytes(header_length: bytes | None, body: bytes) -> int:
+def _json_bytes(header_length: bytes | None, body: bytes | memoryview) -> int:
     """Of a request's JSON: all of its body where its headers do not say."""
     return len(body) if header_length is None else _parse_length(header_length, len(body))
 
@@ -295,6 +325,8 @@ def _server_metadata(service: Service) -> dict[str, Any]:
         extensions.append("model_repository")
     if service.regions is not None:
         extensions.append("system_shared_memory")
+        if service.link is not None:
+            extensions.append("cuda_shared_memory")
     return {"name": "tableside", "version": VERSION, "extensions": extensions}
 
 

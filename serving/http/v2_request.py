@@ -16,11 +16,11 @@ import orjson
 from tableside.loader.model import SCORE
 from tableside.serving import regions
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http import kjt, shm
+from tableside.serving.http import cuda_shm, kjt, shm
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
-from tableside.serving.regions import Regions, Slice
+from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Regions, Slice
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
@@ -70,11 +70,15 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
     ApiError names the input or output, what it said and what was expected.
     """
     dense = {} if served.scorer is None else served.scorer.dense
-    tensors, sent = _inputs(header, binary, dense, known)
+    tensors, sent, slices = _inputs(header, binary, dense, known)
+    together = kjt.is_kjt(served, [t.name for t in tensors if t.name not in dense])
+    cuda_shm.check_inputs(tensors, slices, dense, together, [n for n, b in served.features.items() if not b.is_pooled])
     tensors, inputs = widened(tensors, sent)
+    reads = [
+        one._replace(at=tensor.at) for tensor, one in zip(tensors, slices, strict=True) if one is not None and _is_on_device(one)
+    ]
     of_features = [t for t in tensors if t.name not in dense]
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
-    together = kjt.is_kjt(served, [t.name for t in of_features])
     if together:
         names = kjt.features_of(served, _parameters(header, "the request"))
         features = kjt.feature_inputs(of_features, names, inputs)
@@ -82,9 +86,16 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
     alone = {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE} if score else False
-    request = served.lay_out(features, given, score, together, found=_wants_found(header), scores_alone=alone)
+    is_on_device = bool(reads) or cuda_shm.is_asked_for(header, known)
+    request = served.lay_out(
+        features, given, score, together, warms_up=is_on_device, found=_wants_found(header), scores_alone=alone
+    )
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
+    cuda_shm.check_outputs(request, [(sent.output, sent.into) for sent in outputs], bool(reads))
+    if is_on_device:
+        writes = regions.joined(one for sent in outputs if (one := sent.into) is not None and _is_on_device(one))
+        inputs = PartlyOnDevice(inputs, tuple(regions.joined(reads)), tuple(writes))
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
@@ -99,9 +110,13 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
         sum(sent.output.json_bytes for sent in outputs if sent.is_json),
         outputs,
         request_id,
-        tuple(regions.joined(sent.into for sent in outputs if sent.into is not None)),
-        shm.input_bytes(header),
+        tuple(regions.joined(one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one))),
+        shm.input_bytes(header, known),
     )
+
+
+def _is_on_device(one: Slice | None) -> bool:
+    return one is not None and isinstance(one.region, DeviceRegion)
 
 
 def _offsets(request: Request, served: ServedVersion, features: Sequence[FeatureInput]) -> tuple[int, bytes] | None:
@@ -130,8 +145,13 @@ def _wants_found(header: dict[str, Any]) -> set[str]:
     return {feature for n in names if isinstance(n, str) and (feature := masked_feature(n)) is not None}
 
 
-def _inputs(header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None) -> tuple[list[Tensor], Any]:
-    """The tensors, and the buffer that their values lie in: `binary` where all came in the body, as bytes."""
+def _inputs(
+    header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None
+) -> tuple[list[Tensor], Any, list[Slice | None]]:
+    """The tensors, the buffer that their values lie in (`binary` where all came in the body, as bytes), and their regions.
+
+    Nobody wrote to the buffer what lies in regions of a GPU.
+    """
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
@@ -163,9 +183,11 @@ def _inputs(header: dict[str, Any], binary: Any, dense: Mapping[str, int], known
         if None not in sources:
             raise bad_request(f"{len(binary)} bytes follow the JSON, but no input has a binary_data_size")
         raise bad_request(f"the inputs' binary_data_size add up to {body_bytes} bytes, but {len(binary)} follow the JSON")
-    if not any(isinstance(source, Slice) for source in sources):
-        return tensors, binary if None in sources else b"".join(source for source in sources if isinstance(source, bytes))
-    return tensors, _gathered(tensors, sources, memoryview(binary), at)
+    slices = [source if isinstance(source, Slice) else None for source in sources]
+    if not any(slices):
+        whole = binary if None in sources else b"".join(source for source in sources if isinstance(source, bytes))
+        return tensors, whole, slices
+    return tensors, _gathered(tensors, sources, memoryview(binary), at), slices
 
 
 def _in_region(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None) -> Slice | None:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,11 @@ class Device:
         self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(12, np.uint8) for _ in requests]
         self.lost = False
 
-    def run_timed(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
+    def start(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
         self.batches.append(len(requests))
+        return requests
+
+    def wait(self, requests: list[Any]) -> Any:
         return [found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)], None
 
     def is_lost(self) -> bool:
@@ -102,7 +106,7 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
-    """Its requests get the error; the next batch runs."""
+    """Its requests get the error; those under way beside it, and those that wait, run."""
     device = Device()
     batcher = Batcher(device, 2, 0.0)  # type: ignore[arg-type]
 
@@ -111,9 +115,9 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
         raise ValueError("a short buffer")
 
     device.answer = fail_once
-    found = asyncio.run(answers(batcher, [Request() for _ in range(3)]))
-    assert [type(f).__name__ for f in found] == ["ValueError", "Answer", "Answer"]
-    assert device.batches == [1, 2] and not kills
+    found = asyncio.run(answers(batcher, [Request() for _ in range(7)]))
+    assert [type(f).__name__ for f in found] == ["ValueError"] * 2 + ["Answer"] * 5
+    assert device.batches == [2, 2, 2, 1] and not kills
 
 
 def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list[int]) -> None:
@@ -132,10 +136,10 @@ def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list
         return [*found, *await answers(batcher, [Request()])]
 
     found = asyncio.run(run())
-    assert isinstance(found[0], RuntimeError)
-    assert [f.status for f in found[1:]] == [503] * 4
+    assert [type(f) for f in found[:2]] == [RuntimeError] * 2  # two were under way
+    assert [f.status for f in found[2:]] == [503] * 3
     assert "lost its GPU and is being replaced" in str(found[4])
-    assert device.batches == [1] and kills == [signal.SIGTERM]
+    assert device.batches == [1, 1] and kills == [signal.SIGTERM]
 
 
 def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
@@ -182,6 +186,30 @@ def test_a_batch_has_at_most_max_batch_requests() -> None:
     device = Device()
     found = asyncio.run(answers(Batcher(device, 3, 0.05), [Request() for _ in range(7)]))  # type: ignore[arg-type]
     assert device.batches == [3, 3, 1] and len(found) == 7
+
+
+def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> None:
+    """And no third one: what comes meanwhile goes together."""
+    device = Device()
+    go_on = threading.Semaphore(0)
+
+    def wait(requests: list[Any]) -> Any:
+        assert go_on.acquire(timeout=20)
+        return [(np.zeros(4, np.uint8), None) for _ in requests], None
+
+    device.wait = wait  # type: ignore[method-assign]
+
+    async def run() -> list[Any]:
+        batcher, asked = Batcher(device, 8, 0.0), []  # type: ignore[arg-type]
+        for under_way in ([1], [1, 1], [1, 1], [1, 1]):
+            asked.append(asyncio.ensure_future(batcher.run(Request(), b"")))  # type: ignore[arg-type]
+            while device.batches != under_way:
+                await asyncio.sleep(0)
+        for _ in range(3):
+            go_on.release()
+        return await asyncio.gather(*asked)
+
+    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.batches == [1, 1, 2]
 
 
 def test_a_closed_batcher_refuses() -> None:

@@ -108,6 +108,8 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
         np.testing.assert_array_equal(client.lookup("demo", ids)["user"], before["user"])
     until(lambda: counted(server, "ids") >= 240, what="counts of the cache")
     assert server.engines() == engines and counted(server, "fetched_rows") == fetched
+    maps = Path(f"/proc/{engines[0]}/maps")
+    until(lambda: maps.read_text().count("memfd:tableside-requests") == 1, what="the memory of the door that died to go")
 
 
 def test_an_engine_that_hangs_keeps_nobody_waiting(start: Start) -> None:
@@ -269,9 +271,9 @@ def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -
     engines = server.engines()
     memory = SharedMemory.create("nonsense", 1 << 20)
     hello = bytes([messages.Kind.CONTROL]) + b'{"hello": ["demo"]}'
-    far = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64)
+    far = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0)
     memory.bytes[8:40] = np.frombuffer(struct.pack("<4q", 99, 1, 0, 0), np.uint8)  # of a model that there is not
-    nothing = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 32)
+    nothing = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 32, 0)
     for said in (
         [b"\x09"],
         [b"\x04{"],

@@ -70,14 +70,14 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     version, placer = attach(root, tmp_path, tables.serve_device())
     assert placer.gpu is not None
     given: list[list[np.ndarray]] = []
-    run_timed = placer.gpu.run_timed
+    wait = placer.gpu.wait
 
-    def watched(requests: Any, timed: bool = True, follower: Any = None) -> Any:
-        found, times = run_timed(requests, timed, follower)
+    def watched(started: Any) -> Any:
+        found, times = wait(started)
         given.append([answer.outputs for answer in found])  # type: ignore[union-attr]
         return found, times
 
-    monkeypatch.setattr(placer.gpu, "run_timed", watched)
+    monkeypatch.setattr(placer.gpu, "wait", watched)
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
     async def run() -> list[Answer]:
@@ -149,9 +149,12 @@ class PlayedDevice:
     def __init__(self, lost: bool = False) -> None:
         self.batches, self.lost = 0, lost
 
-    def run_timed(self, requests: Any, timed: bool, follower: Any = None) -> Any:
+    def start(self, requests: Any, timed: bool, follower: Any = None) -> Any:
         self.batches += 1
-        return [(np.zeros(8, np.uint8), None) for _ in requests], None
+        return requests
+
+    def wait(self, started: Any) -> Any:
+        return [(np.zeros(8, np.uint8), None) for _ in started], None
 
     def is_lost(self) -> bool:
         return self.lost

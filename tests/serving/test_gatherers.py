@@ -8,6 +8,7 @@ import pytest
 from tableside.quant import choose
 from tableside.serving.placement import Placer
 from tableside.serving.settings import ServerSettings
+from tableside.serving.worker import WorkerConfig, make_application
 
 GIB = 1 << 30
 
@@ -17,8 +18,11 @@ GIB = 1 << 30
     [
         ({}, 16, 4 * GIB, 8),
         ({}, 16, 4 * GIB - 1, 0),  # the GPU reads tables of a small span as fast as the bus carries them
-        ({"workers": 3}, 16, 4 * GIB, 5),
-        ({"workers": 5}, 16, 4 * GIB, 0),  # three threads gather no faster than the GPU reads
+        ({"workers": 12}, 16, 4 * GIB, 4),
+        ({"workers": 4, "engines": 2}, 16, 4 * GIB, 6),
+        ({"workers": 4, "engines": 4}, 16, 4 * GIB, 3),
+        ({"workers": 16}, 16, 4 * GIB, 1),
+        ({"workers": 20}, 16, 4 * GIB, 1),
         ({"gather_threads": 2}, 16, 1, 2),
         ({"gather_threads": 0}, 16, 64 * GIB, 0),
     ],
@@ -26,9 +30,23 @@ GIB = 1 << 30
 def test_gather_threads(
     settings: dict[str, Any], cores: int, cached_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker's share of the cores, 8 at most, where it is 4 or more and tables span 4 GiB; or what the setting says."""
+    """A GPU's share of the cores that workers leave, from 1 to 8, where tables span 4 GiB; or what the setting says."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert Placer(ServerSettings(**settings), choose())._gatherers(cached_bytes) == threads
+
+
+def test_each_engine_knows_how_many_there_are() -> None:
+    """As it is told of its own device alone."""
+    config = WorkerConfig(ServerSettings(devices=("0", "1", "3"), workers=3), make_application)
+    assert config.on("1", "").settings.engines == 3 and config.settings.engines == 1
+
+
+def test_staging_buffers_are_settings() -> None:
+    """As many more as batches begin ahead, where an evaluation says so."""
+    pytest.importorskip("triton")
+    settings = ServerSettings(cache_staging_buffers=3, cache_staging_bytes=1 << 20)
+    found = Placer(settings, choose(), ahead=2)._cache_settings(1)
+    assert (found.staging_buffers, found.staging_bytes) == (5, 1 << 20)
 
 
 def test_the_policy_of_a_cache_is_a_setting() -> None:

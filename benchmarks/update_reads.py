@@ -1,0 +1,187 @@
+"""Lookups while deltas lie over a version, beside the same lookups without; what deltas take, and what compaction does.
+
+A table of row numbers, int8, D 64. Requests of 26 x 32 bags of 20 ids, uniform over all rows, by one thread of the native kernel.
+The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns, request by request. Every state's vectors are
+checked against rows that were put together apart from it, bit for bit, before anything is timed.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from common import console, report, shared_folder
+
+from tableside.loader.apply import ApplySettings, apply
+from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.compact import compact
+from tableside.loader.header import Header, plan_tables
+from tableside.loader.model import Feature
+from tableside.loader.segment import Segment, SegmentWriter
+from tableside.loader.states import State, attach_state
+from tableside.loader.versions import Model
+from tableside.quant import Pooling, RowFormat, Source, Table, choose
+
+DIM, BAG, BAGS = 64, 20, 26 * 32
+SHARES = (0.001, 0.01, 0.1)
+GOAL = 1.02  # times the time without deltas, at 1 %
+
+
+@contextmanager
+def published(rows: int) -> Iterator[Model]:
+    """A model of one table of so many rows, of values that repeat."""
+    with shared_folder() as root:
+        model = Model(root, "ads")
+        with model.loading() as version:
+            tables = plan_tables([("t", "t", RowFormat.INT8, rows, DIM)])
+            header = Header("ads", version, "", tables, (Feature("t", "t"),))
+            writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
+            some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))
+            (table,) = writer.header.tables
+            for start in range(0, rows, len(some)):
+                stop = min(start + len(some), rows)
+                writer.rows(table, start, stop)[:] = some[: stop - start]
+            for chunk in range(table.chunks):
+                writer.finish_chunk(table, chunk)
+            writer.seal({"seconds": 1.0})
+            model.publish(version)
+        yield model
+
+
+def packed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    made = np.zeros((len(values), RowFormat.INT8.row_bytes(DIM)), np.uint8)
+    choose().quantize(values, Source.FP32, RowFormat.INT8, made)
+    return made
+
+
+class States:
+    """The states of a benchmark by name, and what their rows must be."""
+
+    def __init__(self, model: Model, rows: int) -> None:
+        self.model, self.rows = model, rows
+        self.base = attach_state(model, None, "header")
+        self.segments: dict[str, Segment] = {"no delta": self.base}
+        self.changes: dict[str, list[TableChanges]] = {"no delta": []}
+        for share in SHARES:
+            for parts in (1, 2):
+                self._add(f"{share:.1%}, {parts}", share, parts)
+
+    def _add(self, name: str, share: float, parts: int) -> None:
+        """Changes of this share of the rows in so many deltas, over the bare version."""
+        self.model.activate(self.base.header.version, 0)
+        rng = np.random.default_rng(int(share * 1e6) + parts)
+        ids = rng.choice(self.rows, int(self.rows * share), replace=False)
+        split = [ids] if parts == 1 else np.split(ids, [ids.size * 4 // 5])  # the newer one small beside the older
+        self.changes[name] = [TableChanges("t", part, rng.standard_normal((part.size, DIM), dtype=np.float32)) for part in split]
+        for change in self.changes[name]:
+            apply(self.model, Batch([change]), ApplySettings(keep=100, merge_share=0.3))
+        self.segments[name] = attach_state(self.model, None, "header")
+        assert len(self.segments[name].deltas) == parts, name
+
+    def check(self, name: str, ids: np.ndarray[Any, Any]) -> None:
+        """The rows of `ids`, and of all that was changed, bit for bit."""
+        table = self.segments[name].tables["t"]
+        changed = np.concatenate([np.empty(0, np.int64), *(c.ids for c in self.changes[name])])[:100_000]
+        asked = np.concatenate([ids, changed])
+        rows = self.base.tables["t"].packed[asked]
+        for change in self.changes[name]:
+            order = np.argsort(change.ids)
+            at = order[np.minimum(np.searchsorted(change.ids, asked, sorter=order), change.ids.size - 1)]
+            hit = change.ids[at] == asked
+            rows[hit] = packed(change.vectors[at[hit]])
+        expected = choose().lookup(Table(rows, RowFormat.INT8, DIM), np.arange(asked.size), pooling=Pooling.NONE)
+        np.testing.assert_array_equal(choose().lookup(table, asked, pooling=Pooling.NONE), expected)
+
+
+def reads(states: States, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of a request, by state: medians over rounds, and each state's ratio to the one without deltas in the same round."""
+    rng, lengths = np.random.default_rng(1), np.full(BAGS, BAG, np.int32)
+    out = np.empty((BAGS, DIM), np.float32)
+    seconds: dict[str, list[float]] = {name: [] for name in states.segments}
+    for n in range(rounds):
+        names = list(seconds)
+        for name in names[n % len(names) :] + names[: n % len(names)]:
+            ids = rng.integers(0, states.rows, BAGS * BAG)
+            started = time.perf_counter()
+            choose().lookup(states.segments[name].tables["t"], ids, lengths, out=out)
+            seconds[name].append(time.perf_counter() - started)
+    plain = np.array(seconds["no delta"])
+    return [
+        {
+            "state": name,
+            "us": float(np.median(of_it) * 1e6),
+            "rows_per_s": float(BAGS * BAG / np.median(of_it)),
+            "ratio": float(np.median(np.array(of_it)) / np.median(plain)),
+        }
+        for name, of_it in seconds.items()
+    ]
+
+
+def memory(states: States) -> list[dict[str, Any]]:
+    """Bytes of the files of each state's deltas for each byte of their rows."""
+    found = []
+    for name, segment in states.segments.items():
+        if not segment.deltas:
+            continue
+        of_rows = sum(d.segment.header.table_bytes for d in segment.deltas)
+        files = sum(d.segment.size for d in segment.deltas)
+        found.append({"state": name, "rows_mb": of_rows / 1e6, "files_mb": files / 1e6, "ratio": files / of_rows})
+    return found
+
+
+def taken(states: States, rounds: int = 20) -> dict[str, float]:
+    """Milliseconds until a state is attached and its delta verified, by a process that has its version mapped."""
+    found = {}
+    for name, segment in states.segments.items():
+        if segment.deltas:
+            state, times = State(states.base.header.version, segment.deltas[0].sequence), []
+            for _ in range(rounds):
+                started = time.perf_counter()
+                attach_state(states.model, state, "full", states.base)
+                times.append(time.perf_counter() - started)
+            found[name] = float(np.median(times) * 1e3)
+    return found
+
+
+def compaction(states: States) -> dict[str, Any]:
+    """The live state, of 10 % in two deltas, becomes a version; beside a copy of the segment by numpy."""
+    started = time.perf_counter()
+    copied = states.base.mapping.bytes.copy()
+    copy_s = time.perf_counter() - started
+    del copied
+    name = list(states.segments)[-1]
+    rng = np.random.default_rng(3)
+    asked = rng.integers(0, states.rows, 100_000)
+    before = choose().lookup(states.segments[name].tables["t"], asked, pooling=Pooling.NONE)
+    done = compact(states.model)
+    assert done is not None
+    after = choose().lookup(attach_state(states.model, None, "header").tables["t"], asked, pooling=Pooling.NONE)
+    np.testing.assert_array_equal(after, before)
+    return {
+        "merged_rows": done.merged,
+        "segment_gb": done.segment_bytes / 1e9,
+        "seconds": done.seconds,
+        "gb_per_s": done.segment_bytes / done.seconds / 1e9,
+        "copy_gb_per_s": states.base.size / copy_s / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--rounds", type=int, default=300)
+    options = parser.parse_args()
+    with published(options.rows) as model:
+        states = States(model, options.rows)
+        for name in states.segments:
+            states.check(name, np.random.default_rng(2).integers(0, options.rows, 100_000))
+        console.print("every state's rows are right")
+        found = reads(states, options.rounds)
+        more = {"rows_of_the_table": options.rows, "goal": GOAL, "memory": memory(states), "attach_ms": taken(states)}
+        report("update_reads", f"lookups with deltas, int8 D {DIM}", found, **more, compaction=compaction(states))
+
+
+if __name__ == "__main__":
+    main()

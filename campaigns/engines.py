@@ -1,0 +1,348 @@
+"""Doors, engine processes and clients that hold regions die at random instants, while other clients ask and versions change.
+
+Promised: no answer is wrong or mixed, and no request fails through a client that tries again. What a door dies of leaves its
+engine as it was. An engine that is killed or stopped, even while it starts, is replaced, and doors keep their connections. A
+client that dies in the midst of a request leaves nothing: its regions end with its connection, and what its door held for it is
+free again.
+
+The oracle: clients are processes of their own, as in campaigns/kills.py; those with regions know every row too, and compare what
+was written to their memory. What is replaced, and what stays, is read from /proc: an engine by its name, the memory that doors
+and engine share by what processes have mapped.
+
+Engines run on a GPU where there is one, else in Triton's interpreter.
+"""
+
+import contextlib
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import numpy as np
+
+from campaigns.common import DIM, ROWS, folders, publish, random_of, standalone, until, version_told, workers_of
+from campaigns.kills import CLIENTS, Board, ask, publish_until
+from tableside.loader.memory import processes_below
+from tableside.quant.contract import INTERPRETER
+from tableside.quant.device.architecture import architectures
+from tableside.serving.cli.local import local_server
+from tableside.serving.engine_process.main import NAME
+
+DOORS, HOLDERS, IDS = 2, 2, 50
+RETRIES = 10  # a request in the interpreter takes so long that several of its doors may be killed
+PUBLISH_EVERY_S, STOPPED_S, REPLACED_S, GONE_S = 4.0, 0.5, 60.0, 10.0
+REQUEST_MEMORY = "tableside-requests"  # what a door shares with its engine, as /proc names it
+KINDS = {"door": 4, "doors": 1, "engine": 3, "engine as it starts": 1, "engine stops": 1, "both": 1, "client": 4}  # how often
+
+
+@contextmanager
+def device() -> Iterator[str]:
+    """What `tableside serve --devices` takes: the first GPU, or Triton's interpreter, for processes that are started within."""
+    if architectures():
+        yield "0"
+        return
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield INTERPRETER
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+
+
+# ---- clients that hold a region ----
+
+
+def hold(port: int, name: str, seed: int, counts: Any) -> None:
+    """A client's process, to be killed: it asks for rows in a region of its own for as long as it lives.
+
+    counts: [requests checked, wrong, failed]. A request that ends in an error is sent again over another connection, with the
+    region registered anew, as it ended with the one before.
+    """
+    rng = np.random.default_rng(seed)
+    path, size = Path("/dev/shm") / name, 4096 + IDS * DIM * 4
+    with path.open("w+b") as file:
+        file.truncate(size)
+        while True:
+            with (
+                contextlib.suppress(OSError, http.client.HTTPException),
+                contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection,
+            ):
+                _ask_in_region(connection, name, size, file, rng, counts)
+
+
+def _ask_in_region(
+    connection: http.client.HTTPConnection, name: str, size: int, file: Any, rng: np.random.Generator, counts: Any
+) -> None:
+    """Requests over one connection. OSError, HTTPException: it broke."""
+    _post(connection, f"/v2/systemsharedmemory/region/{name}/unregister", {})
+    if _post(connection, f"/v2/systemsharedmemory/region/{name}/register", {"key": name, "byte_size": size})[0] != 200:
+        return
+    at = {"shared_memory_region": name, "shared_memory_byte_size": 8 * IDS}
+    out = {"shared_memory_region": name, "shared_memory_byte_size": 4 * IDS * DIM, "shared_memory_offset": 4096}
+    request = {
+        "inputs": [{"name": "user.values", "datatype": "INT64", "shape": [IDS], "parameters": at}],
+        "outputs": [{"name": "user", "parameters": out}],
+    }
+    while True:
+        ids = rng.integers(0, ROWS, IDS)
+        os.pwrite(file.fileno(), ids.tobytes(), 0)
+        status, _ = _post(connection, "/v2/models/demo/infer", request)
+        if status == 503:
+            continue  # the engine is being replaced
+        counts[2] += status != 200
+        if status == 200:
+            rows = np.frombuffer(os.pread(file.fileno(), 4 * IDS * DIM, 4096), np.float32).reshape(IDS, DIM)
+            counts[0] += 1
+            counts[1] += version_told(rows, ids) is None
+
+
+def _post(connection: http.client.HTTPConnection, path: str, value: object) -> tuple[int, bytes]:
+    connection.request("POST", path, json.dumps(value).encode())
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+class Holders:
+    """Clients with regions: `HOLDERS` at any time, each replaced when it was killed."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self._context, self._port, self._seed = multiprocessing.get_context("spawn"), port, seed
+        self._counts: list[Any] = []
+        self.running: list[tuple[BaseProcess, str, Any]] = [self._start() for _ in range(HOLDERS)]
+        self.killed = self.stayed = 0
+
+    def _start(self) -> tuple[BaseProcess, str, Any]:
+        counts = self._context.Array("q", 3, lock=False)
+        name = f"campaign-{uuid4().hex[:12]}"
+        self._counts.append(counts)
+        process = self._context.Process(target=hold, args=(self._port, name, self._seed + len(self._counts), counts), daemon=True)
+        process.start()
+        return process, name, counts
+
+    def total(self, which: int) -> int:
+        return sum(counts[which] for counts in self._counts)
+
+    def kill(self, chance: random.Random) -> None:
+        """Kills one that has asked at a random instant, and starts another; counts whether its region outlives it."""
+        n = chance.randrange(HOLDERS)
+        process, name, counts = self.running[n]
+        until(lambda: counts[0] > 0, REPLACED_S, "a client with a region to be answered")
+        time.sleep(chance.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        self.killed += 1
+        try:
+            until(lambda: name not in regions_of(self._port), GONE_S, "its region's end")
+        except TimeoutError:
+            self.stayed += 1
+        (Path("/dev/shm") / name).unlink()
+        self.running[n] = self._start()
+
+    def stop(self) -> None:
+        for process, name, _ in self.running:
+            process.kill()
+            process.join()
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def regions_of(port: int) -> set[str]:
+    """Names of the regions that are registered; asked until a door answers."""
+    while True:
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection,
+        ):
+            connection.request("GET", "/v2/systemsharedmemory/status")
+            return {region["name"] for region in json.loads(connection.getresponse().read())}
+
+
+# ---- what dies ----
+
+
+class Tormentor:
+    """Does things to a server's doors and to its engine."""
+
+    def __init__(self, supervisor: int, port: int, root: Path, chance: random.Random) -> None:
+        self.supervisor, self.port, self.root, self.chance = supervisor, port, root, chance
+        self.door_kills = self.engine_kills = self.starting_kills = self.stops = self.engines_lost = self.doors_lost = 0
+        self.replaced_s: list[float] = []
+
+    def doors(self) -> list[int]:
+        return [pid for pid in workers_of(self.supervisor, self.root) if not is_engine(pid)]
+
+    def engines(self) -> list[int]:
+        return [pid for pid in workers_of(self.supervisor, self.root) if is_engine(pid)]
+
+    def kill_doors(self, count: int) -> None:
+        """Kills doors, and waits for their successors. The engine stays, or it is counted as lost."""
+        engine = self.engines()
+        self._end(self.chance.sample(self.doors(), count))
+        self.settle()
+        self.engines_lost += self.engines() != engine
+
+    def kill_engine(self, *, twice: bool = False, with_door: bool = False) -> None:
+        """Kills the engine, and waits for a successor that serves. Doors that were not killed stay, or are counted as lost.
+
+        twice: its successor, too, while it starts.
+        """
+        (engine,), doors = self.engines(), self.doors()
+        victims = doors[:1] if with_door else []
+        started = time.monotonic()
+        self._end([engine, *victims])
+        if twice:
+            until(lambda: self._starting(engine), REPLACED_S, "a successor that starts", pause_s=0.001)
+            time.sleep(self.chance.uniform(0, 1))
+            for pid in self._starting(engine):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self.starting_kills += 1
+        self.settle()
+        self.replaced_s.append(time.monotonic() - started)
+        self.doors_lost += bool({*doors[len(victims) :]} - {*self.doors()})
+
+    def stop_engine(self) -> None:
+        """Stops the engine for a moment, which requests wait out."""
+        (engine,) = self.engines()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            time.sleep(self.chance.uniform(0, STOPPED_S))
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        self.stops += 1
+
+    def settle(self) -> None:
+        """Waits until there are as many doors as ever, and one engine, and the doors say that they are ready."""
+        until(lambda: len(self.doors()) == DOORS and len(self.engines()) == 1, REPLACED_S, "every process's successor")
+        for _ in range(2 * DOORS):  # connections fall on any of them
+            until(self._is_ready, REPLACED_S, "doors that are ready")
+
+    def held(self) -> int:
+        """How many doors' memory the engine has mapped."""
+        (engine,) = self.engines()
+        with open(f"/proc/{engine}/maps") as maps:
+            return sum(REQUEST_MEMORY in line for line in maps)
+
+    def _end(self, pids: list[int]) -> None:
+        for pid in pids:
+            self.engine_kills += is_engine(pid)
+            self.door_kills += not is_engine(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    def _starting(self, ended: int) -> list[int]:
+        """Engine processes other than one that ended, whether or not they have mapped anything."""
+        return [pid for pid in processes_below(self.supervisor) if pid != ended and is_engine(pid)]
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return connection.recv(4096).startswith(b"HTTP/1.1 200")
+        return False
+
+
+def is_engine(pid: int) -> bool:
+    """Whether a process lives and has the name of an engine."""
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" and Path(f"/proc/{pid}/comm").read_text().startswith(NAME)
+    return False
+
+
+def run(seconds: float, seed: int) -> dict[str, float]:
+    """The campaign: each kind of death once, then in a random order until the time is up."""
+    board, chance = Board(), random_of(seed, "engines")
+    with folders() as (root, files), device() as name:
+        publish(root, files, value=1)
+        placed = (
+            ("hbm",) if name == INTERPRETER else ("cached", "--hbm-budget", "1MiB")
+        )  # the interpreter takes a second for a cache
+        options = ("--devices", name, "--gpu-from-ids", "0", "--placement", *placed)
+        regions = ("--allow-client-shm", "--client-shm-until", "disconnected")
+        with local_server(["demo"], *options, *regions, root=root, workers=DOORS) as server:
+            port = int(urlsplit(server.url).port or 0)
+            spawn = multiprocessing.get_context("spawn")
+            clients = [spawn.Process(target=ask, args=(server.url, seed, c, board, RETRIES)) for c in range(CLIENTS)]
+            publisher = threading.Thread(target=publish_until, args=(board, root, files, PUBLISH_EVERY_S))
+            tormentor, holders = Tormentor(server.pid, port, root, chance), Holders(port, seed)
+            publisher.start()
+            for client in clients:
+                client.start()
+            try:
+                until(lambda: board.total("checked") > 0, REPLACED_S, "the clients' first answer")
+                _torment(tormentor, holders, chance, seconds)
+            finally:
+                board.stop.set()
+                publisher.join()
+                for client in clients:
+                    client.join()
+                holders.stop()
+            tormentor.settle()
+            leaked = _leaked(tormentor, port)
+    return {
+        "requests checked": board.total("checked"),
+        "requests checked in regions": holders.total(0),
+        "wrong answers": board.total("wrong") + holders.total(1),
+        "answers mixed from two versions": board.total("mixed"),
+        "stale answers": board.total("stale"),
+        "failed through the client": board.total("failed") + sum(c.exitcode != 0 for c in clients),
+        "failed in regions": holders.total(2),
+        "doors killed": tormentor.door_kills,
+        "engines killed": tormentor.engine_kills,
+        "of their successors killed as they started": tormentor.starting_kills,
+        "engines stopped for a moment": tormentor.stops,
+        "clients killed that held a region": holders.killed,
+        "regions that outlived their client": holders.stayed,
+        "engines lost to a door": tormentor.engines_lost,
+        "doors lost to an engine": tormentor.doors_lost,
+        "memory of doors that an engine keeps": leaked,
+        "versions published meanwhile": board.value.value,
+        "engine served again, median s": statistics.median(tormentor.replaced_s),
+        "engine served again, slowest s": max(tormentor.replaced_s),
+    }
+
+
+def _torment(tormentor: Tormentor, holders: Holders, chance: random.Random, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    first = list(KINDS)
+    chance.shuffle(first)
+    while first or time.monotonic() < end:
+        match first.pop() if first else chance.choices([*KINDS], [*KINDS.values()])[0]:
+            case "door":
+                tormentor.kill_doors(1)
+            case "doors":
+                tormentor.kill_doors(DOORS)
+            case "engine":
+                tormentor.kill_engine()
+            case "engine as it starts":
+                tormentor.kill_engine(twice=True)
+            case "both":
+                tormentor.kill_engine(with_door=True)
+            case "engine stops":
+                tormentor.stop_engine()
+            case "client":
+                holders.kill(chance)
+        time.sleep(chance.uniform(0, 0.3))
+
+
+def _leaked(tormentor: Tormentor, port: int) -> int:
+    """Doors' memory that the engine has mapped beyond that of the doors there are, once nobody asks."""
+    with contextlib.suppress(TimeoutError):
+        until(lambda: tormentor.held() == DOORS and not regions_of(port), GONE_S, "memory to be given back")
+    return abs(tormentor.held() - DOORS)
+
+
+if __name__ == "__main__":
+    standalone(run)
