@@ -220,7 +220,6 @@ class Placer:
         return self._place_deltas(gpu, segment, base) if segment.deltas else base
 
     def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements) -> Placements:
-        """A state of the version that `base` has placed. ServingError: as `with_deltas`."""
         from tableside.serving.placed_deltas import with_deltas
 
         with self._lock:
