@@ -28,7 +28,7 @@ from tableside.quant.errors import QuantError
 from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
 
 FILTER = 0x9FB21C651E98DF25
-IDS_A_WORD = 4  # of a filter: 16 bits for an id, of which about 1 % that are not there look as if they were
+IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
 MOST_LEVELS = 2
 NO_ROW = -1  # the number of no row: the id is missing
 FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each

@@ -73,4 +73,5 @@ typedef struct resolving {
     int64_t missing, backfilled;
     id_block blocks[BLOCKS];
     uint32_t maybe[BLOCKS][MOST_LEVELS]; /* ids of a block that may be in a level, a bit each */
+    int64_t slots[BLOCKS][MOST_LEVELS][ID_BLOCK]; /* of these, the slot that each has there if it is there, or -1 */
 } resolving;

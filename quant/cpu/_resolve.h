@@ -61,14 +61,20 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
     EACH_ID __builtin_prefetch(pilots + b->pilot_at[i], 0, 2);
 }
 
-/* The slot that an id has in a level if it is there; -1: its bucket is empty. */
-INLINE int64_t slot_in(const level *l, uint64_t id) {
+/* Where an id's pilot lies in a level, and what becomes its slot with it. */
+typedef struct { uint64_t first, slots, spread; const uint8_t *pilot; } place_in_level;
+
+INLINE place_in_level place_in(const level *l, uint64_t id) {
     const uint64_t hash = mix_id(id), bucket = hash & (uint64_t)(l->buckets - 1);
     const whole_entry *e = (const whole_entry *)(intptr_t)l->entries + bucket;
-    if (!e->slots) return -1;
     const uint64_t first = (uint64_t)e->first_row, g = spread(hash, e->seed);
-    const uint64_t pilot = ((const uint8_t *)(intptr_t)l->pilots)[pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)];
-    return (int64_t)(first + slot_of(g, pilot, e->slots));
+    const uint8_t *pilots = (const uint8_t *)(intptr_t)l->pilots;
+    return (place_in_level){first, e->slots, g, pilots + pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)};
+}
+
+/* The slot that an id has if it is there; -1: its bucket is empty. */
+INLINE int64_t slot_of_place(const place_in_level *p) {
+    return p->slots ? (int64_t)(p->first + slot_of(p->spread, *p->pilot, p->slots)) : -1;
 }
 
 /* Which of eight lanes, each of all bits or none, are set. */
@@ -123,7 +129,9 @@ INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
     return maybe;
 }
 
-/* First step of an overlay, for block `k` of a job's ids: which of them may be in a level. The ids that these levels keep are prefetched. */
+/* An overlay's steps are some blocks apart as well, so that what one reads was prefetched by the one before it.
+ *
+ * First step, for block `k` of a job's ids: which of them may be in a level. Their pilots are prefetched. */
 INLINE void find_maybe(resolving *r, int64_t k) {
     const job *j = r->job;
     const row_map *m = j->map;
@@ -141,23 +149,36 @@ INLINE void find_maybe(resolving *r, int64_t k) {
         const uint32_t maybe = may_be_in(levels + l, id) & ((1u << n) - 1);
         r->maybe[k % BLOCKS][l] = maybe;
         for (uint32_t bits = maybe; bits; bits &= bits - 1) {
-            const int64_t slot = slot_in(levels + l, id[__builtin_ctz(bits)]);
-            __builtin_prefetch((const uint8_t *)(intptr_t)levels[l].ids + slot * levels[l].id_step, 0, 3);
+            __builtin_prefetch(place_in(levels + l, id[__builtin_ctz(bits)]).pilot, 0, 3);
         }
     }
 }
 
-/* Second step: rows of the overlay take the place of the table's own. numbers: of each id of the block, where that of a row that
+/* Second step: their slots. The ids that these keep are prefetched. */
+INLINE void find_slots(resolving *r, int64_t k) {
+    const level *l = (const level *)(intptr_t)r->job->map->levels;
+    const uint8_t *ids = r->job->ids + 8 * k * ID_BLOCK;
+    for (int64_t n = 0; n < r->job->map->level_count; n++, l++)
+        for (uint32_t bits = r->maybe[k % BLOCKS][n]; bits; bits &= bits - 1) {
+            const int i = __builtin_ctz(bits);
+            const place_in_level p = place_in(l, (uint64_t)load_i64(ids + 8 * i));
+            const int64_t slot = slot_of_place(&p);
+            r->slots[k % BLOCKS][n][i] = slot;
+            __builtin_prefetch((const uint8_t *)(intptr_t)l->ids + slot * l->id_step, 0, 3);
+        }
+}
+
+/* Third step: rows of the overlay take the place of the table's own. numbers: of each id of the block, where that of a row that
  * overrides is written, or -1. `left` are those that no newer level has. */
 static NOINLINE void NAME(override)(const resolving *r, int64_t k, int64_t *numbers) {
     const row_map *m = r->job->map;
-    const level *l = (const level *)(intptr_t)m->levels, *end = l + m->level_count;
+    const level *l = (const level *)(intptr_t)m->levels;
     const uint8_t *ids = r->job->ids + 8 * k * ID_BLOCK;
     uint32_t left = ~0u;
-    for (const uint32_t *maybe = r->maybe[k % BLOCKS]; l < end; l++, maybe++)
-        for (uint32_t bits = *maybe & left; bits; bits &= bits - 1) {
+    for (int64_t n = 0; n < m->level_count; n++, l++)
+        for (uint32_t bits = r->maybe[k % BLOCKS][n] & left; bits; bits &= bits - 1) {
             const int i = __builtin_ctz(bits);
-            const int64_t id = load_i64(ids + 8 * i), slot = slot_in(l, (uint64_t)id);
+            const int64_t id = load_i64(ids + 8 * i), slot = r->slots[k % BLOCKS][n][i];
             if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != id) continue;
             const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
             numbers[i] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
@@ -192,6 +213,7 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
             hash_block(m, j->ids + 8 * at, left < ID_BLOCK ? left : ID_BLOCK, is_whole, &r->blocks[k % BLOCKS]);
             if (m->level_count) find_maybe(r, k);
         }
+        if (m->level_count && k && k <= count) find_slots(r, k - 1);
         if (k >= PILOT_LAG) {
             const int64_t at = (k - PILOT_LAG) * ID_BLOCK;
             const id_block *b = &r->blocks[(k - PILOT_LAG) % BLOCKS];
@@ -268,6 +290,7 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
     int64_t k = r->next, at;
     for (; k < count + lag && (k - lag) * ID_BLOCK < until; k++) {
         if (has_overlay && k < count) find_maybe(r, k);
+        if (has_overlay && k && k <= count) find_slots(r, k - 1);
         if (k < lag) continue;
         at = (k - lag) * ID_BLOCK;
         const int64_t n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
