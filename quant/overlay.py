@@ -31,7 +31,7 @@ FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
 MOST_LEVELS = 2
 NO_ROW = -1  # the number of no row: the id is missing
-_BIT_SHIFTS = (26, 20, 14)
+FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each
 
 
 def filter_words(ids: int) -> int:
@@ -43,7 +43,7 @@ def _hashed(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
     """The word of each id [n], and the bits that are set in it."""
     h = ids.view(np.uint64) * np.uint64(FILTER)
     bits = np.zeros(h.shape, np.uint64)
-    for shift in _BIT_SHIFTS:
+    for shift in FILTER_BITS:
         bits |= np.uint64(1) << (h >> np.uint64(shift) & np.uint64(63))
     return ((h >> np.uint64(32)) * np.uint64(words) >> np.uint64(32)).astype(np.int64), bits
 

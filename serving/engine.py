@@ -154,7 +154,7 @@ class Engine:
         rows in a cache, where they did not change. It is to be swapped in at once.
         LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
         """
-        before = self._served if as_successor else None
+        before = self._served
         like = None if before is None else before.segment
         unverified: Segment | None = None
         if self._placer.gpu is not None and self._verify == "full":
@@ -164,7 +164,7 @@ class Engine:
         segment = attach_state(self.model, state, self._verify, like)
         if before is not None and segment.base is before.segment.base:
             return before.with_deltas(segment, self._placer.place_over(segment, before.placed))
-        replaced = None if before is None else before.placed
+        replaced = before.placed if before is not None and as_successor else None
         if unverified is None or segment.base is not unverified:
             return self._attach(segment, replaced)
         unverified.verify_indexes()

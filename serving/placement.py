@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tableside.quant.cache.cache import Cache
     from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.levels import DeviceLevel
     from tableside.quant.gpu.tables import DeviceTable
 
 logger = logging.getLogger("tableside")
@@ -35,6 +36,7 @@ _SMALLEST_CACHE = 1 << 20  # bytes
 _WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
+_DELTAS = 16  # a sixteenth of a budget that a cache or split tables take is left for deltas
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
 
 
@@ -69,7 +71,7 @@ def plan_placements(
     total = sum(t.bytes + index_bytes(t, True) for t in tables)
     holds_all = total <= budget_bytes
     if wanted == Placement.HYBRID:
-        rest = budget_bytes - sum(index_bytes(t, False) for t in tables)
+        rest = _without_deltas(budget_bytes) - sum(index_bytes(t, False) for t in tables)
         whole = Placement.HBM if holds_all else Placement.HYBRID if _share(tables, rest) else Placement.ZERO_COPY
         return {t.name: whole for t in tables}
     if wanted == Placement.HBM and not holds_all:
@@ -94,6 +96,11 @@ def plan_placements(
     return placements
 
 
+def _without_deltas(budget_bytes: int) -> int:
+    """What a cache or split tables may take of a budget beside what else takes it."""
+    return budget_bytes - budget_bytes // _DELTAS
+
+
 def _share(tables: Sequence[StoredTable], budget_bytes: int) -> int:
     """The largest share, below SPLIT_BLOCK, for which the budget holds the HBM rows of every table."""
     shares = range(SPLIT_BLOCK)
@@ -116,7 +123,7 @@ class Placements:
     """A version's tables where a worker looks them up. Their HBM is given back with this object.
 
     placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker has none.
-    hbm_bytes: HBM that they take beside the cache.
+    hbm_bytes: HBM that they take beside the cache. base: those of the version without deltas, whose memory they share.
     """
 
     def __init__(
@@ -126,11 +133,17 @@ class Placements:
         on_host: Mapping[str, Table] | None = None,
         on_gpu: "Mapping[str, DeviceTable] | None" = None,
         hbm_bytes: int = 0,
+        base: "Placements | None" = None,
     ) -> None:
         self.placements, self.hbm_bytes = placements, hbm_bytes
+        self._base = base
         self._handovers: list[Callable[[], None]] = []
         self.on_gpu = on_gpu or {}
         self.tables: Mapping[str, RowSource] = {**(on_host or {}), **self.on_gpu}
+
+    @property
+    def base(self) -> "Placements":
+        return self if self._base is None else self._base
 
     def plan_handover(self, handover: "Callable[[], None]") -> None:
         """Has `take_over` call it."""
@@ -139,7 +152,8 @@ class Placements:
     def take_over(self) -> None:
         """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To be called when this
         version is about to take the other one's requests: that one fetches these rows again."""
-        handovers, self._handovers = self._handovers, []  # they hold the replaced version
+        base = self.base
+        handovers, base._handovers = base._handovers, []  # they hold the replaced version
         for handover in handovers:
             handover()
 
@@ -157,6 +171,8 @@ class Placer:
         self._settings, self._cpu = settings, cpu
         self._budget = self._held = 0
         self._lock = threading.Lock()
+        self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
+        self._levels: weakref.WeakSet[DeviceLevel] = weakref.WeakSet()  # that `_held` has
 
     def open(self) -> None:
         """Takes the device that the settings name. MissingBackend: it is not here."""
@@ -189,21 +205,45 @@ class Placer:
         replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be kept for the tables
         of the same names (`Placements.take_over`); hot rows that changed are fetched anew.
 
+        A state of a version that is placed here, in the same segment, shares all that the version takes but new deltas.
+
         RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
         """
-        gpu = self.gpu
-        if gpu is None:
+        if (gpu := self.gpu) is None:
             return Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
+        known = self._bases.get(segment.base)
+        if (base := None if known is None else known()) is None:
+            base = self._place_version(gpu, segment.base, replaced)
+            self._bases[segment.base] = weakref.ref(base)
+            if replaced is not None:
+                self._warm(base, replaced.base)
+        return self._place_deltas(gpu, segment, base) if segment.deltas else base
+
+    def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements) -> Placements:
+        from tableside.serving.placed_deltas import with_deltas
+
+        with self._lock:
+            tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held))
+            levels = {level for table in tables.values() for level in table.levels}
+            for level in levels - set(self._levels):
+                self._levels.add(level)
+                self._held += level.bytes
+                weakref.finalize(level, self._release, level.bytes)
+        taken = sum(level.bytes for level in levels)
+        return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
+
+    def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
         gpu.trim()
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
             copied, indexes = self._plan_indexes(segment.header.tables, placements, left)
-            share = _share([t for t in segment.header.tables if placements[t.name] is Placement.HYBRID], left - indexes)
+            split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
+            share = _share(split, _without_deltas(left) - indexes)
             hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
             try:
                 if self.cache is None:  # it is opened with room for these tables' maps
-                    self._open_cache(gpu, segment, placements, left - hbm_bytes - indexes // _GROWTH)
+                    self._open_cache(gpu, segment, placements, _without_deltas(left) - hbm_bytes - indexes // _GROWTH)
                 else:
                     hbm_bytes += _map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
                 tables = self._tables(gpu, segment, placements, share, copied)
@@ -212,14 +252,14 @@ class Placer:
                 raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
-        if replaced is not None:
-            self._warm(placed, replaced)
         return placed
 
     def compile(self, segment: Segment) -> None:
         """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
-        if self.gpu is not None and are_compiled(self._settings):
-            compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+        if self.gpu is not None:
+            if are_compiled(self._settings):
+                compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+            self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
 
     def place_over(self, segment: Segment, before: Placements) -> Placements:
         """The tables of another state of the version that `before` has placed. Raises as `place`."""

@@ -120,7 +120,7 @@ def probe(c: Contents, number: int, ids: Sequence[int]) -> list[int]:
             table.missed.add(id)
             table.dirty.add(id // ROWS_PER_FLAG)
             locations.append(UNRESOLVED)
-    table.counters[Counter.IDS] += len(ids)
+    table.counters[Counter.IDS] += sum(0 <= id < table.rows for id in ids)
     table.counters[Counter.HITS] += sum(location >= 0 for location in locations)
     return locations
 

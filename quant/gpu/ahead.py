@@ -52,6 +52,7 @@ def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
         found["bag_starts"] = kernels.bag_starts()
     if wanted.has_maps:
         found["resolve"] = kernels.resolver(False)
+    found["resolve, with deltas"] = kernels.resolver(False, True)  # which may come to any table
     if wanted.is_followed:
         found["fill"] = kernels.filler(False)
     if wanted.tensor_features:
@@ -83,7 +84,7 @@ def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
     from tableside.quant.gpu import kernels
     from tableside.quant.gpu.resolve import resolve_block
 
-    kinds = [("ids", True, resolve_block(False))] if wanted.has_maps else []
+    kinds = [("ids", True, resolve_block(False))]  # without maps as well, as a delta brings one
     kinds += [("cache", False, probe_block(False))] if wanted.cached_row_bytes else []
     widths = range(kernels.spread_lanes(wanted.tensor_features).bit_length())
     return {

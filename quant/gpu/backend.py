@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,8 +58,9 @@ from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere
 from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
+from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.prepared import PreparedLookup
-from tableside.quant.gpu.residence import Cached, InHbm, Mapped, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable, check_share
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import SteadyLayouts, are_steady
@@ -191,12 +193,14 @@ class GpuBackend(Backend):
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
         self._take_answers: Callable[[int], Buffer] | None = None  # as `Buffers` takes it
         self._free = [Buffers(self.device)]  # of batches; more are made where several have begun
-        self._resolve, self._bag_starts = kernels.resolver(self.is_interpreted), kernels.bag_starts()
+        self._resolvers = {overlaid: kernels.resolver(self.is_interpreted, overlaid) for overlaid in (False, True)}
+        self._bag_starts = kernels.bag_starts()
         self._fill = kernels.filler(self.is_interpreted)
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
         self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._restored: Any = None
+        self._levels = DeviceLevels(self.device)
         self.cache: Cache | None = None
 
     @property
@@ -300,7 +304,30 @@ class GpuBackend(Backend):
 
     def _placed(self, table: Table, residence: Residence, key: KernelKey | None, ids_in_host: bool = False) -> DeviceTable:
         device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, ids_in_host)
-        return DeviceTable(table, residence, key or KernelKey.of(table), device_map)
+        return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
+
+    def overlay(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> DeviceTable:
+        """A table that was placed without an overlay in another state: `table` has the same rows, and an overlay or none.
+
+        The rows stay where they are. Levels of the overlay that the device lacks are copied to HBM, on a stream that holds no
+        lookup up; this waits for them. rows_in_host: but for their rows, which the device reads in page-locked memory of the
+        host. QuantError: there is no room.
+        """
+        assert not placed.is_overlaid, "states are made of the table without one"
+        if isinstance(placed.residence, OnHost):
+            return self.on_host(table)
+        with self._on_copies():
+            levels = self._levels.of(table, placed.residence, rows_in_host)
+            device_map = placed.device_map
+            if levels:
+                if device_map is None:
+                    device_map = DeviceRowMap(table, placed.residence, self.device)
+                device_map = device_map.with_levels(levels)
+        return replace(placed, host=table, device_map=device_map)
+
+    def overlay_bytes(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> int:
+        """HBM that `overlay` would take."""
+        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, rows_in_host)
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.is_interpreted:
@@ -351,12 +378,16 @@ class GpuBackend(Backend):
             away = [table for table in self._stashable if table.is_away]
             if not away:
                 return
-            with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            with self._on_copies():
                 for table in away:
                     table.bring_back()
                     if self._copies is not None:
                         self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         self._restored.record()
+
+    def _on_copies(self) -> Any:
+        """A context in which work goes to a stream of its own, beside lookups."""
+        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def await_tables(self) -> None:
         """Later work on the current stream finds stashed tables in their place."""
@@ -496,6 +527,13 @@ class GpuBackend(Backend):
             finally:
                 self._is_on_stream = False
 
+    def warm_up_overlays(self) -> None:
+        """Compiles what lookups in tables with overlays take beside what others do, before there is one."""
+        with self.on_stream():
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)  # a job of no ids
+            at = nothing.data_ptr()
+            self._resolvers[True](1, self.current_stream(), at, at, at, at, at, at)
+
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
         with self.on_stream():
@@ -578,7 +616,8 @@ class GpuBackend(Backend):
     def resolve_at(self, jobs: ResolveJobs, source: int, inputs: int, outputs: int, counts: int) -> None:
         """As `resolve`, of jobs that are placed, with the addresses that their offsets count from."""
         self.await_tables()  # ids may lie in their rows
-        self._resolve(jobs.programs, self.current_stream(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
+        resolve = self._resolvers[jobs.is_overlaid]
+        resolve(jobs.programs, self.current_stream(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
 
     def current_stream(self) -> int | None:
         """The device's current stream, as launches take it; None in the interpreter."""

@@ -13,7 +13,7 @@ class JobField(IntEnum):
     """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is none."""
 
     TABLE = 0  # address of row 0, or of the first gathered row
-    ROWS = 1  # of the table, or gathered rows; ids must be below
+    ROWS = 1  # of the table, or gathered rows; ids must be below, both as uint64. -1: any id but -1, as the table has an overlay
     ROW_BYTES = 2
     DIM = 3
     FORMAT = 4  # a RowFormat

@@ -15,9 +15,9 @@ from tableside.quant.gpu.wanted import KernelKey
 _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 
 
-def resolver(is_interpreted: bool) -> Kernel:
-    """Makes row numbers of ids."""
-    return Kernel(resolve_kernel.resolve, 4, BLOCK=resolve_block(is_interpreted))
+def resolver(is_interpreted: bool, is_overlaid: bool = False) -> Kernel:
+    """Makes row numbers of ids. is_overlaid: tables may have overlays."""
+    return Kernel(resolve_kernel.resolve, 4, OVERLAID=is_overlaid, BLOCK=resolve_block(is_interpreted))
 
 
 def filler(is_interpreted: bool) -> Kernel:

@@ -291,7 +291,7 @@ class _Request:
         """The job of lookup `number`; None: it is the CPU's."""
         self._number = number
         job = Job()
-        job[JobField.ROWS] = lk.table.rows
+        job[JobField.ROWS] = table.job_rows
         if not table.residence.write(job, lk, self):
             return None
         _check(lk)
@@ -334,7 +334,8 @@ class _Request:
             self.moves_out.append(Move(found_at, lk.found_at, lk.ids))
             self.out_bytes += aligned(lk.ids)
         if table.device_map is not None:
-            self.resolved.append(ResolvedLookup(number, table.device_map.address, job[JobField.IDS_AT], lk.ids, found_at))
+            at, is_overlaid = job[JobField.IDS_AT], table.is_overlaid
+            self.resolved.append(ResolvedLookup(number, table.device_map.address, at, lk.ids, found_at, is_overlaid))
 
     def _stage(self, job: Job, field: JobField, source: int | None, size: int) -> None:
         if source is not None:

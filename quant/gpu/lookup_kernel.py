@@ -94,6 +94,7 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
     """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
 
+    id        of the table's own rows, or negative: of an overlay's, numbered so that they lie there too (`quant.gpu.levels`)
     table     address of row 0, in HBM or in registered host memory; or of the first row that the CPU gathered
     location  of each id, int64 (stored as int32, written by the cache): 0 or more: a slot; -1: in the table; below: -2 minus
               the place in `staging`, in units of 16 bytes. -1 where the job has no cache
@@ -105,7 +106,8 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
     address = table + id * row_bytes
     if INDIRECT:
         in_block = id % _SPLIT_BLOCK
-        slot = tl.where(in_block < share, id // _SPLIT_BLOCK * share + in_block, location)
+        is_in_hbm = (in_block < share) & (id >= 0)
+        slot = tl.where(is_in_hbm, id // _SPLIT_BLOCK * share + in_block, location)
         staged = staging + (_IN_TABLE - 1 - slot) * _STAGING_UNIT
         address = tl.where(slot >= 0, hbm_rows + slot * row_bytes, tl.where(slot < _IN_TABLE, staged, address))
     return address
@@ -163,8 +165,8 @@ def pool(
                   TENSORS: the address that OFFSETS_AT counts from (`quant.gpu.tensor_bags`)
     weights_base  address of fp32 weights [ids] at WEIGHTS_AT: the batch's inputs, where these were sent together
     outputs       address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
-    flag          int32 [1] of the job: this program writes 1 where an id is not in [0, ROWS). TENSORS: address of a report
-                  (`quant.gpu.tensor_bags.report`)
+    flag          int32 [1] of the job: this program writes 1 where an id is not below ROWS, both as uint64. TENSORS: address of a
+                  report (`quant.gpu.tensor_bags.report`)
     ids_count     TENSORS: ids of jobs that do not say how many they have
     asked         TENSORS: the address that ASKED_AT counts from, of the ids as they came
     locations  address of the batch's locations; int32 [ids] at byte LOCATIONS_AT; written by the cache's probe and resolve

@@ -21,12 +21,12 @@ def bag_starts(lengths: Sequence[int], ids: int) -> tuple[bool, list[int]]:
 def row_address(id: int, table: int, row_bytes: int, location: int, hbm_rows: int, share: int, staging: int) -> int:
     """Where a row lies. The arguments are those of the kernel's `_row_address`, for one id."""
     block, in_block = divmod(id, SPLIT_BLOCK)
-    if in_block < share:  # a split table's row that is in HBM
+    if id >= 0 and in_block < share:  # a split table's row that is in HBM
         return hbm_rows + (block * share + in_block) * row_bytes
     if location >= 0:  # in a slot of the cache
         return hbm_rows + location * row_bytes
     if location == -1:  # where the table lies
-        return table + id * row_bytes
+        return (table + id * row_bytes) % 2**64
     return staging + (-2 - location) * _STAGING_UNIT  # fetched for this batch
 
 

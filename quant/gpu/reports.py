@@ -45,7 +45,7 @@ class _Named(NamedTuple):
 def _named(feature: str, table: RowSource) -> _Named:
     if table.row_map is None:
         return _Named(feature, Problem.ID, table.rows)
-    return _Named(feature, Problem.MISSING, table.row_map.count)
+    return _Named(feature, Problem.ID if table.row_map.is_plain else Problem.MISSING, table.row_map.count)
 
 
 class Reports:

@@ -60,6 +60,11 @@ class Residence(ABC):
     host_rows: torch.Tensor | None = None
     """The rows in host memory as the device reads them, uint8 [bytes]; None: it does not."""
 
+    @property
+    def address(self) -> int:
+        """Of row 0 as jobs have it, whether or not row 0 is read there."""
+        return self.hbm_address if self.host_rows is None else self.host_rows.data_ptr()
+
     @abstractmethod
     def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
         """Writes where the lookup's rows are found into `job`, and asks for what must happen before.
@@ -254,8 +259,14 @@ def check_share(share: int) -> None:
 
 def host_bytes(table: Table) -> torch.Tensor:
     """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to the tensor."""
+    return array_bytes(table.packed)
+
+
+def array_bytes(array: NDArray[Any]) -> torch.Tensor:
+    """A contiguous array's memory, of a byte at least, as a tensor, uint8 [bytes]. The caller keeps the array alive, and must not
+    write to the tensor."""
     # torch warns of arrays that say they are read-only, as a segment's do.
-    memory = (ctypes.c_uint8 * table.packed.size).from_address(table.address)
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -25,7 +25,8 @@ class ResolvedLookup:
     """Staged ids that become row numbers. lookup: its number in the plan; ids: how many.
 
     row_map: address of the NativeRowMap on the device; 0: `ids` words are copied as they are, where row numbers do not take the
-    place of the ids. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a byte for each id, or -1.
+    place of the ids. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a byte for each id, or -1. is_overlaid:
+    the table has an overlay.
     """
 
     lookup: int
@@ -33,6 +34,7 @@ class ResolvedLookup:
     ids_at: int
     ids: int
     found_at: int = -1
+    is_overlaid: bool = False
 
     def shifted(self, inputs_bytes: int, outputs_bytes: int) -> "ResolvedLookup":
         """The same where its request's inputs and outputs begin so many bytes further on."""
@@ -46,11 +48,15 @@ class ResolvedLookup:
 
 @dataclass(frozen=True)
 class ResolveJobs:
-    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses once `placed`."""
+    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses once `placed`.
+
+    is_overlaid: a table among them has an overlay.
+    """
 
     jobs_at: int
     programs_at: int
     programs: int
+    is_overlaid: bool = False
 
     def placed(self, address: int) -> "ResolveJobs":
         """The same jobs with absolute addresses, written to `address` on the device, which must be 8-aligned."""
@@ -74,7 +80,7 @@ def write_jobs(lookups: Sequence[ResolvedLookup], is_interpreted: bool) -> tuple
     programs = int(firsts[-1])
     job_of_program = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
     written = jobs.tobytes() + job_of_program.tobytes() + bytes(-4 * programs % 8)
-    return written, ResolveJobs(0, jobs.nbytes, programs)
+    return written, ResolveJobs(0, jobs.nbytes, programs, any(lookup.is_overlaid for lookup in lookups))
 
 
 def copies_of_the_rest(lookups: Sequence[ResolvedLookup], in_bytes: int) -> Iterator[ResolvedLookup]:

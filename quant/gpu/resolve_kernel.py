@@ -1,21 +1,36 @@
 """The kernel that turns ids into row numbers, in Triton. Everything after it reads row numbers and knows of no ids.
 
-What it computes is specified by `quant.ids`, whose plain form, `RowMap.find`, tests hold it to. An id that is refused becomes row
--1, which the lookup kernel refuses as it refuses any number outside a table; the host then finds out which id it was.
+What it computes is specified by `quant.ids` and `quant.overlay`, whose plain form, `RowMap.find`, tests hold it to. An id that is
+refused becomes row -1, which the lookup kernel refuses as it refuses any number outside a table; the host then finds out which id
+it was.
 
-A job's fields are those of `quant.gpu.job.ResolveField`, those of a row map are `quant.ids.NativeRowMap`'s, with addresses that
-the device reads (`quant.gpu.row_map`).
+A job's fields are those of `quant.gpu.job.ResolveField`, those of a row map are `quant.ids.NativeRowMap`'s and those of a level
+`quant.overlay.NativeLevel`'s, with addresses that the device reads (`quant.gpu.row_map`, `quant.gpu.levels`).
 """
 
 import triton
 import triton.language as tl
 
 from tableside.quant.gpu.kernel_constants import (
+    FILTER_BIT_0,
+    FILTER_BIT_1,
+    FILTER_BIT_2,
+    FILTER_FACTOR,
     HASH_MIX,
     HASH_PILOT,
     HASH_SEED,
     HASH_SLOT,
     HASH_SPREAD,
+    LEVEL_BUCKETS,
+    LEVEL_DELETED,
+    LEVEL_ENTRIES,
+    LEVEL_FILTER,
+    LEVEL_FILTER_WORDS,
+    LEVEL_FIRST_ROW,
+    LEVEL_ID_STEP,
+    LEVEL_IDS,
+    LEVEL_PILOTS,
+    LEVEL_SIZE,
     MAP_BACKFILLED,
     MAP_BUCKET_IDS,
     MAP_BUCKETS,
@@ -27,6 +42,8 @@ from tableside.quant.gpu.kernel_constants import (
     MAP_ID_COUNT,
     MAP_ID_STEP,
     MAP_IDS,
+    MAP_LEVEL_COUNT,
+    MAP_LEVELS,
     MAP_OWN,
     MAP_PILOTS,
     RESOLVE_FIRST_PROGRAM,
@@ -37,6 +54,8 @@ from tableside.quant.gpu.kernel_constants import (
     RESOLVE_SIZE,
     RESOLVE_TARGET_AT,
 )
+
+_NO_ROW = tl.constexpr(-1)
 
 
 @triton.jit
@@ -69,19 +88,36 @@ def _bucket_of(row_map, id, hashed, is_id):
 
 
 @triton.jit
-def _kept(row_map, row, is_read):
-    """The id that is kept for each row."""
-    at = tl.load(row_map + MAP_IDS) + row * tl.load(row_map + MAP_ID_STEP)
-    return tl.load(at.to(tl.pointer_type(tl.int64)), is_read, 0)
+def _kept(ids, id_step, row, is_read):
+    """The id that is kept for each row. ids: address of the first; id_step: bytes to the next."""
+    return tl.load((ids + row * id_step).to(tl.pointer_type(tl.int64)), is_read, 0)
 
 
 @triton.jit
-def _entry(row_map, bucket, is_here):
+def _entry(entries, bucket, is_here):
     """The first row of each bucket, int64, its slots and its seed, uint32; zeros where there is none. One read of 16 bytes."""
-    entries = tl.load(row_map + MAP_ENTRIES).to(tl.pointer_type(tl.int64))
-    at = tl.multiple_of(entries + 2 * bucket, 16)[:, None] + tl.arange(0, 2)[None, :]
+    at = tl.multiple_of(entries.to(tl.pointer_type(tl.int64)) + 2 * bucket, 16)[:, None] + tl.arange(0, 2)[None, :]
     first, packed = tl.split(tl.load(at, is_here[:, None], 0))
     return first, packed.to(tl.uint32), (packed.to(tl.uint64) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _bit(bits, at, is_read):
+    """Whether the bits with these numbers are set. bits: address of uint8."""
+    byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + (at >> 3), is_read, 0).to(tl.int64)
+    return is_read & (((byte >> (at & 7)) & 1) != 0)
+
+
+@triton.jit
+def _place(entries, pilots, hashed, bucket, is_here):
+    """The row that each id has if it is there, and whether its bucket has any. entries, pilots: addresses of an index's."""
+    first, slots, seed = _entry(entries, bucket, is_here)
+    is_here = is_here & (slots > 0)
+    g = (hashed ^ (seed.to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
+    g = (g ^ (g >> 32)) * HASH_MIX
+    pilot_at = (first * 5 >> 4) + bucket + _reduce(g, ((slots.to(tl.uint64) * 5) >> 4).to(tl.uint32) + 1)
+    pilot = tl.load(pilots.to(tl.pointer_type(tl.uint8)) + pilot_at, is_here, 0).to(tl.uint64)
+    return first + _reduce((g ^ ((pilot + 1) * HASH_PILOT)) * HASH_SLOT, slots), is_here
 
 
 @triton.jit
@@ -89,29 +125,66 @@ def _find_indexed(row_map, id, is_id):
     """The row of each id in a table of raw ids, and whether it is there. row_map: int64 pointer to a NativeRowMap; id: int64."""
     hashed = mix(id)
     bucket, is_here = _bucket_of(row_map, id, hashed, is_id)
-    first, slots, seed = _entry(row_map, bucket, is_here)
-    is_here = is_here & (slots > 0)
-    g = (hashed ^ (seed.to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
-    g = (g ^ (g >> 32)) * HASH_MIX
-    pilot_at = (first * 5 >> 4) + bucket + _reduce(g, ((slots.to(tl.uint64) * 5) >> 4).to(tl.uint32) + 1)
-    pilot = tl.load(tl.load(row_map + MAP_PILOTS).to(tl.pointer_type(tl.uint8)) + pilot_at, is_here, 0).to(tl.uint64)
-    row = first + _reduce((g ^ ((pilot + 1) * HASH_PILOT)) * HASH_SLOT, slots)
-    return row, is_here & (_kept(row_map, row, is_here) == id)
+    row, is_here = _place(tl.load(row_map + MAP_ENTRIES), tl.load(row_map + MAP_PILOTS), hashed, bucket, is_here)
+    kept = _kept(tl.load(row_map + MAP_IDS), tl.load(row_map + MAP_ID_STEP), row, is_here)
+    return row, is_here & (kept == id)
+
+
+@triton.jit
+def _may_have(level, id, is_asked):
+    """Which of the ids that are asked for a level's filter lets pass: one read of 8 bytes each."""
+    h = id.to(tl.uint64) * FILTER_FACTOR
+    at = _reduce(h, tl.load(level + LEVEL_FILTER_WORDS).to(tl.uint32))
+    word = tl.load(tl.load(level + LEVEL_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(tl.uint64)
+    one = tl.full(id.shape, 1, tl.uint64)
+    bits = (one << ((h >> FILTER_BIT_0) & 63)) | (one << ((h >> FILTER_BIT_1) & 63)) | (one << ((h >> FILTER_BIT_2) & 63))
+    return is_asked & ((word & bits) == bits)
+
+
+@triton.jit
+def _find_in_level(level, id, hashed, is_asked):
+    """Which of the ids that are asked for a level has, and the number of the row of each of these, NO_ROW of deleted ones.
+
+    level: int64 pointer to a NativeLevel; id: int64, hashed: its hash.
+    """
+    may_have = _may_have(level, id, is_asked)
+    bucket = (hashed & (tl.load(level + LEVEL_BUCKETS) - 1).to(tl.uint64)).to(tl.int64)
+    slot, is_there = _place(tl.load(level + LEVEL_ENTRIES), tl.load(level + LEVEL_PILOTS), hashed, bucket, may_have)
+    is_there = is_there & (_kept(tl.load(level + LEVEL_IDS), tl.load(level + LEVEL_ID_STEP), slot, is_there) == id)
+    number = tl.load(level + LEVEL_FIRST_ROW) + slot
+    deleted = tl.load(level + LEVEL_DELETED)
+    if deleted != 0:
+        number = tl.where(_bit(deleted, slot, is_there), _NO_ROW, number)
+    return is_there, number
+
+
+@triton.jit
+def _override(row_map, id, row, is_id):
+    """The row of each id as the overlay of its table has it, newest level first; `row` where no level has the id."""
+    count = tl.load(row_map + MAP_LEVEL_COUNT)
+    if count > 0:
+        hashed = mix(id)
+        newest = tl.load(row_map + MAP_LEVELS).to(tl.pointer_type(tl.int64))
+        has, number = _find_in_level(newest, id, hashed, is_id)
+        row = tl.where(has, number, row)
+        if count > 1:
+            has, number = _find_in_level(newest + LEVEL_SIZE, id, hashed, is_id & (has == 0))
+            row = tl.where(has, number, row)
+    return row
 
 
 @triton.jit
 def _is_backfilled(row_map, row, is_found):
-    """Which of the rows that were found came from an older version."""
+    """Which of the rows that were found, all of them the table's own, came from an older version."""
     bits = tl.load(row_map + MAP_BACKFILLED)
     result = is_found & (row >= tl.load(row_map + MAP_OWN))
     if bits != 0:
-        byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + (row >> 3), is_found, 0).to(tl.int64)
-        result = is_found & (((byte >> (row & 7)) & 1) != 0)
+        result = _bit(bits, row, is_found)
     return result
 
 
 @triton.jit
-def _resolve(row_map, source, target, found, count, first, ids, has_found, BLOCK: tl.constexpr):
+def _resolve(row_map, source, target, found, count, first, ids, has_found, OVERLAID: tl.constexpr, BLOCK: tl.constexpr):
     """One program's ids of one lookup.
 
     row_map  pointer to the table's NativeRowMap, int64
@@ -127,11 +200,16 @@ def _resolve(row_map, source, target, found, count, first, ids, has_found, BLOCK
     is_found = is_id & (row.to(tl.uint64) < tl.load(row_map + MAP_ID_COUNT).to(tl.uint64))  # negative numbers are large ones
     if tl.load(row_map + MAP_ENTRIES) != 0:
         row, is_found = _find_indexed(row_map, id, is_id)
+    is_own = is_found
+    if OVERLAID:
+        row = _override(row_map, id, tl.where(is_found, row, _NO_ROW), is_id)
+        is_found = is_id & (row != _NO_ROW)
+        is_own = is_found & (row >= 0)  # an overlay's rows have negative numbers
     tl.store(target + at, tl.where(is_found, row, tl.load(row_map + MAP_DEFAULT_ROW)), is_id)
     if has_found:
         tl.store(found + at, is_found.to(tl.uint8), is_id)
     # One sum of both, of 16 bits each, costs half.
-    unfound = (is_id & (is_found == 0)).to(tl.int32) + (_is_backfilled(row_map, row, is_found).to(tl.int32) << 16)
+    unfound = (is_id & (is_found == 0)).to(tl.int32) + (_is_backfilled(row_map, row, is_own).to(tl.int32) << 16)
     counted = tl.sum(unfound, 0)
     if counted > 0:
         tl.atomic_add(count, (counted & 0xFFFF).to(tl.int64), sem="relaxed")
@@ -146,9 +224,10 @@ def resolve(
     inputs: tl.int64,
     outputs: tl.int64,
     counts: tl.int64,
+    OVERLAID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program.
+    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program. OVERLAID: a table may have an overlay.
 
     jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.resolve.write_jobs`
     job_of_program  address of int32 [programs], written there too
@@ -178,5 +257,6 @@ def resolve(
             first,
             ids,
             found_at >= 0,
+            OVERLAID,
             BLOCK,
         )

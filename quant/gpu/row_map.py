@@ -6,9 +6,12 @@ kept for each row, 8 bytes, is read
     in the table's own rows   where all of them are in HBM, and ids lie in their padding
     in a copy in HBM          otherwise
     in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
+
+The levels of an overlay are `quant.gpu.levels`'. Maps of several states of a table share all that is the table's own.
 """
 
-import ctypes
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,14 @@ from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.residence import Residence, allocate, copy_from_host
+from tableside.quant.gpu.levels import DeviceLevel, native_levels
+from tableside.quant.gpu.residence import Residence, allocate, array_bytes, copy_from_host
 from tableside.quant.ids import ID_BYTES, IdIndex, native_row_map
 
 
 class DeviceRowMap:
-    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: that were copied to HBM.
+    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for levels. levels: of
+    an overlay, the newest first; none at first.
 
     ids_in_host: the ids kept for rows are read in host memory; where they are an array, it is registered with CUDA together with
     the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
@@ -32,7 +37,9 @@ class DeviceRowMap:
         assert table.row_map is not None
         self._device = device
         self._held: list[torch.Tensor] = []
-        record = native_row_map(table.row_map)
+        self.levels: tuple[DeviceLevel, ...] = ()
+        self._level_table: torch.Tensor | None = None
+        record = native_row_map(table.row_map)._replace(levels=0, level_count=0)
         if (index := table.row_map.index) is not None:
             ids, step = self._ids(table, index, residence, ids_in_host)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
@@ -40,8 +47,18 @@ class DeviceRowMap:
             record = record._replace(directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
             record = record._replace(own=index.slots)  # the bits say which rows are not
         self.bytes = sum(part.numel() for part in self._held)
+        self._native = record
         self._record = torch.tensor(record, dtype=torch.int64, device=device)
         self.address = self._record.data_ptr()
+
+    def with_levels(self, levels: Sequence[DeviceLevel]) -> "DeviceRowMap":
+        """The same map with the levels of an overlay, the newest first, at least one. All else is shared."""
+        made, table = copy(self), native_levels(levels, self._device)
+        made.levels, made._level_table = tuple(levels), table
+        record = self._native._replace(levels=table.data_ptr(), level_count=len(levels))
+        made._record = torch.tensor(record, dtype=torch.int64, device=self._device)
+        made.address = made._record.data_ptr()
+        return made
 
     def _ids(self, table: Table, index: IdIndex, residence: Residence, ids_in_host: bool) -> tuple[int, int]:
         """Where the kept id of row 0 is read, and the bytes from one to the next."""
@@ -68,8 +85,7 @@ class DeviceRowMap:
         """The address of a copy on the device; it is there when this returns."""
         memory = self._allocated(array.nbytes)
         if array.nbytes:
-            source = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)  # torch warns of read-only arrays
-            copy_from_host(memory, torch.frombuffer(source, dtype=torch.uint8), is_pinned=False)
+            copy_from_host(memory, array_bytes(array), is_pinned=False)
         return memory.data_ptr()
 
     def _allocated(self, size: int) -> torch.Tensor:

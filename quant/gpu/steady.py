@@ -74,7 +74,7 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
     table.residence.write(job, lookup_at(kind, Place(0, 0, -1, 0, 0, -1, 0)), asked)
     return SteadyKind(
         job[JobField.TABLE],
-        kind.table.rows,
+        table.job_rows,
         kind.table.row_bytes,
         kind.table.dim,
         kind.table.row_format,
@@ -103,7 +103,7 @@ class SteadyLayouts:
             raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
         tables = [on_device(kind.table) for kind in kinds]
         self._kinds, self._configs = tuple(kinds), configs
-        self._key = KernelKey()
+        self._key, self._is_overlaid = KernelKey(), [table.is_overlaid for table in tables]
         for table in tables:
             self._key |= table.key
         rows = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
@@ -130,7 +130,10 @@ class SteadyLayouts:
             moves_in=moves_in,
             moves_out=moves_out,
             gathers=(),
-            resolved=tuple(ResolvedLookup(*row) for row in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()),
+            resolved=tuple(
+                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._is_overlaid[number])
+                for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
+            ),
             cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
             host=None,
             host_lookups=(),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from tableside.quant import contract
 from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
+from tableside.quant.gpu.levels import DeviceLevel
 from tableside.quant.gpu.residence import OnHost, Residence
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.wanted import KernelKey
@@ -23,6 +24,21 @@ class DeviceTable:
     residence: Residence
     key: KernelKey
     device_map: DeviceRowMap | None = None
+
+    @property
+    def is_overlaid(self) -> bool:
+        """Whether the device reads rows of an overlay beside the table's own."""
+        return bool(self.levels)
+
+    @property
+    def levels(self) -> tuple[DeviceLevel, ...]:
+        """Those of its overlay that the device reads, the newest first."""
+        return () if self.device_map is None else self.device_map.levels
+
+    @property
+    def job_rows(self) -> int:
+        """What jobs have as `JobField.ROWS`."""
+        return -1 if self.is_overlaid else self.rows
 
     @property
     def rows(self) -> int:

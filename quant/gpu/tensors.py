@@ -142,6 +142,7 @@ class TensorLookup:
         self._is_mapped = np.array([k.row_map != 0 for k in self._of_kind])
         self._cached = np.flatnonzero([k.cache_table >= 0 for k in self._of_kind])
         self._has_maps, self._has_cached = bool(self._is_mapped.any()), bool(self._cached.size)
+        self._is_overlaid = any(table.is_overlaid for table in tables)
         self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
         self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device)
         self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device)
@@ -202,6 +203,7 @@ class TensorLookup:
         key = (bags, features, order, offsets.element_size(), weights is None, config)
         with self.on_device:
             if (found := self._packed.get(key)) is None:
+                self._compile_for_overlays(offsets, bags, count, order)
                 found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
                 if not self.is_capturing():  # a graph sends its own at each replay
                     self._packed[key] = found
@@ -371,6 +373,11 @@ class TensorLookup:
             memory.copy_(host, non_blocking=True)
         return memory, host, sent  # a graph reads the host's side at each replay
 
+    def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
+        """Has a first packed call compile what a state of the same tables with overlays takes beside."""
+        if not self._has_maps and (True, order) not in self._spreads and not self.is_capturing():
+            self._spread(True, order)(self, offsets, bags, count)
+
     def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "_Spread":
         """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
         if (found := self._spreads.get((is_resolve, order))) is None:
@@ -402,7 +409,7 @@ class TensorLookup:
         return kernel
 
     def _resolve(self, jobs: _Sent, source: int, target: int) -> None:
-        placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs)
+        placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs, self._is_overlaid)
         self.backend.resolve_at(placed, source, target, 0, self.unfound.data_ptr())
 
     def _torch_stream(self) -> Any:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import tables
-from indexed_tables import built, rows_in
+from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
-from tableside.quant import Table
+from tableside.quant import RowFormat, Table
 from tableside.quant.ids import RowMap, id_at, set_bits
 from tableside.quant.overlay import Level, Overlay, fill_filter, filter_words
 
@@ -29,6 +30,7 @@ class Overlaid:
         return np.array([i in self.numbers for i in ids.tolist()], np.bool_)
 
 
+KINDS = kinds_of_ids(300)
 Changed = tuple[np.ndarray, np.ndarray]
 """Ids of a level, int64 [n], all different, and which of them are deleted, bool [n]."""
 
@@ -81,3 +83,34 @@ def overlaid(base: Table, plain: Table, numbers: dict[int, int], changes: Sequen
                 numbers[i] = start + k
     table = replace(moved, row_map=replace(row_map, overlay=Overlay(levels[::-1])))
     return Overlaid(table, replace(plain, packed=np.concatenate(packed)), numbers, default)
+
+
+def changed(ids: np.ndarray, seed: int, part: int = 3, deleted: bool = True) -> Changed:
+    """Some of these ids are overwritten, some deleted, and ids beside them inserted."""
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(ids)[: ids.size // part]
+    some = np.unique(np.concatenate([some, rng.permutation(ids ^ 1)[: ids.size // part]]))
+    return some, (rng.random(some.size) < 0.3) & deleted
+
+
+def raw(row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray = KINDS["random"], **how: Any) -> Overlaid:
+    base = raw_table(ids, row_format, dim)
+    return overlaid(base.table, base.plain, base.numbers, [changed(ids, 1), changed(ids, 2, 5)], **how)
+
+
+def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, **how: Any) -> Overlaid:
+    """Rows [0, 300), and, where `default`, a default row behind them."""
+    plain = tables.table_of(row_format, dim, 301 if default else 300)
+    base = replace(plain, row_map=RowMap(300, 300 if default else None))
+    first, second = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
+    first, second = ((ids[ids < 300], gone[ids < 300]) for ids, gone in (first, second))
+    if not default:
+        base = replace(base, row_map=None)
+    return overlaid(base, plain, {i: i for i in range(300)}, [first, second], **how)
+
+
+def asked_of(made: Overlaid, ids: np.ndarray, count: int = 400) -> np.ndarray:
+    pool = np.concatenate([ids, ids ^ 1, KINDS["extremes"], np.arange(-2, 3)])
+    if made.default is None:
+        pool = np.array(sorted(made.numbers))
+    return np.random.default_rng(count).choice(pool, count)

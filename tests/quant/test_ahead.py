@@ -38,9 +38,11 @@ def test_kernels_are_compiled_once_for_an_architecture(triton_cache: Path) -> No
     """Binaries of it are in the cache then, and a second run finds them."""
     told: list[tuple[int, int]] = []
     done = {one.name for one in compile_all(WANTED, 90, 2, lambda *done: told.append(done))} - {LAUNCHES}
-    assert done == {"lookup, unpooled", "resolve"} == set(kernels_of(WANTED)) and told[-1][0] == told[-1][1] == len(told)
+    assert done == {"lookup, unpooled", "resolve", "resolve, with deltas"} == set(kernels_of(WANTED)) and told[-1][0] == told[-1][
+        1
+    ] == len(told)
     before = compiled(triton_cache)
-    assert len(before) == 2
+    assert len(before) == 3
     compile_all(WANTED, 90, 2)
     assert compiled(triton_cache) == before
 

@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from indexed_tables import kinds_of_ids, raw_table
-from overlays import Changed, Overlaid, overlaid
-from tables import table_of
+from indexed_tables import raw_table
+from overlays import KINDS, Overlaid, asked_of, changed, dense, overlaid, raw
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.errors import Problem
-from tableside.quant.ids import RowMap
 from tableside.quant.overlay import fill_filter, filter_words
 
 _native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
-KINDS = kinds_of_ids(300)
 LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT8, 60), (RowFormat.INT4, 24), (RowFormat.FP16, 32), (RowFormat.FP32, 20)]
 COUNTS = (0, 1, 15, 16, 17, 31, 180, 2047, 2049, 6000)  # around blocks of 16 ids and pieces of 2048
 
@@ -31,30 +28,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
         _native.use(isa)
     yield choose(name)
     _native.use(_native.isas()[0])
-
-
-def changed(ids: np.ndarray, seed: int, part: int = 3, deleted: bool = True) -> Changed:
-    """Some of these ids are overwritten, some deleted, and ids beside them inserted."""
-    rng = np.random.default_rng(seed)
-    some = rng.permutation(ids)[: ids.size // part]
-    some = np.unique(np.concatenate([some, rng.permutation(ids ^ 1)[: ids.size // part]]))
-    return some, (rng.random(some.size) < 0.3) & deleted
-
-
-def raw(row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray = KINDS["random"], **how: Any) -> Overlaid:
-    base = raw_table(ids, row_format, dim)
-    return overlaid(base.table, base.plain, base.numbers, [changed(ids, 1), changed(ids, 2, 5)], **how)
-
-
-def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, **how: Any) -> Overlaid:
-    """Rows [0, 300), and, where `default`, a default row behind them."""
-    plain = table_of(row_format, dim, 301 if default else 300)
-    base = replace(plain, row_map=RowMap(300, 300 if default else None))
-    first, second = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
-    first, second = ((ids[ids < 300], gone[ids < 300]) for ids, gone in (first, second))
-    if not default:
-        base = replace(base, row_map=None)
-    return overlaid(base, plain, {i: i for i in range(300)}, [first, second], **how)
 
 
 def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
@@ -71,13 +44,6 @@ def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
             how: dict[str, Any] = {"pooling": pooling, "weights": weighted, "half": half}
             found = backend.lookup(made.table, asked, bags, **how)
             np.testing.assert_array_equal(found, backend.lookup(made.plain, rows, bags, **how))
-
-
-def asked_of(made: Overlaid, ids: np.ndarray, count: int = 400) -> np.ndarray:
-    pool = np.concatenate([ids, ids ^ 1, KINDS["extremes"], np.arange(-2, 3)])
-    if made.default is None:
-        pool = np.array(sorted(made.numbers))
-    return np.random.default_rng(count).choice(pool, count)
 
 
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])

@@ -22,6 +22,8 @@ from scorers import Ctr, exported
 from servers import Server
 from support import rows_of
 
+from tableside.loader.apply import apply
+from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
@@ -100,6 +102,10 @@ def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
 
 
+def engine_of(root: Path, name: str, placer: Placer) -> Engine:
+    return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24)
+
+
 class Both:
     """The same models on a device and on the CPU, in this process."""
 
@@ -109,7 +115,7 @@ class Both:
         self.placer.open()
 
         def attached(placer: Placer, name: str) -> ServedVersion:
-            return Engine(Model(root, name), choose(), placer, threads=1, verify="header", max_response_bytes=1 << 24).attach()
+            return engine_of(root, name, placer).attach()
 
         self.device = {name: attached(self.placer, name) for name in names}
         self.cpu = {name: attached(on_cpu, name) for name in names}
@@ -203,6 +209,29 @@ def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path
     ]
     found = check(asked, both)
     assert [n for n, f in enumerate(found) if isinstance(f, ApiError)] == [3, 12]
+
+
+def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path) -> None:
+    """Requests of two states in one batch, with one scorer."""
+    publish(root, tmp_path, "ctr")
+    both = Both(root)
+    engines = [engine_of(root, "ctr", placer) for placer in (both.placer, Placer(ServerSettings(), choose()))]
+    asked = [Asked("ctr", rows, rows, alone=rows % 2 == 0) for rows in (5, 8)]
+    on_device: list[tuple[Request, bytes]] = []
+    on_cpu: list[tuple[Request, bytes]] = []
+    for state in range(2):
+        if state:
+            apply(Model(root, "ctr"), Batch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
+        for engine, requests in zip(engines, (on_device, on_cpu), strict=True):
+            engine.swap(engine.attach(as_successor=True))
+            requests += [a.of({"ctr": engine.served()}) for a in asked]
+    scores = []
+    for (request, _), answer, wanted in zip(on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True):
+        assert isinstance(answer, Answer) and isinstance(wanted, Answer)
+        (output,) = (o for o in request.outputs if o.feature == "score")
+        scores.append(output.view(answer.buffer))
+        np.testing.assert_allclose(scores[-1], output.view(wanted.buffer), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(scores[0], scores[2])
 
 
 def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None:

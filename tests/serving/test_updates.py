@@ -56,7 +56,11 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
             seen.append(int(min(values)))
 
 
-@pytest.mark.parametrize("flags", [("--workers", 2), ("--devices", "interpreter")], ids=["workers", "engine process"])
+ENGINE = ("--devices", "interpreter")
+KERNELS = (*ENGINE, "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")  # every request goes to them
+
+
+@pytest.mark.parametrize("flags", [("--workers", 2), ENGINE, KERNELS], ids=["workers", "engine process", "its kernels"])
 def test_changes_come_while_requests_run(start: Start, root: Path, tmp_path: Path, flags: tuple[Any, ...]) -> None:
     """Rows carry the number of the delta that wrote them, so an answer says itself which states it is made of."""
     publish_ones(root, tmp_path)

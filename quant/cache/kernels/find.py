@@ -72,7 +72,7 @@ def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constex
 
     A program takes BLOCK ids of one job a turn. Writes the locations, the bits of MISSES and DIRTY of the tables,
     the counters IDS and HITS, and the use of the nodes of hits. An id out of
-    range gets IN_TABLE; the lookup refuses it.
+    range gets IN_TABLE and is not counted; the lookup refuses it, or its row is an overlay's.
     """
     root = i64(root)
     ticket = i64(ticket)
@@ -102,7 +102,7 @@ def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constex
         location = tl.where(is_hit, slot_of(root, found, is_hit), tl.where(is_missed, UNRESOLVED, IN_TABLE))
         tl.store(i32(locations + tl.load(job + PROBE_LOCATIONS_AT)) + at, location, is_id)
         counters = i64(tl.load(root + ROOT_COUNTERS)) + number * COUNTER_SIZE
-        tl.atomic_add(counters + COUNTER_IDS, tl.sum(is_id.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(counters + COUNTER_IDS, tl.sum(is_known.to(tl.int64), 0), sem="relaxed")
         tl.atomic_add(counters + COUNTER_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
 
 

@@ -137,7 +137,7 @@ class ClassState(IntEnum):
 class Counter(IntEnum):
     """Of a table, since it was registered."""
 
-    IDS = 0
+    IDS = 0  # of its own rows
     HITS = 1
     FETCHED = 2  # rows that were missing, each once a batch
     IN_PLACE = 3  # ids whose row found no room in slots and staging buffer

@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ import tables as devices
 import torch
 from module_tables import ROWS
 
+from tableside.loader.apply import apply
+from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.states import State
+from tableside.loader.versions import Model
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 pytest.importorskip("triton")
@@ -79,6 +84,32 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
         module.check()
     module(right)
     module.check()
+
+
+@pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
+@pytest.mark.usefixtures("by_refresh")
+def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:
+    """State after state; one that was let go is not read by calls that began before it went. A refused id is told as ever."""
+    names = ["user_sum", "item_mean"]
+    host = EmbeddingBags("ads", names, root=model)
+    module = EmbeddingBags("ads", names, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
+    rng = np.random.default_rng(0)
+    for state in range(3):
+        told = dict.fromkeys(names, (IDS, OFFSETS))
+        found, expected = module({name: (there(IDS), there(OFFSETS)) for name in names}), host(told)
+        for name in names:
+            torch.testing.assert_close(found[name].cpu(), expected[name], rtol=0, atol=TOLERANCE)
+        assert module.version == 1
+        ids = rng.choice(ROWS, 100, replace=False)
+        changes = [TableChanges("user", ids, rng.standard_normal((100, 16)).astype(np.float32))]
+        assert apply(Model(Path(model), "ads"), Batch(changes)).state == State(1, state + 1)
+        assert module.refresh() and host.refresh()
+        assert not torch.equal(host(told)["user_sum"], expected["user_sum"])
+    wrong = IDS.clone()
+    wrong[11] = ROWS
+    module({name: (there(wrong), there(OFFSETS)) for name in names})
+    with pytest.raises(BadFeatureIds, match=r"id 500 at position 11 is outside the table's rows \[0, 500\)"):
+        module.check()
 
 
 KEYS, LENGTHS = ["page_sum", "user_sum"], torch.tensor([10, 0, 9, 30], dtype=torch.int32)
