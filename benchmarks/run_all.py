@@ -17,6 +17,7 @@ BENCHMARKS = (
     "cpu_lookup.py",
     "load.py",
     "updates.py",
+    "update_reads.py",
     "raw_ids.py",
     "raw_load.py",
     "torch_module.py",
