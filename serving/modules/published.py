@@ -111,7 +111,8 @@ class Published:
         if not self.follows:
             return False
         with self._attaching:
-            state, before = self._engine.changed(), self._current
+            state = self._engine.changed()
+            before = 0 if self._current is None else self._current.version  # its object would outlive the sweep
             if state is None:
                 return False
             try:
@@ -121,7 +122,7 @@ class Published:
                 self._engine.refuse(state)
                 return False
         self.pending.sweep()
-        is_new = before is None or before.version != state.version
+        is_new = before != state.version
         logger.log(logging.INFO if is_new else logging.DEBUG, "modules read %s version %s from now on", self.source.model, state)
         return True
 
