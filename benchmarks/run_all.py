@@ -18,6 +18,7 @@ BENCHMARKS = (
     "load.py",
     "updates.py",
     "update_reads.py",
+    "update_lag.py",
     "raw_ids.py",
     "raw_load.py",
     "torch_module.py",

@@ -19,6 +19,7 @@ from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.header import Header, Owner, plan_tables
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.shares import Share, copy_share, parts_of, shares_of
+from tableside.loader.states import check_bare
 from tableside.loader.versions import Model, models
 from tableside.quant import RowFormat
 
@@ -96,7 +97,9 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
     """The segments that hold the model, all bytes verified, in the owners' order."""
     _check_owners(root, name, settings)
     if settings.from_owners == 1:
-        segment = Model(root, name, settings.user).attach(settings.version)
+        model = Model(root, name, settings.user)
+        segment = model.attach(settings.version)
+        check_bare(model, segment.header.version, "reshard")
         if (owner := segment.header.owner) is not None:
             raise VersionError(
                 f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name that model: "
@@ -105,6 +108,8 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         return [segment]
     models = [Model(root, n, settings.user) for n in owner_names(name, settings.from_owners)]
     segments = [model.attach(_number(model, settings.version)) for model in models]
+    for model, segment in zip(models, segments, strict=True):
+        check_bare(model, segment.header.version, "reshard")
     first = segments[0].header.owner
     for number, segment in enumerate(segments):
         version = 0 if first is None else first.version

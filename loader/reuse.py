@@ -17,6 +17,7 @@ from tableside.loader.default_rows import DefaultRow
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.model import ModelSpec, TableSpec
 from tableside.loader.segment import Segment, SegmentWriter
+from tableside.loader.states import check_bare
 from tableside.loader.stored import StoredIds, StoredRows, StoredTable
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, RowFormat
@@ -128,6 +129,7 @@ class Reused:
 
 def _live(model: Model) -> Segment:
     segment = model.attach(verify="header")  # what is taken over is verified as it is copied
+    check_bare(model, segment.header.version, "--only")
     if (owner := segment.header.owner) is not None:
         raise ModelError(
             f"version {segment.header.version} of model {model.name!r} is share {owner.number} of {owner.owners} of a model; "

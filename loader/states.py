@@ -74,6 +74,15 @@ def good_state(model: Model) -> State:
     return live if live.version == good else resolve(model, good)
 
 
+def check_bare(model: Model, version: int, what: str) -> None:
+    """VersionError: changes lie over a version, which `what` does not read."""
+    if (state := resolve(model, version)).sequence:
+        raise VersionError(
+            f"changes up to {state} lie over version {version} of model {model.name!r}, and {what} reads versions alone; make a "
+            f"version of them first, with: tableside compact {model.name}"
+        )
+
+
 def kept_states(model: Model, version: int) -> list[State]:
     """The states of a version that are there, oldest first, the one without a delta before all."""
     with model.opened() as folder:

@@ -8,6 +8,7 @@ from rich.table import Table
 from tableside.loader.export import export as export_tensor
 from tableside.loader.reshard import Holding, ReshardSettings
 from tableside.loader.reshard import reshard as reshard_model
+from tableside.loader.states import check_bare
 from tableside.loader.versions import Model
 from tableside.serving.cli.models import check_no_path, published, root_settings
 from tableside.serving.cli.output import console, mb, progress_bar
@@ -19,7 +20,9 @@ def export(options: argparse.Namespace) -> int:
     to: Path = options.to
     if to.exists() and not options.force:
         raise ServingError(f"{to} exists; choose another file, or --force to replace it")
-    tensor = published(options).tensor(options.table, options.version)
+    model = published(options)
+    tensor = model.tensor(options.table, options.version)
+    check_bare(model, model.current() if options.version is None else options.version, "export")
     with progress_bar(options.table) as progress:
         written = export_tensor(tensor, to, options.format, progress, options.name)
     console.print(f"wrote {written.path}: {written.rows:,} rows of dim {written.dim} in {options.format}, {mb(written.bytes)}")

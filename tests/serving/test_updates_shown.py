@@ -100,3 +100,12 @@ def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -
     assert 'tableside_errors_total{kind="swap",model="demo"} 1.0' in server.get("/metrics").text
     oracle.model.activate(1, 3)
     until(lambda: httpx.get(f"{server.url}/v2/health/ready").status_code == 200, what="it is ready again")
+
+
+def test_what_reads_versions_alone_says_so(oracle: Oracle, root: Path, tmp_path: Path) -> None:
+    """Rows that changed are not left out silently."""
+    for command in (("export", "demo", "raw", "--to", tmp_path / "raw.npz"), ("reshard", "demo", "--owners", 2)):
+        refused = run_tableside(*command, "--root", root)
+        assert refused.returncode == 1, command
+        assert re.search(r"changes up to 1\+3 lie over version 1 of model 'demo', .* tableside compact demo", refused.stderr)
+    assert not (tmp_path / "raw.npz").exists()
