@@ -50,7 +50,30 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, 
     return int(result)
 
 
-class Mapping:
+class _Mapped:
+    """Memory that is unmapped when the last array over it is gone. _span: (address, bytes) of all that was reserved."""
+
+    _span: tuple[int, int]
+
+    def _show(self, address: int, size: int, writable: bool) -> None:
+        # numpy keeps the object that it got the interface from, so every view keeps the mapping.
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, not writable),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        if span := getattr(self, "_span", None):
+            _libc.munmap(*span)
+
+
+class Mapping(_Mapped):
     """A whole file, mapped shared at a multiple of its pages, or of 2 MiB; unmapped when the last array over it is gone.
 
     `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables. A copy is the object itself: two
@@ -71,17 +94,7 @@ class Mapping:
         except OSError:
             _libc.munmap(start, span)
             raise
-        # numpy keeps the object that it got the interface from, so every view keeps the mapping.
-        self.__array_interface__: dict[str, Any] = {
-            "data": (address, not writable),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    @property
-    def bytes(self) -> NDArray[np.uint8]:
-        return np.asarray(self)
+        self._show(address, size, writable)
 
     def collapse(self) -> bool:
         """Asks for 2 MiB pages, on all cores; False where the kernel refuses (some part may still have got them)."""
@@ -119,12 +132,8 @@ class Mapping:
     def __reduce__(self) -> Any:
         raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
 
-    def __del__(self) -> None:
-        if span := getattr(self, "_span", None):
-            _libc.munmap(*span)
 
-
-class Window:
+class Window(_Mapped):
     """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes away from `origin`.
 
     At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last array over it is
@@ -145,20 +154,7 @@ class Window:
         if at is None:
             raise ValueError(f"no page lies a multiple of {step} bytes away from {origin:#x}, at {offset} of a file")
         _mmap(at, length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, first)
-        self.__array_interface__: dict[str, Any] = {
-            "data": (at + offset - first, True),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    @property
-    def bytes(self) -> NDArray[np.uint8]:
-        return np.asarray(self)
-
-    def __del__(self) -> None:
-        if span := getattr(self, "_span", None):
-            _libc.munmap(*span)
+        self._show(at + offset - first, size, False)
 
 
 def reserve(fd: int, size: int, where: Path) -> Mapping:

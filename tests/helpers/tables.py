@@ -1,10 +1,12 @@
 """Packed tables, what they may differ by, and the GPU backend on the device that the tests run on."""
 
 from functools import cache
+from itertools import product
+from typing import Any
 
 import numpy as np
 
-from tableside.quant import Backend, Pooling, RowFormat, RowSource, Source, Table, choose
+from tableside.quant import Backend, CpuBackend, Pooling, RowFormat, RowSource, Source, Table, choose
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -43,3 +45,19 @@ def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) ->
 def expected_of(table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE) -> np.ndarray:
     """What the reference gives, fp32."""
     return choose("reference").lookup(table, ids, lengths, pooling=pooling)
+
+
+def check_vectors(backend: CpuBackend, table: Table, asked: np.ndarray, plain: Table, rows: np.ndarray) -> None:
+    """Every pooling of a request, with lengths and weights, in fp32 and fp16: bit for bit what the backend makes of these rows of
+    `plain`, whose ids are row numbers."""
+    rng = np.random.default_rng(asked.size)
+    lengths = rng.multinomial(asked.size, np.ones(9) / 9).astype(np.int32)
+    lengths[3] += lengths[4]
+    lengths[4] = 0
+    weights = rng.standard_normal(asked.size).astype(np.float32)
+    for pooling in Pooling:
+        bags = None if pooling is Pooling.NONE else lengths
+        for weighted, half in product((None,) if bags is None else (None, weights), (False, True)):
+            how: dict[str, Any] = {"pooling": pooling, "weights": weighted, "half": half}
+            found = backend.lookup(table, asked, bags, **how)
+            np.testing.assert_array_equal(found, backend.lookup(plain, rows, bags, **how))

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from indexed_tables import raw_table
 from overlays import KINDS, Overlaid, asked_of, changed, dense, overlaid, raw
+from tables import check_vectors
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.errors import Problem
@@ -31,19 +31,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
 
 
 def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
-    """Every pooling, with lengths and weights, in fp32 and fp16, bit for bit what the backend makes of the dictionary's rows."""
-    rng = np.random.default_rng(asked.size)
-    rows = made.expected_rows(asked)
-    lengths = rng.multinomial(asked.size, np.ones(9) / 9).astype(np.int32)
-    lengths[3] += lengths[4]
-    lengths[4] = 0
-    weights = rng.standard_normal(asked.size).astype(np.float32)
-    for pooling in Pooling:
-        bags = None if pooling is Pooling.NONE else lengths
-        for weighted, half in product((None,) if bags is None else (None, weights), (False, True)):
-            how: dict[str, Any] = {"pooling": pooling, "weights": weighted, "half": half}
-            found = backend.lookup(made.table, asked, bags, **how)
-            np.testing.assert_array_equal(found, backend.lookup(made.plain, rows, bags, **how))
+    check_vectors(backend, made.table, asked, made.plain, made.expected_rows(asked))
 
 
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import RawTable, kinds_of_ids, part_of, raw_table
-from tables import table_of
+from tables import check_vectors, table_of
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, Precision, RowFormat, Table, choose
 from tableside.quant.contract import Unfound
@@ -47,19 +46,7 @@ def asked_of(ids: np.ndarray, count: int = 180) -> np.ndarray:
 
 
 def check(backend: CpuBackend, raw: RawTable, asked: np.ndarray) -> None:
-    """Every pooling, with lengths and weights, in fp32 and fp16, bit for bit what the backend makes of the dictionary's rows."""
-    rng = np.random.default_rng(asked.size)
-    rows = raw.expected_rows(asked)
-    lengths = rng.multinomial(asked.size, np.ones(9) / 9).astype(np.int32)
-    lengths[3] += lengths[4]
-    lengths[4] = 0
-    weights = rng.standard_normal(asked.size).astype(np.float32)
-    for pooling in Pooling:
-        bags = None if pooling is Pooling.NONE else lengths
-        for weighted, half in product((None,) if bags is None else (None, weights), (False, True)):
-            how: dict[str, Any] = {"pooling": pooling, "weights": weighted, "half": half}
-            found = backend.lookup(raw.table, asked, bags, **how)
-            np.testing.assert_array_equal(found, backend.lookup(raw.plain, rows, bags, **how))
+    check_vectors(backend, raw.table, asked, raw.plain, raw.expected_rows(asked))
 
 
 @pytest.mark.parametrize("kind", KINDS)
