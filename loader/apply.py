@@ -23,7 +23,7 @@ from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.segment import Segment
-from tableside.loader.states import APPLY_LOCK, KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of
+from tableside.loader.states import KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of, writing
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.errors import NotRepresentable
@@ -77,7 +77,7 @@ def apply(model: Model, batch: Batch, settings: ApplySettings = DEFAULTS) -> App
     what it was.
     """
     started = time.monotonic()
-    with model.opened() as folder, folder.lock(APPLY_LOCK, settings.wait_s):
+    with model.opened() as folder, writing(folder, settings.wait_s):
         with folder.lock("record.lock"):
             clear_unpublished(folder, model.record())
             reserve_room(folder)
@@ -86,7 +86,7 @@ def apply(model: Model, batch: Batch, settings: ApplySettings = DEFAULTS) -> App
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
     """Makes one delta of two that are live: the next state, with the same rows. Raises as `apply`."""
-    with model.opened() as folder, folder.lock(APPLY_LOCK, settings.wait_s):
+    with model.opened() as folder, writing(folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
             _Apply(model, folder, settings, segment).merge(segment.deltas)

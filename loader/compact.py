@@ -28,7 +28,7 @@ from tableside.loader.folder import Folder
 from tableside.loader.header import Change, plan_tables
 from tableside.loader.memory import reserve
 from tableside.loader.segment import Segment, SegmentWriter
-from tableside.loader.states import APPLY_LOCK, State, attach_state, state_of
+from tableside.loader.states import State, attach_state, state_of, writing
 from tableside.loader.stored import StoredIds, StoredRows, StoredTable, index_parts, keep_zero_apart, plan_index
 from tableside.loader.versions import Model
 from tableside.quant import Table
@@ -128,7 +128,7 @@ class _Compaction:
 
     def _publish(self) -> State:
         """Carries over what came meanwhile, and flips."""
-        with self.folder.lock(APPLY_LOCK, self.settings.wait_s):
+        with writing(self.folder, self.settings.wait_s):
             live = attach_state(self.model, None, "header")
             below = live.deltas[-1].sequence if live.deltas else 0
             if (live.header.version, below) != (self.base.header.version, self.delta.sequence):

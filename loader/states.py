@@ -6,7 +6,7 @@ a state means one set of rows. The record says which state is live, and flips as
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 KEPT_STATES = 8
-APPLY_LOCK = "apply.lock"  # held by the one process that writes a delta
+_APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
 class State(NamedTuple):
@@ -130,6 +130,18 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
     return delta
 
 
+@contextlib.contextmanager
+def writing(folder: Folder, wait_s: float) -> Iterator[None]:
+    """Holds what one process at a time holds to write deltas. Who comes back at once waits for those that came meanwhile.
+
+    VersionError: others held it for `wait_s` seconds.
+    """
+    with contextlib.ExitStack() as held:
+        with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
+            held.enter_context(folder.lock(_APPLY_LOCK, wait_s))
+        yield
+
+
 def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
     """Removes what a killed apply left: unfinished deltas, and one that was never live. Caller holds both locks."""
     names = [n for n in folder.names() if n.endswith(".delta.partial")]
@@ -163,7 +175,7 @@ def collect_states(model: Model, keep: int) -> list[Path]:
     with contextlib.ExitStack() as held:
         try:
             folder = held.enter_context(model.opened())
-            held.enter_context(folder.lock(APPLY_LOCK, 0))
+            held.enter_context(folder.lock(_APPLY_LOCK, 0))
         except (FileNotFoundError, VersionError):
             return []
         held.enter_context(folder.lock("record.lock"))

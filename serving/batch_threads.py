@@ -53,6 +53,7 @@ class BatchThreads:
             except Exception as raised:  # noqa: BLE001  # it is told in the batch's turn
                 started, error = None, raised
             self._started.put((batch, started, error))
+            del batch, started, error  # which would live until the next batch comes
         self._started.put(None)
 
     def _wait_for_all(self) -> None:

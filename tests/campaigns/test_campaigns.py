@@ -14,6 +14,7 @@ SHORT = {
     "requests": (12, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
+    "states": (4, ("rows read", "batches applied", "kills of the writer", "compactions")),
     "soak": (6, ("requests", "swaps")),
 }
 

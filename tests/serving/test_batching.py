@@ -233,11 +233,11 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     publish({"t": rows_of(100, 12, 1)}, name="a")
     successor = engines["a"].attach(as_successor=True)
     assert successor.placed.placements == {"t": Placement.HBM}
-    explicit = engines["a"].attach(State(1))
-    assert explicit.placed.placements == {"t": Placement.ZERO_COPY}
     engines["a"].swap(successor)
     del successor
     gc.collect()
+    explicit = engines["a"].attach(State(1))
+    assert explicit.placed.placements == {"t": Placement.ZERO_COPY}
     assert placer._held == 1600
     del engines
     gc.collect()

@@ -74,11 +74,13 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
         model=SimpleNamespace(name="demo", versions=lambda: [1], record=lambda: SimpleNamespace(current=1)),
         attached=lambda: SimpleNamespace(
             version=1,
-            segment=SimpleNamespace(size=1),
+            sequence=0,
+            segment=SimpleNamespace(size=1, deltas=()),
             header=SimpleNamespace(fp32_bytes=1, load={}, tables=()),
             placed=SimpleNamespace(hbm_bytes=0),
         ),
         cache=CacheState("cuda:0", 1, 1, 1),
+        behind_s=0.0,
     )
     families = [f for metric in registered for f in metric.describe()] + list(metrics._Now([engine]).collect())
     there = {f.name + ("_total" if f.type == "counter" else "") for f in families}

@@ -208,7 +208,7 @@ def test_v1_takes_true_or_false(served: Server) -> None:
     request = {"model": "raw", "features": {"user": [[0, 12345]]}}
     url = f"{served.url}/v1/lookup"
     for more in ({}, {"found": False}):
-        assert set(httpx.post(url, json={**request, **more}).json()) == {"model", "version", "vectors"}
+        assert set(httpx.post(url, json={**request, **more}).json()) == {"model", "version", "sequence", "vectors"}
     refused = httpx.post(url, json={**request, "found": "yes"})
     assert refused.status_code == 400 and refused.json()["error"] == "found is 'yes'; expected true or false"
     scored = {"model": "scored", "features": {"old": [[1]], "chunked": [[1]]}, "found": True}
