@@ -31,7 +31,10 @@ def bench(url: str, seconds: float, rate: float | None = None) -> dict[str, Any]
     """What `tableside bench` says of a server. rate: requests a second; None: as many as it answers."""
     command = [sys.executable, "-m", "tableside", "bench", "ads", "--url", url, "--seconds", str(seconds), "--json"]
     command += ["--concurrency", "8", *(["--rate", str(rate)] if rate else [])]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["forms"][0]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    if told.returncode:
+        raise SystemExit(f"{told.stdout}{told.stderr}")
+    found: dict[str, Any] = json.loads(told.stdout)["forms"][0]
     assert not found["failed"], found["failure"]
     return found
 
