@@ -42,6 +42,11 @@ def finite(text: str) -> float:
     return _number(text, math.isfinite, "a finite number")
 
 
+def share(text: str) -> float:
+    """0 or more."""
+    return _number(text, lambda x: x >= 0 and math.isfinite(x), "a share, 0 or more")
+
+
 def seconds(text: str) -> float:
     """A time in seconds."""
     return _number(text, lambda x: 0 < x < 86400, "seconds, more than 0 and less than a day (86400)")

@@ -17,7 +17,7 @@ from tableside.loader.states import KEPT_STATES
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing, updates
-from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, size, state, url
+from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, share, size, state, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
@@ -163,6 +163,13 @@ def _add_updates(command: _AddCommand) -> None:
         default="start",
         metavar="POSITION",
         help="where to begin a stream of which nothing was applied: start, end, or behind a position (default: %(default)s)",
+    )
+    p.add_argument(
+        "--compact-at",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="compact where changes take more than this share of the version's bytes, as 0.2; 0: never (default: %(default)s)",
     )
     p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied; what lies between is left out")
     p.add_argument("--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)")

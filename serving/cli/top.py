@@ -98,15 +98,23 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
         slots, occupied = now["tableside_cache_slots", device], now["tableside_cache_occupied_slots", device]
         held = {"device": device, "slots": slots, "occupied_fraction": occupied / max(1.0, slots)}
         caches.append({**held, **of(device, _OF_CACHES)})
-    models = [{"model": m, **of(m, _OF_MODELS)} for m in labels("tableside_version")]
+    models = [
+        {"model": m, "sequence": now.get(("tableside_sequence", m), 0.0), **of(m, _OF_MODELS)}
+        for m in labels("tableside_version")
+    ]
     return {"seconds": seconds, "models": models, "cached_tables": tables, "caches": caches}
 
 
 def tables(found: Mapping[str, Any]) -> Group:
     """`rates` as tables."""
-    models = Table("model", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None)
+    models = Table("model", "sequence", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None)
     for m in found["models"]:
-        models.add_row(m["model"], *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]), f"{m['row_bytes_per_s'] / 1e6:,.1f}")
+        models.add_row(
+            m["model"],
+            f"{m['sequence']:,.0f}",
+            *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]),
+            f"{m['row_bytes_per_s'] / 1e6:,.1f}",
+        )
     parts = [models]
     if found["cached_tables"]:
         shown = Table("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s", box=None)

@@ -21,6 +21,7 @@ from tableside.loader.versions import Model
 from tableside.serving.cli.models import published
 from tableside.serving.cli.output import console, mb, print_json, progress_bar
 from tableside.serving.errors import ServingError
+from tableside.serving.follow.compactions import Compactions
 from tableside.serving.follow.loop import Step
 from tableside.serving.follow.loop import follow as follow_source
 from tableside.serving.follow.sources import open_source
@@ -170,15 +171,21 @@ def follow(options: argparse.Namespace) -> int:
     logging.config.dictConfig(log_config("text"))
     model, stop = published(options), _Stop()
     source = open_source(options.source, options.name, options.table or _only_table(model), options.start, stop)
-    told = _Told(model.name, options.json)
+    told, compactions = _Told(model.name, options.json), Compactions(model, options.compact_at)
+
+    def applied(step: Step) -> None:
+        told(step)
+        compactions.look(step.applied)
+
     kept = position_of(model, source.name)
     settings = ApplySettings(options.threads)
     begin = f"behind {kept}" if kept and not options.reset else f"from {options.start}"
     _log.info("%s follows %s, %s", model.name, source.name, begin)
     try:
-        follow_source(model, source, options.rows, options.every_s, stop, told, settings=settings, reset=options.reset)
+        follow_source(model, source, options.rows, options.every_s, stop, applied, settings=settings, reset=options.reset)
     finally:
         told.flush()
         source.close()
+        compactions.finish()
     _log.info("%s no longer follows %s", model.name, source.name)
     return 0

@@ -175,6 +175,21 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
     assert f"demo follows {name}, from start" in said and "no longer" in said
 
 
+def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, root: Path) -> None:
+    """In a process beside the follower, which goes on with the new version."""
+    name, number = f"folder:{tmp_path}", 0
+    with following(root, str(tmp_path), "--every-s", 0.1, "--compact-at", "1e-9") as process:
+        while model.record().current == 1 or number < 4:
+            number += 1
+            put(tmp_path, number, [number % 50])
+            until_applied(model, name, str(number))
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+    assert position_of(model, name) == str(number)
+    assert "changes take more than 1e-09 of version 1; compacting" in said and "demo version 2" in said
+
+
 def test_a_gap_ends_a_follower_and_reset_goes_past_it(model: Model, tmp_path: Path, root: Path) -> None:
     """What came before the gap is applied."""
     for number in (1, 2, 4):
