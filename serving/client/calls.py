@@ -5,11 +5,13 @@ may call: an entry that is lost or made twice costs time and nothing else.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import numpy as np
+import orjson
 
 from tableside.loader.model import SCORE
 from tableside.serving.client import compact as compact_form
@@ -37,6 +39,27 @@ class _Recent(dict[Hashable, T]):
                 self.clear()
             found = self[key] = make(*arguments)
         return found
+
+
+class AnsweredBy(NamedTuple):
+    """Which state of a model answered: its version, and the sequence of the last change that it holds; 0: it holds none."""
+
+    version: int
+    sequence: int
+
+
+_last_head: ContextVar[bytes] = ContextVar("tableside_last_head")  # the JSON of the last answer in this thread or task
+
+
+def answered_by() -> AnsweredBy:
+    """The state that answered the last lookup or score of this thread, or of this asyncio task, whichever client asked.
+
+    ClientError: nothing was answered yet.
+    """
+    if (head := _last_head.get(None)) is None:
+        raise ClientError(0, "no lookup or score was answered in this thread or task yet; ask first")
+    found = orjson.loads(head)
+    return AnsweredBy(int(found["model_version"]), int(found.get("parameters", {}).get("sequence", 0)))
 
 
 @lru_cache(_KEPT)
@@ -201,7 +224,10 @@ class Calls:
         return check_status((yield from self._exchange(Request("GET", path))))
 
     def _post(self, path: str, json_bytes: int, parts: tuple[Bytes, ...]) -> Call[Response]:
-        return (yield from self._exchange(Request("POST", f"{path}/infer", parts, json_bytes)))
+        response = yield from self._exchange(Request("POST", f"{path}/infer", parts, json_bytes))
+        if response.status == 200:
+            _last_head.set(bytes(response.content[: response.json_bytes]))
+        return response
 
     def _exchange(self, request: Request) -> Call[Response]:
         """The response to a request, which is sent again where a connection broke: it changes nothing."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
-from tableside.serving.client.calls import Calls
+from tableside.serving.client.calls import AnsweredBy, Calls, answered_by
 from tableside.serving.client.features import Ids
 from tableside.serving.client.found import LookedUp
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
@@ -129,6 +129,11 @@ class Client:
         input is.
         """
         return self._run(self._calls.score(model, features, dense, version, compact))
+
+    @staticmethod
+    def answered_by() -> AnsweredBy:
+        """The state, version and sequence, that answered the last lookup or score of this thread. ClientError: none was yet."""
+        return answered_by()
 
     def models(self) -> list[dict[str, Any]]:
         """The models that the server serves, each with its versions, tables, features and bytes."""
@@ -258,6 +263,11 @@ class AsyncClient:
     ) -> Any:
         """As Client.score."""
         return await self._run(self._calls.score(model, features, dense, version, compact))
+
+    @staticmethod
+    def answered_by() -> AnsweredBy:
+        """As Client.answered_by, of this task."""
+        return answered_by()
 
     async def models(self) -> list[dict[str, Any]]:
         """As Client.models."""

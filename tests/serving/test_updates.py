@@ -49,6 +49,9 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
         while not stop.is_set():
             found = client.lookup("demo", {"user": [[1, 2], [3]], "item": [[3, 1]]})
             values = {*np.unique(found["user"][1]), *np.unique(found["user"][0] / 2), *np.unique(found["item"] / 2)}
+            said = client.answered_by()
+            if said.version != 1 or {float(said.sequence or 1)} != values:
+                wrong.append(f"{said} answered {values}")
             body = plain.post(f"{url}/v1/lookup", json={"model": "demo", "features": {"user": [[1]], "item": [[2]]}}).json()
             told = {v for vectors in body["vectors"].values() for vector in vectors for v in vector}
             if len(values) != 1 or told != {body["sequence"] or 1.0}:
