@@ -118,12 +118,13 @@ def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
 
 def test_a_table_that_was_exported_is_a_file_of_changes(model: Model, tmp_path: Path, root: Path) -> None:
     pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
-    assert run_tableside("apply", "demo", put(tmp_path, 1, [5, 6]), root=root).returncode == 0
     written = tmp_path / "user.parquet"
     assert run_tableside("export", "demo", "user", "--to", written, root=root).returncode == 0
+    assert run_tableside("apply", "demo", put(tmp_path, 1, [5, 6]), root=root).returncode == 0
     assert run_tableside("apply", "demo", written, root=root).returncode == 1, "it names no table"
     found = run_tableside("apply", "demo", written, "--table", "user", root=root)
     assert f"{ROWS} changes" in found.stdout, found.stderr
+    np.testing.assert_array_equal(values(model), START)
 
 
 # ---- follow ----
