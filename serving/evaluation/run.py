@@ -245,6 +245,7 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
         "slice": job.slice_by,
         "files": stats,
         "shards": [asdict(s) for s in shards],
+        "scorer_dtype": job.settings.scorer_dtype,
     }
     path = settings.out / "plan.json"
     try:
@@ -254,6 +255,7 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
     except DamagedRecord as error:
         raise ServingError(f"{error}; remove {settings.out}, or choose another --out") from error
     else:
+        found.setdefault("scorer_dtype", "fp32")  # of releases that had no other
         if different := ", ".join(k for k in plan if found.get(k) != plan[k]):
             raise ServingError(
                 f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"

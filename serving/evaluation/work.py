@@ -137,6 +137,7 @@ class Evaluator:
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
+                scorer_precision=settings.scorer_precision,
             )
             self.served.append(engine.attach(state))
             scorer = self.served[-1].scorer
