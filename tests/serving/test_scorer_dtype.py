@@ -133,8 +133,8 @@ class Masked(torch.nn.Module):
         self.follows, self.last = follows, torch.nn.Linear(8, 1)
 
     def forward(self, user: torch.Tensor) -> torch.Tensor:
-        mask = user > 0
-        scores: torch.Tensor = self.last(user * (mask.type_as(user) if self.follows else mask.to(torch.float32)))
+        mask = (user > 0).to(torch.float32)
+        scores: torch.Tensor = self.last(user * (mask.type_as(user) if self.follows else mask))
         return scores
 
 
