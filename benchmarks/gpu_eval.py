@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are; on one, --stash and bf16, too
 
-The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, with whose scores theirs are compared. Start-up
-(imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not depend on the data. Behind it a process has
-several shards decoded before the first one is done. So the rate is that of the shards behind as many as the processes have at once;
-the whole run is given, too.
+The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, whose scores theirs are held to. Start-up
+(imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not depend on the data. Behind it a process
+has several shards decoded before the first one is done. So the rate is that of the shards behind as many as the processes have at
+once; the whole run is given, too, and where the time of the threads that score went in it.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from eval_pool import BATCH, make, plain
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.serving.evaluation.run import EvalSettings, evaluate
+from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, shards_at_once
 from tableside.serving.settings import ServerSettings
 
@@ -77,7 +78,7 @@ def pool(root: Path, folder: Path, way: Way, expected: np.ndarray) -> dict[str, 
     server = ServerSettings(root=root, devices=devices, placement="hbm", workers=gpus, scorer_dtype=way.dtype)
     memory, started = Memory(), time.perf_counter()
     try:
-        evaluate([Candidate("eval", 1, Model(root, "eval").attach(1).content())], settings, server)
+        told = evaluate([Candidate("eval", 1, Model(root, "eval").attach(1).content())], settings, server)
     finally:
         memory.end()
     seconds = time.perf_counter() - started
@@ -87,7 +88,8 @@ def pool(root: Path, folder: Path, way: Way, expected: np.ndarray) -> dict[str, 
     ends = sorted((p.stat().st_mtime, pq.read_metadata(p).num_rows) for p in parts)
     first = min(gpus * shards_at_once(server), len(ends) // 2)
     rate = sum(rows for _, rows in ends[first:]) / (ends[-1][0] - ends[first - 1][0])
-    return {"rows_per_s": rate, "whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
+    found = {"rows_per_s": rate, "whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
+    return found | {f"{stage}_s": spent for stage, spent in told.stage_seconds.items()}
 
 
 def main() -> None:
@@ -112,10 +114,10 @@ def main() -> None:
                 console.print(f"round {turn + 1}, {key}: {found[key][-1]['rows_per_s']:,.0f} rows/s")
     rate = statistics.median(plain_rates)
     rows: list[dict[str, Any]] = [{"what": base, "rows_per_s": rate, "of_plain": 1.0, "whole_run_s": None}]
-    rows[0] |= {"private_mb": None, "shared_mb": None}
-    for way, runs in found.items():
+    rows[0] |= dict.fromkeys(("private_mb", "shared_mb", *(f"{stage}_s" for stage in Spent().seconds)))
+    for what, runs in found.items():
         medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        rows.append({"what": way, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate} | medians)
+        rows.append({"what": what, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate} | medians)
     rates = {row["what"]: row["rows_per_s"] for row in rows}
     stash_times = rates["1 GPU"] / rates["1 GPU, --stash"]
     two = rates["2 GPUs"] / rates["1 GPU"] if "2 GPUs" in rates else None

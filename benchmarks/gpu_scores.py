@@ -9,9 +9,9 @@
 score alone. All servers have the same four cores; the load comes from processes that have a core each, 64 connections together.
 Every server's scores are compared with fp64's first.
 
-In bf16 a number x is rounded by u |x| at most, u = 2^-8, and by anything up to that: a variance of (u x)^2 / 3 at most. Roundings do
-not know of each other, so variances add up on their way through the layers (`deviations`). A score may differ by 8 standard deviations,
-which one of 10^15 normal ones exceeds.
+In bf16 a number x is rounded by u |x| at most, u = 2^-8, and by anything up to that: a variance of (u x)^2 / 3 at most. Roundings
+do not know of each other, so variances add up on their way through the layers (`deviations`). A score may differ by 8 standard
+deviations, which one of 10^15 normal ones exceeds.
 """
 
 import argparse

@@ -64,7 +64,7 @@ class DeviceCalls:
         name: str,
         precision: Precision = Precision.FP32,
     ) -> None:
-        self._run, self._widths, self.device, self._rows, self._name = run, widths, device, rows, name
+        self._run, self._widths, self.device, self.rows, self._name = run, widths, device, rows, name
         self.precision = precision
         self.row_bytes = precision.bytes * np.array(widths, np.int64)
         self._captures = is_row_wise and device.type == "cuda"
@@ -100,7 +100,7 @@ class DeviceCalls:
         """Makes the graphs of few rows, as far as the scorer may take them. admit: `Scorer.admit`."""
         rows = 1
         while rows <= WARM_ROWS and self._captures:
-            if self._rows[0] <= rows <= self._rows[1]:
+            if self.rows[0] <= rows <= self.rows[1]:
                 try:
                     admit(rows)
                 except ApiError:
@@ -112,7 +112,7 @@ class DeviceCalls:
 
     def _graph(self, room: Room) -> _Graph | None:
         """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as it is."""
-        if not self._captures or room.rows > GRAPH_ROWS or not self._rows[0] <= room.rows <= self._rows[1]:
+        if not self._captures or room.rows > GRAPH_ROWS or not self.rows[0] <= room.rows <= self.rows[1]:
             return None
         if (found := self._graphs.get(room.rows)) is None:
             self._run(room.inputs)  # libraries make room for themselves; an error is that of a call
