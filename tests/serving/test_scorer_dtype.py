@@ -227,7 +227,7 @@ def test_a_kernel_that_torch_has_not_is_named() -> None:
 
 def test_memory_of_a_call_is_that_of_its_precision(root: Path, tmp_path: Path) -> None:
     """What `max_scorer_bytes` bounds counts two bytes a value."""
-    wide, narrow = (opened(root, tmp_path, Masked(True), p)._cost(1024).bytes for p in (Precision.FP32, Precision.BF16))
+    wide, narrow = (opened(root, tmp_path, Large(), p)._cost(1024).bytes for p in (Precision.FP32, Precision.BF16))
     assert narrow < 0.6 * wide
 
 
