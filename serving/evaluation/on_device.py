@@ -16,6 +16,7 @@ from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import Batch, Scored
 from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
+from tableside.serving.placement import Placement
 from tableside.serving.request import Answer, Request
 from tableside.serving.scoring import ScoreStage
 from tableside.serving.version import ServedVersion
@@ -53,16 +54,18 @@ class DeviceScoring:
     def batch_rows(self, asked: int) -> int:
         """Rows of a batch where `asked` were asked for.
 
-        Where each row's score is its own, a batch has as many rows as go to the device together: the host lays out and stages one
-        request in the time of many. No batch is larger than a response may be, or than a scorer takes.
+        Where each row's score is its own, a batch has as many rows as go to the device together: the host lays out and stages
+        one request in the time of many. No batch is larger than a response may be, or than a scorer takes. With rows in
+        `zero_copy` it is as it was asked for, since what the CPU gathers is bounded for each request.
         """
         most = GROUP_ROWS
         for served in self._served:
             scorer = served.scorer
             assert scorer is not None
-            if scorer.calls is None or not scorer.is_row_wise:
+            if scorer.calls is None or not scorer.is_row_wise or Placement.ZERO_COPY in served.placed.placements.values():
                 return asked
-            row_bytes = 4 * (1 + sum(i.width for i in scorer.inputs if i.feature is not None))
+            # A score, and as much for what parts of a response are aligned to.
+            row_bytes = 4 * (2 + sum(i.width for i in scorer.inputs if i.feature is not None))
             response = served.max_response_bytes or self._bytes
             most = min(most, scorer.calls.rows[1], response // row_bytes, self._bytes // (len(self._served) * row_bytes))
         return max(asked, most)

@@ -20,6 +20,7 @@ from tableside.serving.evaluation.batches import Batch
 from tableside.serving.evaluation.data import DataError, plan_shards, read
 from tableside.serving.evaluation.run import EvalSettings, _job, evaluate
 from tableside.serving.evaluation.work import Candidate, Evaluator, Job, shards_at_once
+from tableside.serving.placement import Placement
 from tableside.serving.settings import ServerSettings
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
@@ -175,12 +176,17 @@ def test_rows_that_are_scored_alone_are_laid_out_together(root: Path, tmp_path: 
     scorer = evaluator.served[0].scorer
     assert scorer is not None and scorer.calls is not None
     assert device.batch_rows(50) == 32_768 and device.batch_rows(40_000) == 40_000
-    monkeypatch.setattr(evaluator.served[0], "max_response_bytes", 4 * 13 * 700)
+    monkeypatch.setattr(evaluator.served[0], "max_response_bytes", 4 * 14 * 700)
     assert device.batch_rows(50) == 700
     monkeypatch.setattr(scorer.calls, "rows", (1, 300))
     assert device.batch_rows(50) == 300
-    device._bytes = 4 * 13 * 200
+    device._bytes = 4 * 14 * 200
     assert device.batch_rows(50) == 200 and device.batch_rows(250) == 250
+    placements = dict(evaluator.served[0].placed.placements)
+    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements | {"item": Placement.ZERO_COPY})
+    assert device.batch_rows(50) == 50
+    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements)
+    assert device.batch_rows(50) == 200
     monkeypatch.setattr(scorer, "is_row_wise", False)
     assert device.batch_rows(50) == 50
 
