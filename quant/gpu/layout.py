@@ -14,7 +14,7 @@ lies before (`Jobs.shifted`). A request's parts are
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,26 @@ def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]
     return rows.tobytes(), of_program.tobytes()
 
 
+class SharedLaunch(NamedTuple):
+    """What requests share launches by. There is one object of each, so it can be compared by identity."""
+
+    key: KernelKey
+    config: LaunchConfig
+
+
+class NativeLayout(NamedTuple):
+    """A request as `_native.place_batch` takes it. measured: what `_native.measure` made of its places.
+
+    pooled, unpooled: what launches of these lookups are shared by. is_overlaid: one of its tables has an overlay.
+    """
+
+    kinds: bytes
+    measured: bytes
+    pooled: SharedLaunch
+    unpooled: SharedLaunch
+    is_overlaid: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A request's lookups, laid out.
@@ -141,7 +161,7 @@ class Layout:
     CachedLookup]. host: a plan of the lookups that the CPU runs, which are `host_lookups` by number. all_found: (at, bytes)
     of found masks in the caller's output buffer of tables that have every id. is_direct: the staged outputs are what the
     caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the
-    caller's output buffer.
+    caller's output buffer. native: the same for the C routine that merges requests; None: Python merges them.
     """
 
     lookups: Callable[[], Sequence[Lookup]]
@@ -161,6 +181,7 @@ class Layout:
     scratch: int
     asked_bytes: int
     is_direct: bool
+    native: NativeLayout | None = None
 
     @cached_property
     def job_count(self) -> int:
