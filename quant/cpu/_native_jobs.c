@@ -110,8 +110,7 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return result;
 }
 
-/* Whether `rows` parts of `bytes` bytes, `step` apart, lie in a buffer at `at`. */
-static int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {
+int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {
     int64_t last, end;
     return at >= 0 && rows >= 0 && bytes >= 0 && step >= 0
            && (!rows || (!__builtin_mul_overflow(rows - 1, step, &last) && !__builtin_add_overflow(at, last, &last)

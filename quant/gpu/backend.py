@@ -436,6 +436,13 @@ class GpuBackend(Backend):
         with self.lock:
             self._batches.write_answers_by(take)
 
+    def read_inputs_in(self, memory: Buffer) -> None:
+        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its last view goes.
+
+        Inputs stay as they are until their batch is done. QuantError: CUDA cannot lock the memory.
+        """
+        self._batches.locked.add(memory)
+
     def resolve(
         self, launches: Launches, source: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor, counts: torch.Tensor
     ) -> None:

@@ -9,7 +9,6 @@ first ones. Copies go on the stream that is current, and nothing here waits for 
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Unfound
+from tableside.quant.device.copies import LockedMemory, copy_in
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.buffers import Buffer, Buffers
-from tableside.quant.gpu.elsewhere import Copy, Elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
+from tableside.quant.gpu.elsewhere import Elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
 from tableside.quant.gpu.follower import Fills, Taken
 from tableside.quant.gpu.layout import Layout, aligned
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.moves import move
-from tableside.quant.gpu.placed import Merged, merged
+from tableside.quant.gpu.placed import Copy, Merged, merged
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS
 
 
@@ -39,8 +39,9 @@ class Batch:
     """Requests that run together: where each one's parts lie in the shared buffers.
 
     counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups whose ids become row numbers.
-    taken: what follows takes of each request. elsewhere: requests by number, of which parts lie elsewhere on the device. The
-    host gets outputs and counts [stay_bytes, out_bytes).
+    taken: what follows takes of each request. elsewhere: requests by number, of which parts lie elsewhere on the device. locked:
+    memory from which the device copies large inputs by itself; they stay as they are until the batch is done. The host gets
+    outputs and counts [stay_bytes, out_bytes).
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Batch:
         buffers: Buffers,
         layouts: list[Layout],
         is_interpreted: bool,
-        taken: Sequence[Taken | None] = (),
-        elsewhere: Mapping[int, Elsewhere] = MappingProxyType({}),
+        taken: Sequence[Taken | None],
+        elsewhere: Mapping[int, Elsewhere],
+        locked: LockedMemory,
     ) -> None:
         self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
         self._taken = list(taken) or [None] * len(layouts)
@@ -58,7 +60,9 @@ class Batch:
         self._elsewhere = elsewhere
         for n, given in elsewhere.items():
             self._stays[n] |= sum(part.size for part in given.writes) == layouts[n].asked_bytes
-        self._reads: list[Copy] = []  # from other memory to this batch's inputs
+        self._reads: list[Copy] = []  # from other memory of the device to this batch's inputs
+        self._locked = locked
+        self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
         extras = [0 if one is None else one.input_bytes for one in self._taken]
         self._merged = merged(layouts, extras, self._stays, is_interpreted, natively=not elsewhere)
         sizes = self._merged.sizes
@@ -94,14 +98,14 @@ class Batch:
         self._lookups = launches.lookups
         return launches
 
-    def stage(self, inputs: Sequence[Any]) -> None:
+    def stage(self, inputs: list[Any]) -> None:
         """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered are sent."""
         if isinstance(self._merged, Merged):
             for n, one in self._elsewhere.items():
                 copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
                 first = self._merged.bases[n].inputs
                 self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
-        self._merged.write(inputs, self._host, self._header_at)
+        self._locked_reads = self._merged.write(inputs, self._host, self._header_at, self._locked.ranges)
         if self._merged.sizes.rows or self.fills.programs:
             for n, one in enumerate(inputs):
                 self._stage(n, one)
@@ -134,10 +138,14 @@ class Batch:
             tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._merged.bases, self._layouts, strict=True)]
             written = self.fills.written(self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed)
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
+        sent, staged = device.data_ptr(), host.data_ptr()
         if device is not host:
-            for first, end in gaps(self._reads, self._end):
-                device[first:end].copy_(host[first:end], non_blocking=True)
-        run_copies(stream, device.data_ptr(), self._reads, to_staged=True)
+            holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
+            for first, end in gaps([*self._reads, *holes], self._end):
+                copy_in(stream, sent + first, staged + first, end - first)
+        for copy in self._locked_reads:
+            copy_in(stream, sent + copy.staged, copy.address, copy.size)
+        run_copies(stream, sent, self._reads, to_staged=True)
 
     def write_elsewhere(self, stream: int | None) -> None:
         """Copies vectors to where they belong elsewhere on the device, behind the lookups."""

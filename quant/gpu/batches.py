@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import Plan
+from tableside.quant.device.addresses import address_of
+from tableside.quant.device.copies import LockedMemory, copy_out
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.batch import Batch, LookedUp
 from tableside.quant.gpu.buffers import Buffer, Buffers
@@ -47,6 +47,7 @@ class Batches:
     def __init__(self, backend: "GpuBackend") -> None:
         self._backend = backend
         self._take_answers: Callable[[int], Buffer] | None = None  # as `Buffers` takes it
+        self.locked = LockedMemory(backend.device)  # that inputs are copied from where they lie
         self._free = [Buffers(backend.device)]  # more are made where several batches have begun
 
     def write_answers_by(self, take: Callable[[int], Buffer]) -> None:
@@ -60,7 +61,7 @@ class Batches:
         One may be started while another thread waits for those before it.
         """
         with self._backend.on_stream():
-            return self._send(self.begin(requests, timed, follower))
+            return self._sent(self._begun(requests, timed, follower))
 
     def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
         """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
@@ -82,26 +83,30 @@ class Batches:
         Several batches may have begun; each has buffers of its own.
         """
         with self._backend.on_stream():
-            buffers = self._free.pop() if self._free else Buffers(self._backend.device, self._take_answers)
-            try:
-                return self._begin(buffers, requests, timed, follower)
-            except BaseException:
-                self._settle()
-                self._free.append(buffers)
-                raise
+            return self._begun(requests, timed, follower)
 
     def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
         """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
-        return self.wait(self._send(begun))
-
-    def _send(self, begun: Begun) -> Started:
         with self._backend.on_stream():
-            try:
-                return self._launch_all(begun)
-            except BaseException:
-                self._settle()
-                self._free.append(begun.buffers)
-                raise
+            started = self._sent(begun)
+        return self.wait(started)
+
+    def _begun(self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None) -> Begun:
+        buffers = self._free.pop() if self._free else Buffers(self._backend.device, self._take_answers)
+        try:
+            return self._begin(buffers, requests, timed, follower)
+        except BaseException:
+            self._settle()
+            self._free.append(buffers)
+            raise
+
+    def _sent(self, begun: Begun) -> Started:
+        try:
+            return self._launch_all(begun)
+        except BaseException:
+            self._settle()
+            self._free.append(begun.buffers)
+            raise
 
     def _settle(self) -> None:
         """Waits for what is under way, which reads and writes the buffers of the next batch."""
@@ -118,7 +123,7 @@ class Batches:
         for n in elsewhere:
             check_elsewhere(plans[n].layout)
         given = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
-        batch = Batch(buffers, [plan.layout for plan in plans], self._backend.is_interpreted, taken, elsewhere)
+        batch = Batch(buffers, [plan.layout for plan in plans], self._backend.is_interpreted, taken, elsewhere, self.locked)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         batch.stage(given)
         if clock:
@@ -142,7 +147,13 @@ class Batches:
         if clock:
             clock.mark()
         outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
-        torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
+        if outputs.size:
+            copy_out(
+                self._backend.current_stream(),
+                address_of(outputs.data),
+                buffers.device_out.data_ptr() + batch.stay_bytes,
+                outputs.size,
+            )
         if clock:
             clock.mark()
         done = None if self._backend.stream is None else self._backend.stream.record_event(buffers.done)

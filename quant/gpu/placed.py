@@ -23,6 +23,7 @@ except ImportError:  # it was not built: nothing is measured
     _native = None  # type: ignore[assignment]
 
 Host = NDArray[np.uint8]
+LOCKED_FROM = 32 << 10  # bytes of a request's inputs from which a copy of their own takes less than staging them
 
 
 class Sizes(NamedTuple):
@@ -36,6 +37,14 @@ class Sizes(NamedTuple):
     rows: int
     jobs: int
     resolved: int
+
+
+class Copy(NamedTuple):
+    """Bytes between a request's staged inputs or outputs, from byte `staged` on, and an address."""
+
+    staged: int
+    address: int
+    size: int
 
 
 class Merged:
@@ -65,13 +74,15 @@ class Merged:
         self._header, launches = merge(self._layouts, bases, self._is_interpreted)
         return len(self._header), launches
 
-    def write(self, inputs: Sequence[Any], host: Host, header_at: int) -> None:
+    def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
         """Copies the requests' inputs to where they are sent from, and the header, if `launches` was called, behind them.
 
-        ValueError: inputs are shorter than their layout says.
+        locked: ranges of the host's memory that the device copies from by itself. Returns what is left to it: large inputs that
+        lie there. ValueError: inputs are shorter than their layout says.
         """
         host[header_at : header_at + len(self._header)] = np.frombuffer(self._header, np.uint8)
         move_all([(m, one, b.inputs) for m, one, b in zip(self.moves, inputs, self.bases, strict=True)], host)
+        return []  # Python would take longer to find out than to copy
 
 
 class NativeMerged:
@@ -109,9 +120,11 @@ class NativeMerged:
             probe = ProbeJobs(*self._probe)
         return self._header_bytes, Launches(lookups, resolve, probe)
 
-    def write(self, inputs: Sequence[Any], host: Host, header_at: int) -> None:
+    def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
         """As of `Merged`."""
-        _native.write_batch(self._layouts, self._bases, inputs, host, header_at if self._has_header else -1)
+        at = header_at if self._has_header else -1
+        left = _native.write_batch(self._layouts, self._bases, inputs, host, at, locked, LOCKED_FROM)
+        return [Copy(*one) for one in left]
 
 
 def merged(

@@ -20,8 +20,9 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -67,14 +68,11 @@ class Answered(NamedTuple):
 ASK, NUMBER, ANSWER = struct.Struct("<QQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
-def described_at(ask: Ask) -> int:
-    """Where the description of a request begins."""
-    return -(-(ask.at + ask.size) // 8) * 8
-
-
-def parts_at(ask: Ask) -> int:
-    """Where it begins which tensors of a request lie on the device."""
-    return -(-(described_at(ask) + ask.described) // 8) * 8
+def places_of(ask: Ask) -> tuple[int, int, int]:
+    """Where a request's description and its parts on the device begin, and where its part of the memory ends."""
+    begin = (ask.at + ask.size + 7) // 8 * 8
+    parts = (begin + ask.described + 7) // 8 * 8
+    return begin, parts, parts + ask.parts
 
 
 def read_asks(message: bytes) -> list[Ask]:
@@ -145,8 +143,11 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 class Connection:
-    """One end of a connection on an event loop. `on_message` gets each message and the descriptors that came with it; `on_end` is
-    called once, when the other end is gone or sends what is no message."""
+    """One end of a connection on an event loop; any thread may call `send_now`.
+
+    on_message: gets each message and the descriptors that came with it. on_end: is called once, when the other end is gone or
+    sends what is no message.
+    """
 
     def __init__(self, sock: socket.socket, on_message: Callable[[bytes, list[int]], None], on_end: Callable[[], None]) -> None:
         self._sock, self._on_message, self._on_end = sock, on_message, on_end
@@ -156,6 +157,7 @@ class Connection:
         self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
         self._is_open, self._is_blocked = True, False
+        self._closing = threading.Lock()  # held while the socket is closed, and used by another thread
         self._loop.add_reader(sock.fileno(), self._read)
 
     @property
@@ -195,7 +197,8 @@ class Connection:
             self._is_open = False
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
-            self._sock.close()
+            with self._closing:
+                self._sock.close()
 
     def flush(self) -> None:
         """Sends what `post` was given."""
@@ -203,16 +206,25 @@ class Connection:
         for kind, records in outbox.items():
             self._send_all(kind, records)
 
+    def send_now(self, kind: Kind, records: Sequence[bytes]) -> None:
+        """Sends records at once, whatever waits to be sent; what the other end has no room for is left to the event loop."""
+        for message in _joined(kind, records):
+            with self._closing:
+                if not self._is_open:
+                    return
+                try:
+                    self._sock.send(message)
+                    continue
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return  # the reader learns that the other end is gone
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._send, message, [])
+
     def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
-        message = [bytes([kind])]
-        size = 1
-        for record in records:
-            if size + len(record) > LARGEST and len(message) > 1:
-                self._send(b"".join(message), [])
-                message, size = [bytes([kind])], 1
-            message.append(record)
-            size += len(record)
-        self._send(b"".join(message), [])
+        for message in _joined(kind, records):
+            self._send(message, [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
@@ -261,6 +273,19 @@ class Connection:
         if message[0] == Kind.CONTROL:
             message, self._parts = message[:1] + self._parts + message[1:], b""
         self._on_message(message, descriptors)
+
+
+def _joined(kind: Kind, records: Sequence[bytes]) -> Iterator[bytes]:
+    """The messages that records of a kind make."""
+    message = [bytes([kind])]
+    size = 1
+    for record in records:
+        if size + len(record) > LARGEST and len(message) > 1:
+            yield b"".join(message)
+            message, size = [bytes([kind])], 1
+        message.append(record)
+        size += len(record)
+    yield b"".join(message)
 
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -1,5 +1,7 @@
 """Requests of a batch put one after another: the C routine writes what Python does, byte for byte."""
 
+import gc
+import mmap
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from tables import table_of
 from tableside.quant import LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.layout import Layout
-from tableside.quant.gpu.placed import Merged, NativeMerged, merged
+from tableside.quant.gpu.placed import LOCKED_FROM, Copy, Merged, NativeMerged, merged
 
 
 def written(one: Merged | NativeMerged, inputs: list[bytes], with_header: bool) -> tuple[Any, bytes]:
@@ -22,7 +24,7 @@ def written(one: Merged | NativeMerged, inputs: list[bytes], with_header: bool) 
     at, launches = one.sizes.inputs, None
     size, launches = one.launches(0) if with_header else (0, None)
     host = np.full(at + size, 0xEE, np.uint8)
-    one.write(inputs, host, at)
+    assert one.write(inputs, host, at, []) == []
     return launches, host.tobytes()
 
 
@@ -87,6 +89,59 @@ def test_inputs_that_are_too_short_are_refused() -> None:
     one = merged([layout, layout], [0, 0], [False, False], True)
     host = np.zeros(one.sizes.inputs + one.launches(0)[0], np.uint8)
     with pytest.raises(ValueError, match="does not lie in its buffer"):
-        one.write([bytes(72), bytes(71)], host, one.sizes.inputs)
+        one.write([bytes(72), bytes(71)], host, one.sizes.inputs, [])
     with pytest.raises(ValueError, match="the header of a batch"):
-        one.write([bytes(72), bytes(72)], host[:-1], one.sizes.inputs)
+        one.write([bytes(72), bytes(72)], host[:-1], one.sizes.inputs, [])
+
+
+def in_memory(size: int) -> np.ndarray:
+    """Bytes that are mapped as those are that processes share."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def large_request(backend: Any, ids: int) -> tuple[Any, np.ndarray]:
+    """A plan, and as its inputs that many ids."""
+    planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
+    return planner.plan(np.array([Place(8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(-1, ids) % 200
+
+
+def test_large_inputs_in_locked_memory_are_left_to_the_device() -> None:
+    """All else is staged: small ones, those that lie elsewhere, and those that end behind the memory."""
+    plan, inputs = large_request(tables.gpu_backend(), LOCKED_FROM // 8)
+    size = inputs.nbytes
+    memory = in_memory(2 * size)
+    memory[:size] = memory[size:] = inputs.view(np.uint8)
+    begin, view = int(memory.ctypes.data), memory.data
+    asked = [view[:size], inputs.tobytes(), view[size:], view[:size]]
+    one = merged([plan.layout] * 4, [0] * 4, [False] * 4, True)
+    host = np.zeros(one.sizes.inputs, np.uint8)
+    left = one.write(asked, host, one.sizes.inputs, [(begin, begin + 2 * size - 1)])
+    assert left == [Copy(one.bases[n].inputs, begin + 8, LOCKED_FROM) for n in (0, 3)]
+    staged = host.view(np.int64).reshape(4, -1)
+    assert [bool((staged[n] == inputs[1:]).all()) for n in range(4)] == [False, True, True, False]
+    (small,) = merged([large_request(tables.gpu_backend(), 9)[0].layout], [0], [False], True).write(
+        [view[:80]], host, 0, [(begin, begin + 2 * size)]
+    ) or [None]
+    assert small is None
+    with pytest.raises(ValueError, match="does not lie in its buffer"):
+        one.write([view[: size - 1], *asked[1:]], host, one.sizes.inputs, [(begin, begin + 2 * size)])
+
+
+def test_what_the_device_copies_by_itself_gives_the_same_vectors() -> None:
+    """In a batch with a request that the CPU stages; the memory is let go with its last view."""
+    backend = GpuBackend(tables.DEVICE, choose())
+    plan, inputs = large_request(backend, LOCKED_FROM // 8)
+    other, few = large_request(backend, 5)
+    memory = in_memory(inputs.nbytes)
+    memory[:] = inputs.view(np.uint8)
+    backend.read_inputs_in(memory)
+    view = memory.data
+    del memory
+    assert len(backend._batches.locked.ranges) == 1
+    inside, beside, outside = backend.run([(plan, view), (other, few.tobytes()), (plan, inputs.tobytes())])
+    assert isinstance(inside, np.ndarray) and isinstance(outside, np.ndarray) and isinstance(beside, np.ndarray)
+    np.testing.assert_array_equal(inside, outside)
+    np.testing.assert_array_equal(beside[: 5 * 32], inside[: 5 * 32])
+    del view
+    gc.collect()
+    assert not backend._batches.locked.ranges

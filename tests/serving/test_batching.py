@@ -212,6 +212,28 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
     assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.batches == [1, 1, 2]
 
 
+def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
+    """Where the futures allow that; the event loop has no part in it. What cannot be told does not stop the batches after it."""
+    device, told, all_told = Device(), [], threading.Event()
+
+    def tell(results: Any) -> None:
+        told.append((threading.current_thread(), [result for _, result in results]))
+        if len(told) == 1:
+            raise OSError("no door")
+        all_told.set()
+
+    async def run() -> None:
+        batcher = Batcher(device, 2, 0.0, tell=tell)  # type: ignore[arg-type]
+        batcher.submit_all([(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
+        await asyncio.sleep(0)  # the threads are woken
+        assert all_told.wait(20)  # while the event loop does nothing
+        batcher.close()
+
+    asyncio.run(run())
+    assert [len(results) for _, results in told] == [2, 2] == device.batches
+    assert all(thread is not threading.main_thread() for thread, _ in told)
+
+
 def test_a_closed_batcher_refuses() -> None:
     batcher = Batcher(Device(), 3, 0.0)  # type: ignore[arg-type]
     batcher.close()
