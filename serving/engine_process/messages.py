@@ -32,6 +32,7 @@ from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
 LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
+_ROOM = 1 << 17  # bytes for a message that is received
 _BACKLOG = 512
 
 
@@ -156,6 +157,7 @@ class Connection:
         self._outbox: dict[Kind, list[bytes]] = {}
         self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
+        self._room = memoryview(bytearray(_ROOM))
         self._is_open, self._is_blocked = True, False
         self._closing = threading.Lock()  # held while the socket is closed, and used by another thread
         self._loop.add_reader(sock.fileno(), self._read)
@@ -258,7 +260,7 @@ class Connection:
         if not self._is_open:
             return
         try:
-            message, descriptors = _receive(self._sock)
+            message, descriptors = _receive(self._sock, self._room)
         except BlockingIOError:
             return
         except OSError:
@@ -288,14 +290,14 @@ def _joined(kind: Kind, records: Sequence[bytes]) -> Iterator[bytes]:
     yield b"".join(message)
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and its descriptors; b"" at the end of the connection."""
+def _receive(sock: socket.socket, room: memoryview) -> tuple[bytes, list[int]]:
+    """A message and its descriptors; b"" at the end of the connection. room: that it is received in."""
     descriptors = array.array("i")
-    message, ancillary, _, _ = sock.recvmsg(1 << 17, socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    size, ancillary, _, _ = sock.recvmsg_into([room], socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return message, list(descriptors)
+    return bytes(room[:size]), list(descriptors)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
