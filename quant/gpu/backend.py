@@ -57,7 +57,8 @@ from tableside.quant.gpu.buffers import Buffer
 from tableside.quant.gpu.clock import Times
 from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.job import FillField
-from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, lay_out
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
+from tableside.quant.gpu.layout import lay_out
 from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner

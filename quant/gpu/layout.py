@@ -14,7 +14,7 @@ lies before (`Jobs.shifted`). A request's parts are
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,50 +25,18 @@ from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout
 from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.resolve import ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, on_device
 from tableside.quant.gpu.wanted import KernelKey
 from tableside.quant.row_format import RowFormat
 
-LONG = 8  # ids of a bag, on average
-VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: several lanes share each bag
 GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
 GATHER_BYTES = 128 << 20  # of gathered rows in a request; the GPU reads what is beyond in place, which is slower
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a program, a power of two;
-    warps: of a program; lanes: threads that share a bag, a power of two."""
-
-    unroll: int
-    block_columns: int
-    warps: int
-    lanes: int = 1
-
-
-@dataclass(frozen=True)
-class LaunchConfigs:
-    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for few very long bags, as
-    benchmarks/gpu_lookup.py and gpu_cache.py found them."""
-
-    long: LaunchConfig = LaunchConfig(10, 32, 1)
-    short: LaunchConfig = LaunchConfig(4, 32, 1)
-    unpooled: LaunchConfig = LaunchConfig(1, 64, 2)
-    few: LaunchConfig = LaunchConfig(4, 32, 8, 8)
-
-    def of_pooled(self, ids: int, bags: int, bag_columns: int) -> LaunchConfig:
-        """The configuration for a request's bags, by the mean of their lengths and by how many there are.
-
-        bag_columns: of the vectors of all bags.
-        """
-        if ids >= VERY_LONG * bags and bag_columns < FEW_PROGRAMS * self.long.block_columns:
-            return self.few
-        return self.long if ids >= LONG * bags else self.short
 
 
 @dataclass(frozen=True)
@@ -129,26 +97,6 @@ def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]
     of_program = np.concatenate([part.job_of_program for part in parts])
     of_program += np.repeat(before[:, 0].astype(np.int32), programs)
     return rows.tobytes(), of_program.tobytes()
-
-
-class SharedLaunch(NamedTuple):
-    """What requests share launches by. There is one object of each, so it can be compared by identity."""
-
-    key: KernelKey
-    config: LaunchConfig
-
-
-class NativeLayout(NamedTuple):
-    """A request as `_native.place_batch` takes it. measured: what `_native.measure` made of its places.
-
-    pooled, unpooled: what launches of these lookups are shared by. is_overlaid: one of its tables has an overlay.
-    """
-
-    kinds: bytes
-    measured: bytes
-    pooled: SharedLaunch
-    unpooled: SharedLaunch
-    is_overlaid: bool
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,8 @@ import torch
 
 from tableside.quant.cache.jobs import ProbeJobs, shifted, write_jobs
 from tableside.quant.gpu.job import FIELDS
-from tableside.quant.gpu.layout import Bases, LaunchConfig, Layout, joined
+from tableside.quant.gpu.launch_config import LaunchConfig
+from tableside.quant.gpu.layout import Bases, Layout, joined
 from tableside.quant.gpu.resolve import ResolveJobs, copies_of_the_rest
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
 from tableside.quant.gpu.wanted import KernelKey

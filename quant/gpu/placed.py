@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs
-from tableside.quant.gpu.layout import Bases, Layout, NativeLayout, aligned
+from tableside.quant.gpu.launch_config import NativeLayout
+from tableside.quant.gpu.layout import Bases, Layout, aligned
 from tableside.quant.gpu.merge import Launch, Launches, merge
 from tableside.quant.gpu.moves import move_all
 from tableside.quant.gpu.resolve import ResolveJobs

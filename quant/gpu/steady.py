@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,8 @@ from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, Table, lookup_at
 from tableside.quant.errors import MissingBackend
 from tableside.quant.gpu.job import FIELDS, Job, JobField, ResolveField
-from tableside.quant.gpu.layout import Jobs, LaunchConfig, LaunchConfigs, Layout, NativeLayout, SharedLaunch, aligned, columns
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
+from tableside.quant.gpu.layout import Jobs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
 from tableside.quant.gpu.resolve import ResolvedLookup, resolve_block
 from tableside.quant.gpu.tables import DeviceTable, on_device
@@ -257,12 +258,6 @@ class SteadyLayout(Layout):
     @cached_property
     def cached(self) -> NDArray[np.int64]:
         return self._whole.cached
-
-
-@cache
-def shared_launch(key: KernelKey, config: LaunchConfig) -> SharedLaunch:
-    """The one object for lookups that are compiled and cut up alike."""
-    return SharedLaunch(key, config)
 
 
 def _jobs(
