@@ -314,20 +314,20 @@ static int leave_out(const room *m, const laid_out *laid, int64_t number, output
 
 /* Copies inputs, and writes the header where there is one; 0: a part does not lie in its buffer. Touches nothing of Python's. */
 static int write_all(batch *b, room *m, output *to) {
-    char *header = (char *)to->target->buf + to->header_at;
+    char *header = to->header_at < 0 ? NULL : (char *)to->target->buf + to->header_at;
     writing w = {0};
-    if (to->header_at >= 0 && b->resolved) {
+    if (header && b->resolved) {
         w.resolves = (resolve *)(void *)(header + b->resolve_at), w.programs = (int32_t *)(void *)(w.resolves + b->resolved);
         if (b->resolve_programs % 2) w.programs[b->resolve_programs] = 0;
     }
-    if (to->header_at >= 0 && b->cached)
+    if (header && b->cached)
         w.probes = (probe *)(void *)(header + b->probe_at), w.blocks = (int32_t *)(void *)(w.probes + b->cached);
     for (int64_t i = 0; i < b->count; i++) {
         const asked *a = b->requests + i;
         const base *at = to->bases + i;
         laid_out laid;
         lay_out_in(m, a->kinds, a->places, a->count, a->sizes->pooled_block, a->sizes->unpooled_block, &laid);
-        if (to->header_at >= 0) {
+        if (header) {
             if (laid.pooled.count) write_jobs(&laid.pooled, at, b->groups + a->group[0], header);
             if (laid.unpooled.count) write_jobs(&laid.unpooled, at, b->groups + a->group[1], header);
             write_others(m, &laid, a->sizes, at, &w);

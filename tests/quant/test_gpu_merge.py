@@ -14,6 +14,7 @@ from raw_tables import raw_table
 from tables import table_of
 
 from tableside.quant import LookupKind, Place, Pooling, RowFormat, choose
+from tableside.quant.cpu import _native
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.placed import LOCKED_FROM, Copy, Merged, NativeMerged, merged
@@ -92,6 +93,29 @@ def test_inputs_that_are_too_short_are_refused() -> None:
         one.write([bytes(72), bytes(71)], host, one.sizes.inputs, [])
     with pytest.raises(ValueError, match="the header of a batch"):
         one.write([bytes(72), bytes(72)], host[:-1], one.sizes.inputs, [])
+
+
+def test_what_the_c_routines_are_not_meant_for_is_refused() -> None:
+    """Before anything is read or written."""
+    layout = large_request(tables.gpu_backend(), 3)[0].layout
+    kinds, measured, *shared = layout.native
+    host, inputs = np.zeros(4096, np.uint8), bytes(4096)
+    bases = _native.place_batch([layout.native], None, None)[0]
+    for wrong in ((kinds, measured), (kinds, measured[:-8], *shared), (bytearray(kinds), measured, *shared), [*layout.native]):
+        with pytest.raises(TypeError, match="a request of a batch is kinds"):
+            _native.place_batch([wrong], None, None)
+    for extras, stays in (([], None), (None, [False] * 2), (None, (False,))):
+        with pytest.raises(TypeError, match="are lists of an item for each request"):
+            _native.place_batch([layout.native], extras, stays)
+    for wrong in (([layout.native], bases[:-8], [inputs], host, 64, []), ([layout.native], bases, [], host, 64, [])):
+        with pytest.raises(TypeError, match="bases are bytes, sources a list"):
+            _native.write_batch(*wrong, 0)
+    with pytest.raises(TypeError, match="a range of memory is its begin and its end"):
+        _native.write_batch([layout.native], bases, [inputs], host, 64, [7], 0)
+    with pytest.raises(ValueError, match="at a multiple of 8 bytes"):
+        _native.write_batch([layout.native], bases, [inputs], host, 60, [], 0)
+    with pytest.raises(ValueError, match="blocks are positive"):
+        _native.measure(kinds, measured, 0, 32, 0, 128, 256)
 
 
 def in_memory(size: int) -> np.ndarray:
