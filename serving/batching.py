@@ -122,7 +122,8 @@ class Batcher(Executor):
         self._lock = threading.Lock()  # for what is below, up to the empty line
         self._waiting: deque[_Waiting] = deque()
         self._under_way: list[_Batch] = []  # in order
-        self._is_ending = self._is_closed = self._is_idle = False
+        self._is_ending = self._is_closed = False
+        self._is_idle = True  # the first thread; before all else it waits, as those that come in the same round go together
         self._lost: ApiError | None = None
 
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # what the first thread waits for where it is idle
@@ -223,7 +224,7 @@ class Batcher(Executor):
             with self._lock:
                 if self._is_closed:
                     return None
-                due_s = self._due_s()
+                due_s = None if self._is_idle else self._due_s()
                 if due_s is not None and due_s <= 0:
                     if taken := self._take():
                         self._under_way.append(batch := _Batch(taken, self._batches % _TIMED_EVERY == 0))
@@ -232,6 +233,8 @@ class Batcher(Executor):
                 self._is_idle = True
             with contextlib.suppress(queue.Empty):
                 self._woken.get(timeout=due_s)
+            with self._lock:
+                self._is_idle = False
         self._batches += 1
         return batch
 

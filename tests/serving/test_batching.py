@@ -107,15 +107,24 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     """Its requests get the error; those under way beside it, and those that wait, run."""
-    device = Device()
+    device, failed = Device(), threading.Event()
     batcher = Batcher(device, 2, 0.0)  # type: ignore[arg-type]
 
+    def go_on(requests: list[Any]) -> Any:
+        assert failed.wait(20)  # until the error was told
+        return Device().answer(requests)
+
     def fail_once(requests: list[Any]) -> Any:
-        device.answer = Device().answer
+        device.answer = go_on
         raise ValueError("a short buffer")
 
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(batcher.run(Request(), b"")) for _ in range(7)]  # type: ignore[arg-type]
+        asked[0].add_done_callback(lambda _: failed.set())
+        return await asyncio.gather(*asked, return_exceptions=True)
+
     device.answer = fail_once
-    found = asyncio.run(answers(batcher, [Request() for _ in range(7)]))
+    found = asyncio.run(run())
     assert [type(f).__name__ for f in found] == ["ValueError"] * 2 + ["Answer"] * 5
     assert device.batches == [2, 2, 2, 1] and not kills
 
