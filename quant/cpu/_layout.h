@@ -14,6 +14,10 @@ typedef struct { int64_t lookup, row_map, ids_at, ids; } resolved;
 
 enum { OUT_ALIGNMENT = 16 };
 
+typedef struct { MEASURED_FIELDS(MEMBER) } measured;
+enum { HAS_LENGTHS = 1, IS_WEIGHTED = 2, IS_INDIRECT = 4 };
+
+static inline int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
 static inline int64_t aligned(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t item_of(const kind *k) { return k->precision ? 2 : 4; }
 static inline int64_t outputs_of(const kind *k, const place *p) { return k->is_pooled ? p->bags : p->ids; }

@@ -14,7 +14,7 @@
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
- * totals, lay_out, move: see _native_jobs.c · measure, place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
+ * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *

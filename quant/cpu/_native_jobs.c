@@ -10,6 +10,8 @@
  *   cached: (table, ids_at, ids, locations_at), int64, as bytes
  *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and is_offset: int64
  *   [jobs, fields of a job], job_of_program: int32, as bytes
+ * measure(kinds, places, out_bytes, blocks of pooled columns, of unpooled ones, of ids that the cache finds, that become row
+ *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as bytes
  * move(moves, source, target, source_base, target_base): copies parts of one buffer to another
  */
 #define PY_SSIZE_T_CLEAN
@@ -108,6 +110,54 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     }
     let_go(&r);
     return result;
+}
+
+static int64_t traits_of(const jobs_of *j) {
+    return (j->has_lengths ? HAS_LENGTHS : 0) | (j->is_weighted ? IS_WEIGHTED : 0) | (j->is_indirect ? IS_INDIRECT : 0);
+}
+
+PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_buffer kinds, places;
+    int64_t numbers[5];
+    PyObject *made = NULL;
+    room m;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "measure takes 7 arguments, got %zd", n);
+    for (int i = 0; i < 5; i++) {
+        numbers[i] = PyLong_AsLongLong(args[2 + i]);
+        if (PyErr_Occurred()) return NULL;
+        if (numbers[i] < (i ? 1 : 0)) return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
+    }
+    if (PyObject_GetBuffer(args[0], &kinds, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[1], &places, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&kinds);
+        return NULL;
+    }
+    int64_t count = kinds.len / (int64_t)sizeof(kind);
+    if (places.len != count * (int64_t)sizeof(place))
+        PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places.len, (long long)count);
+    else if (!are_sound(kinds.buf, places.buf, count))
+        made = Py_NewRef(Py_None);
+    else if (make_room(&m, count)) {
+        laid_out laid;
+        lay_out_in(&m, kinds.buf, places.buf, count, numbers[1], numbers[2], &laid);
+        const sizes *s = &laid.sizes;
+        int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes, whole = aligned(asked, OUT_ALIGNMENT);
+        measured got = {.pooled_block = numbers[1], .unpooled_block = numbers[2], .probe_block = numbers[3], .resolve_block = numbers[4],
+                        .in_bytes = s->in_bytes, .out_bytes = laid.is_direct && whole > staged ? whole : staged, .asked_bytes = asked,
+                        .scratch = s->scratch, .pooled_jobs = laid.pooled.count, .pooled_programs = laid.pooled.programs,
+                        .pooled_traits = traits_of(&laid.pooled), .unpooled_jobs = laid.unpooled.count,
+                        .unpooled_programs = laid.unpooled.programs, .unpooled_traits = traits_of(&laid.unpooled),
+                        .cached = s->found, .resolved = s->mapped, .is_direct = laid.is_direct};
+        for (int64_t i = 0; i < s->found; i++) got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
+        for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);
+        free_room(&m);
+        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + places.len))) {
+            char *to = PyBytes_AsString(made);
+            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, places.buf, (size_t)places.len);
+        }
+    }
+    PyBuffer_Release(&kinds), PyBuffer_Release(&places);
+    return made;
 }
 
 int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {

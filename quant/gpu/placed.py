@@ -1,7 +1,7 @@
 """The requests of a batch put one after another: where each one's parts lie, and how inputs and header are written.
 
 Two ways give the same bytes. `Merged` takes any layouts. `NativeMerged` takes those that a C routine measured
-(`quant.gpu.steady`): it lays them out again while it writes, all in one call that other threads of Python do not wait for.
+(`quant.gpu.steady`): it lays them out again while it writes, all in one call. Where it copies much, other threads of Python run.
 """
 
 from collections.abc import Sequence
