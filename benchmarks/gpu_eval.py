@@ -1,10 +1,11 @@
 """The evaluation pool on GPUs: rows a second of 1, 2, 4 and 8 of them, a process each, against a plain PyTorch loop on one.
 
-    python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are, with --stash on one; in turns with the loop
+    python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are; on one, --stash and bf16, too
 
-The model and the data of benchmarks/eval_pool.py. Start-up (imports, a CUDA context, kernels that are compiled) is a matter of
-seconds and does not depend on the data. Behind it a process has several shards decoded before the first one is done. So the rate
-is that of the shards behind as many as the processes have at once; the whole run is given, too.
+The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, whose scores theirs are held to. Start-up
+(imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not depend on the data. Behind it a process
+has several shards decoded before the first one is done. So the rate is that of the shards behind as many as the processes have at
+once; the whole run is given, too, and where the time of the threads that score went in it.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -26,10 +27,12 @@ from eval_pool import BATCH, make, plain
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.serving.evaluation.run import EvalSettings, evaluate
+from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, shards_at_once
 from tableside.serving.settings import ServerSettings
 
 SHARD = 32_768
+NEAR = {"fp32": 0.02, "bf16": 0.035}  # int8 rows; bf16: and 8 standard deviations of its roundings, as in gpu_scores.py
 
 
 class Memory:
@@ -58,25 +61,35 @@ class Memory:
         self._thread.join()
 
 
-def pool(root: Path, folder: Path, gpus: int, stash: bool, expected: np.ndarray) -> dict[str, float]:
+class Way(NamedTuple):
+    """How the data is evaluated."""
+
+    gpus: int = 1
+    stash: bool = False
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+def pool(root: Path, folder: Path, way: Way, expected: np.ndarray) -> dict[str, float]:
     """One evaluation: rows a second, seconds of all of it, and memory."""
-    out = folder / f"out-{gpus}-{stash}"
+    out, gpus = folder / f"out-{way.gpus}-{way.stash}-{way.dtype}", way.gpus
     shutil.rmtree(out, ignore_errors=True)
-    settings = EvalSettings(folder / "data.parquet", out, gpus, shard_rows=SHARD, batch_rows=BATCH, stash=stash)
-    server = ServerSettings(root=root, devices=tuple(str(n) for n in range(gpus)), placement="hbm", workers=gpus)
+    settings = EvalSettings(folder / "data.parquet", out, gpus, shard_rows=SHARD, batch_rows=BATCH, stash=way.stash)
+    devices = tuple(str(n) for n in range(gpus))
+    server = ServerSettings(root=root, devices=devices, placement="hbm", workers=gpus, scorer_dtype=way.dtype)
     memory, started = Memory(), time.perf_counter()
     try:
-        evaluate([Candidate("eval", 1, Model(root, "eval").attach(1).content())], settings, server)
+        told = evaluate([Candidate("eval", 1, Model(root, "eval").attach(1).content())], settings, server)
     finally:
         memory.end()
     seconds = time.perf_counter() - started
     parts = sorted((out / "parts").glob("*.parquet"))
     scores = np.concatenate([pq.read_table(p).column("score_0").to_numpy() for p in parts])
-    assert np.abs(scores - expected).max() < 0.02, "int8 scores are not near those of fp32"
+    assert np.abs(scores - expected).max() < NEAR[way.dtype], f"{way.dtype} scores of int8 rows are not near those of fp32"
     ends = sorted((p.stat().st_mtime, pq.read_metadata(p).num_rows) for p in parts)
     first = min(gpus * shards_at_once(server), len(ends) // 2)
     rate = sum(rows for _, rows in ends[first:]) / (ends[-1][0] - ends[first - 1][0])
-    return {"rows_per_s": rate, "whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
+    found = {"rows_per_s": rate, "whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
+    return found | {f"{stage}_s": spent for stage, spent in told.stage_seconds.items()}
 
 
 def main() -> None:
@@ -84,8 +97,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4_000_000, help="rows of the data (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds, the median counts (default: %(default)s)")
     arguments = parser.parse_args()
-    base, ways = "plain loop on a GPU, fp32", {"1 GPU": (1, False), "1 GPU, --stash": (1, True)}
-    ways |= {f"{n} GPUs": (n, False) for n in (2, 4, 8) if n <= torch.cuda.device_count()}
+    base = "plain loop on a GPU, fp32"
+    ways = {"1 GPU": Way(), "1 GPU, --stash": Way(stash=True), "1 GPU, bf16": Way(dtype="bf16")}
+    ways |= {f"{n} GPUs": Way(n) for n in (2, 4, 8) if n <= torch.cuda.device_count()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     plain_rates = []
     with shared_folder() as root, TemporaryDirectory() as name:
@@ -95,15 +109,15 @@ def main() -> None:
         expected, _ = plain(table, folder / "data.parquet", "cuda")
         for turn in range(arguments.rounds):
             plain_rates.append(plain(table, folder / "data.parquet", "cuda")[1])
-            for way, (gpus, stash) in ways.items():
-                found[way].append(pool(root, folder, gpus, stash, expected))
-                console.print(f"round {turn + 1}, {way}: {found[way][-1]['rows_per_s']:,.0f} rows/s")
+            for key, way in ways.items():
+                found[key].append(pool(root, folder, way, expected))
+                console.print(f"round {turn + 1}, {key}: {found[key][-1]['rows_per_s']:,.0f} rows/s")
     rate = statistics.median(plain_rates)
     rows: list[dict[str, Any]] = [{"what": base, "rows_per_s": rate, "of_plain": 1.0, "whole_run_s": None}]
-    rows[0] |= {"private_mb": None, "shared_mb": None}
-    for way, runs in found.items():
+    rows[0] |= dict.fromkeys(("private_mb", "shared_mb", *(f"{stage}_s" for stage in Spent().seconds)))
+    for what, runs in found.items():
         medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        rows.append({"what": way, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate} | medians)
+        rows.append({"what": what, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate} | medians)
     rates = {row["what"]: row["rows_per_s"] for row in rows}
     stash_times = rates["1 GPU"] / rates["1 GPU, --stash"]
     two = rates["2 GPUs"] / rates["1 GPU"] if "2 GPUs" in rates else None

@@ -2,11 +2,16 @@
 
     python benchmarks/gpu_scores.py                # requests of 32 and 512 rows; one worker and four on the GPU, four on the CPU
     python benchmarks/gpu_scores.py --workers 4    # only so many workers on the GPU
+    python benchmarks/gpu_scores.py --workers 3 --dtypes fp32    # in bf16 as well by default, which is a server of its own
     TRIAL=1 TRITON_INTERPRET=1 python benchmarks/gpu_scores.py --device interpreter --batches 2 --connections 1   # a try
 
 26 features of 20 ids each, a table of 100,000 rows x D 64 (int8) for each, and an MLP 1664-1024-1024-256-1. Requests name the
-score alone. Both servers have the same four cores; the load comes from processes that have a core each, 64 connections together.
+score alone. All servers have the same four cores; the load comes from processes that have a core each, 64 connections together.
 Every server's scores are compared with fp64's first.
+
+In bf16 a number x is rounded by u |x| at most, u = 2^-8, and by anything up to that: a variance of (u x)^2 / 3 at most. Roundings
+do not know of each other, so variances add up on their way through the layers (`deviations`). A score may differ by 8 standard
+deviations, which one of 10^15 normal ones exceeds.
 """
 
 import argparse
@@ -15,7 +20,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import pairwise, product
 from multiprocessing.pool import Pool
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,8 +99,27 @@ def path_of(url: str) -> str:
     return f"{url}/v2/models/dlrm/infer"
 
 
-def check(root: Path, url: str, batch: int, rows: int) -> None:
-    """Scores of three requests are those of fp64, within what sums in fp32 differ by."""
+def deviations(dense: Dense, vectors: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Scores of vectors [rows, width], and the standard deviations of what roundings to bf16 add: of inputs and weights once, of
+    what a layer gives twice, as a bias may be added behind the product."""
+    once = (2.0**-8) ** 2 / 3
+    x, variance = vectors, once * vectors**2
+    for layer in dense.layers:
+        if isinstance(layer, torch.nn.ReLU):
+            x = np.maximum(x, 0)
+            continue
+        if isinstance(layer, torch.nn.Linear):
+            w, b = (p.detach().double().numpy() for p in (layer.weight, layer.bias))
+            x, variance = x @ w.T + b, (variance + once * x**2) @ (w**2).T + once * b**2
+        else:
+            x = 1 / (1 + np.exp(-x))
+            variance = variance / 16
+        variance = variance + 2 * once * x**2
+    return x[:, 0], np.sqrt(variance[:, 0])
+
+
+def check(root: Path, url: str, batch: int, rows: int, dtype: str) -> None:
+    """Scores of three requests are those of fp64, within what sums in fp32, or roundings to bf16, differ by."""
     segment = Model(root, "dlrm").attach(verify="header")
     dense, rng = Dense().eval().double(), np.random.default_rng(5)
     for _ in range(3):
@@ -109,9 +133,11 @@ def check(root: Path, url: str, batch: int, rows: int) -> None:
         vectors = [
             choose().lookup(segment.tables[f"f{n}"], i.reshape(-1), lengths, pooling=Pooling.SUM) for n, i in enumerate(ids)
         ]
-        with torch.inference_mode():
-            expected = dense(*(torch.from_numpy(v).double() for v in vectors)).numpy()
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        expected, deviation = deviations(dense, np.concatenate(vectors, 1).astype(np.float64))
+        if dtype == "fp32":
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        else:
+            np.testing.assert_array_less(np.abs(found - expected), 8 * deviation)
 
 
 # ---- the load: processes that prepare requests, and then send them at the same time ----
@@ -180,6 +206,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="on the GPU (default: 1 and 4)")
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"), help="of scorers on the GPU")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 512], help="rows of a request (default: 32 and 512)")
     parser.add_argument("--seconds", type=float, default=9.0, help="of load for each server and batch (default: %(default)s)")
     parser.add_argument("--connections", type=int, default=64, help="of all load together (default: %(default)s)")
@@ -196,14 +223,16 @@ def main() -> None:
         publish(root, Path(name), table_rows)
         os.sched_setaffinity(0, of_servers)  # which the servers inherit
         servers = {"cpu": stack.enter_context(serve(root, ["dlrm"], "--workers", CPU_WORKERS))}
-        for workers in options.workers:
-            on_gpu = ("--workers", workers, "--devices", options.device, "--placement", "hbm")
-            servers[f"gpu, {workers} worker{'s' * (workers > 1)}"] = stack.enter_context(serve(root, ["dlrm"], *on_gpu))
+        dtypes = {"cpu": "fp32"}
+        for workers, dtype in product(options.workers, options.dtypes):
+            on_gpu = ("--workers", workers, "--devices", options.device, "--placement", "hbm", "--scorer-dtype", dtype)
+            key = f"gpu, {workers} worker{'s' * (workers > 1)}{'' if dtype == 'fp32' else ', ' + dtype}"
+            servers[key], dtypes[key] = stack.enter_context(serve(root, ["dlrm"], *on_gpu)), dtype
         os.sched_setaffinity(0, cores)
         for key, server in servers.items():
             console.print(f"{key}: ready in {server.ready_s:.1f} s")
             for batch in options.batches:
-                check(root, server.url, batch, table_rows)
+                check(root, server.url, batch, table_rows, dtypes[key])
         for batch in options.batches:
             rows += measure(servers, batch, table_rows, options.seconds, options.connections, senders)
     title = (

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.loader.program.precision import DTYPES
+from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError
 
 logger = logging.getLogger("tableside")
@@ -23,12 +25,12 @@ logger = logging.getLogger("tableside")
 GRAPH_ROWS = 4096  # of the largest graph
 WARM_ROWS = 1024  # up to which graphs are made before the first request
 
-Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]  # fp32 [rows, width] of each input -> [rows], or [rows, n]
+Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]  # [rows, width] of each input -> fp32 [rows], or [rows, n]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where the rows of a batch go. inputs: fp32 [rows or more, width] of each input; addresses: of their first rows, int64."""
+    """Where the rows of a batch go. inputs: [rows or more, width] of each input; addresses: of their first rows, int64."""
 
     inputs: tuple[torch.Tensor, ...]
     addresses: NDArray[np.int64]
@@ -47,8 +49,8 @@ class _Graph:
 class DeviceCalls:
     """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same one.
 
-    run: the scorer. row_bytes: of each input, int64. rows: the fewest and the most that it takes. is_row_wise: a row's score does
-    not depend on the others.
+    run: the scorer. precision: of its inputs. row_bytes: of each of them, int64. rows: the fewest and the most that it takes.
+    is_row_wise: a row's score does not depend on the others.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class DeviceCalls:
         rows: tuple[int, int],
         is_row_wise: bool,
         name: str,
+        precision: Precision = Precision.FP32,
     ) -> None:
-        self._run, self._widths, self.device, self._rows, self._name = run, widths, device, rows, name
-        self.row_bytes = 4 * np.array(widths, np.int64)
+        self._run, self._widths, self.device, self.rows, self._name = run, widths, device, rows, name
+        self.precision = precision
+        self.row_bytes = precision.bytes * np.array(widths, np.int64)
         self._captures = is_row_wise and device.type == "cuda"
         self._rooms: dict[int, Room] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -75,7 +79,8 @@ class DeviceCalls:
             for larger in [n for n in self._rooms if n > GRAPH_ROWS]:  # one of those at a time
                 if rounded > GRAPH_ROWS:
                     del self._rooms[larger]
-            inputs = tuple(torch.zeros((rounded, width), dtype=torch.float32, device=self.device) for width in self._widths)
+            dtype = DTYPES[self.precision]
+            inputs = tuple(torch.zeros((rounded, width), dtype=dtype, device=self.device) for width in self._widths)
             found = self._rooms[rounded] = Room(inputs, np.array([i.data_ptr() for i in inputs], np.int64))
         return found
 
@@ -95,7 +100,7 @@ class DeviceCalls:
         """Makes the graphs of few rows, as far as the scorer may take them. admit: `Scorer.admit`."""
         rows = 1
         while rows <= WARM_ROWS and self._captures:
-            if self._rows[0] <= rows <= self._rows[1]:
+            if self.rows[0] <= rows <= self.rows[1]:
                 try:
                     admit(rows)
                 except ApiError:
@@ -107,7 +112,7 @@ class DeviceCalls:
 
     def _graph(self, room: Room) -> _Graph | None:
         """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as it is."""
-        if not self._captures or room.rows > GRAPH_ROWS or not self._rows[0] <= room.rows <= self._rows[1]:
+        if not self._captures or room.rows > GRAPH_ROWS or not self.rows[0] <= room.rows <= self.rows[1]:
             return None
         if (found := self._graphs.get(room.rows)) is None:
             self._run(room.inputs)  # libraries make room for themselves; an error is that of a call

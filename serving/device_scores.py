@@ -65,14 +65,16 @@ class DeviceScores:
         if (member := self._members.get(number)) is None:
             return None
         scoring = member.scoring
-        targets = member.room.addresses + member.start * _calls(scoring).row_bytes
+        calls = _calls(scoring)
+        targets = member.room.addresses + member.start * calls.row_bytes
         is_dense = [isinstance(s, DenseInput) for s in scoring.sources]
         tensors = [
             TakenTensor(s.at, s.rows * s.width, int(target))
             for s, target in zip(scoring.sources, targets, strict=True)
             if isinstance(s, DenseInput)
         ]
-        return Taken(scoring.vectors, targets[np.logical_not(is_dense)] if tensors else targets, tensors, scoring.is_alone)
+        of_vectors = targets[np.logical_not(is_dense)] if tensors else targets
+        return Taken(scoring.vectors, of_vectors, tensors, scoring.is_alone, calls.precision)
 
     def _placed(self) -> dict[int, _Member]:
         """Where each request's rows go."""

@@ -16,7 +16,7 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.segment import Segment, Verify
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, QuantError
+from tableside.quant import CpuBackend, Precision, QuantError
 from tableside.serving.errors import ApiError, Kind, ServingError, not_found
 from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
@@ -69,11 +69,13 @@ class Engine:
         verify: Verify,
         max_response_bytes: int,
         scorer_limits: ScorerLimits = NO_LIMITS,
+        scorer_precision: Precision = Precision.FP32,
         gpu_from_ids: int = 0,
         scores: bool = True,
     ) -> None:
         """gpu_from_ids: where versions are on a GPU, the CPU looks up requests of fewer ids. scores: open their scorers."""
         self.model, self._scorer_limits, self._scores = model, scorer_limits, scores
+        self._scorer_precision = scorer_precision
         self._placer = placer
         self._gpu_from_ids = gpu_from_ids
         self._backend, self._threads, self._verify = backend, threads, verify
@@ -99,6 +101,7 @@ class Engine:
             verify=settings.verify,
             max_response_bytes=settings.max_response_bytes,
             scorer_limits=limits,
+            scorer_precision=settings.scorer_precision,
         )
 
     def begin(self) -> None:
@@ -183,8 +186,14 @@ class Engine:
             clock.mark("placed")
             scorer = None
             if self._scores:
-                is_on_device = self._placer.gpu is not None
-                scorer = open_scorer(segment, self._placer.torch_device, self._threads, self._scorer_limits, is_on_device)
+                scorer = open_scorer(
+                    segment,
+                    self._placer.torch_device,
+                    self._threads,
+                    self._scorer_limits,
+                    on_device=self._placer.gpu is not None,
+                    precision=self._scorer_precision,
+                )
             clock.mark("scorer")
             self._placer.compile(segment)
             clock.mark("kernels")

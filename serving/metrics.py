@@ -290,6 +290,7 @@ class _Now:
             for gauge, value in zip(gauges.values(), values, strict=True):
                 gauge.add_metric(label, float(value))
         yield from gauges.values()
+        yield self._scorers()
         yield self._backfilled()
         yield from _of_workers()
         for cache in {engine.cache for engine in self._engines} - {None}:
@@ -298,6 +299,15 @@ class _Now:
                 family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the cache of this worker's GPU.", labels=["device"])
                 family.add_metric([cache.device], float(value))
                 yield family
+
+    def _scorers(self) -> Metric:
+        """What the served versions' scorers are."""
+        text = "1 for the scorer of the served version: its kind, and what it computes in (fp32, bf16, fp16)."
+        gauge = GaugeMetricFamily("tableside_scorer_info", text, labels=["model", "kind", "dtype"])
+        for engine in self._engines:
+            if (scorer := engine.attached().scorer) is not None:
+                gauge.add_metric([engine.model.name, scorer.kind, scorer.dtype], 1.0)
+        return gauge
 
     def _backfilled(self) -> Metric:
         """Of each table whose missing ids are looked for in an older version, also where that gave none."""

@@ -1,6 +1,6 @@
 """Scorers that torch runs: exported programs of any kind, and on a device two towers as well."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from tableside.loader.errors import ProgramError
 from tableside.loader.header import StoredScorer
 from tableside.loader.program import Program
+from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
 from tableside.serving.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
 
@@ -15,6 +16,7 @@ try:
     import torch
 
     from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
+    from tableside.loader.program.precision import DTYPES, check_range, rounded
     from tableside.loader.program.run import Runner, weight_tensors
     from tableside.serving.device_calls import DeviceCalls
 except ImportError as error:
@@ -29,7 +31,9 @@ _MEASURED_ROWS = 1 << 10  # batches up to which are measured before the first re
 
 
 class ProgramScorer(Scorer):
-    """A program on one device; `threads` of torch where that is the CPU (several workers' threads would fight for its cores)."""
+    """A program on one device, in one precision: weights are rounded to it here, inputs where they are copied, and scores leave
+    as fp32. `threads` of torch where the device is the CPU (several workers' threads would fight for its cores).
+    """
 
     kind = "program"
 
@@ -40,7 +44,9 @@ class ProgramScorer(Scorer):
         device: str = "cpu",
         threads: int = 1,
         limits: ScorerLimits = NO_LIMITS,
+        precision: Precision = Precision.FP32,
     ) -> None:
+        """ServingError: the program does not run here, or not in this precision, or gives no scores."""
         self.inputs, self.limits, self._program = stored.inputs, limits, program
         self.runs_on = f"torch {torch.__version__} on {device}"
         torch.set_num_threads(threads)
@@ -49,20 +55,45 @@ class ProgramScorer(Scorer):
         try:
             # Again, where it is loaded: no wild reads for who can write to shared memory.
             check_shapes(program)
-            self._meter = Meter(program, self._most_bytes)
-            self._runner = Runner(program, weight_tensors(program.weights, self._device), self._device, self._most_bytes)
-            self._costs: dict[int, Cost | str] = {}
+            weights = weight_tensors(program.weights, self._device)
+            self._runner = self._made(weights)
             first, second = program.trial_rows()
-            small, large = (self.run([np.zeros((n, i.width), np.float32) for i in self.inputs]) for n in (first, second))
+            small, large = (self._trial(n) for n in (first, second))
         except (ProgramError, *_REFUSED) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error
         if small.shape[0] != first or large.shape[0] != second or small.ndim > 2:
             raise ServingError(f"the scorer gives {list(small.shape)} for a batch of {first}; expected [batch], or [batch, n]")
         self.width = small.shape[1] if small.ndim == 2 else None
         self.is_row_wise = self._scores_rows_alone(first)
+        if precision is not Precision.FP32:
+            self._take(weights, precision)
+        self._meter, self._costs = Meter(program, self._most_bytes, precision), dict[int, Cost | str]()
         for power in range(_MEASURED_ROWS.bit_length()):
             with suppress(ApiError):  # told to the requests of so many rows
                 self._cost(1 << power)
+
+    def _made(self, weights: Mapping[str, torch.Tensor]) -> Runner:
+        return Runner(self._program, weights, self._device, self._most_bytes, DTYPES[self.precision])
+
+    def _trial(self, rows: int) -> Floats:
+        return self.run([np.zeros((rows, i.width), np.float32) for i in self.inputs])
+
+    def _take(self, weights: Mapping[str, torch.Tensor], precision: Precision) -> None:
+        """Runs in a precision from now on. ServingError: the program does not."""
+        self.precision = precision
+        if self._device.type == "cuda":  # else sums that are added up in parts lose what a rounded product does not
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        try:
+            found = rounded(weights, precision)
+            check_range(weights, found, precision)
+            self._runner = self._made(found)
+            for rows in self._program.trial_rows():
+                self._trial(rows)
+        except (ProgramError, *_REFUSED) as error:
+            raise ServingError(
+                f"the scorer does not run in {self.dtype} on torch {torch.__version__}: {error} (--scorer-dtype)"
+            ) from error
 
     def _scores_rows_alone(self, half: int) -> bool:
         """Whether rows get the same scores beside others."""
@@ -76,9 +107,7 @@ class ProgramScorer(Scorer):
 
     def run(self, arrays: list[Floats]) -> Floats:
         with torch.inference_mode():
-            given = [torch.from_numpy(a) for a in arrays]
-            if self._device.type != "cpu":
-                given = [tensor.to(self._device) for tensor in given]
+            given = [torch.from_numpy(a).to(self._device).to(DTYPES[self.precision]) for a in arrays]
             scores: Floats = self._runner(*given).to("cpu", torch.float32).numpy()
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
@@ -86,12 +115,13 @@ class ProgramScorer(Scorer):
         """Its calls with rows that are on its device. They do not hold this object, which holds them."""
         runner = self._runner
         return DeviceCalls(
-            lambda inputs: runner(*inputs),
+            lambda inputs: runner(*inputs).float(),
             self.widths,
             self._device,
             rows=self._program.rows,
             is_row_wise=self.is_row_wise,
             name=self.name,
+            precision=self.precision,
         )
 
     def admit(self, rows: int) -> int:
@@ -122,7 +152,7 @@ class ProgramScorer(Scorer):
 
 
 def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
-    """The calls of a dot product or a cosine with rows that are on a device."""
+    """The calls of a dot product or a cosine with rows that are on a device, in fp32: there is no matrix product to gain by."""
 
     def dot(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return (inputs[0] * inputs[1]).sum(1)

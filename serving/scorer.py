@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.header import ScorerInput
 from tableside.loader.program.layers import Source
+from tableside.quant.contract import Precision
 
 if TYPE_CHECKING:
     from tableside.serving.device_calls import DeviceCalls  # imports torch
@@ -49,11 +50,13 @@ class Scorer(ABC):
 
     inputs: what `run` takes, in order. width: scores of a row where there are several, else None. is_row_wise: a row's score does
     not depend on the rows beside it. model, version: whose scorer it is. runs_on: what computes the scores, for a person. calls:
-    how it is called with rows that are on a device already; None: it is not.
+    how it is called with rows that are on a device already; None: it is not. precision: of its weights, its inputs and what it
+    computes; scores are fp32 in any.
     """
 
     kind: str
     runs_on: str = "numpy"
+    precision: Precision = Precision.FP32
     model: str = ""
     version: int = 0
     limits: ScorerLimits = NO_LIMITS
@@ -82,6 +85,11 @@ class Scorer(ABC):
         """Whose scorer it is, for logs and errors."""
         return f"{self.model} version {self.version}"
 
+    @property
+    def dtype(self) -> str:
+        """Its precision, as settings and metadata name it."""
+        return self.precision.name.lower()
+
     @cached_property
     def widths(self) -> list[int]:
         """Of the inputs, in order."""
@@ -98,7 +106,7 @@ class Scorer(ABC):
         return tuple(i.feature for i in self.inputs if i.feature is not None)
 
     def describe(self) -> dict[str, Any]:
-        """Kind, what it runs on, inputs and shape of the scores, for metadata."""
+        """Kind, what it runs on, its precision, inputs and shape of the scores, for metadata."""
         inputs = [{"name": i.name, "feature": i.feature, "shape": [-1, i.width]} for i in self.inputs]
         shape = [-1] if self.width is None else [-1, self.width]
-        return {"kind": self.kind, "runs_on": self.runs_on, "inputs": inputs, "shape": shape}
+        return {"kind": self.kind, "runs_on": self.runs_on, "dtype": self.dtype, "inputs": inputs, "shape": shape}

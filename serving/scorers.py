@@ -15,6 +15,7 @@ from tableside.loader.program import Program, ProgramInput, read_program
 from tableside.loader.program.layers import PackedLayers, Source, kernel_name, pack_sources, runnable_layers
 from tableside.loader.program.recognize import Layer
 from tableside.loader.segment import Segment
+from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
 from tableside.serving.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
@@ -91,18 +92,25 @@ class LayersScorer(Scorer):
 
 
 def open_scorer(
-    segment: Segment, device: str = "cpu", threads: int = 1, limits: ScorerLimits = NO_LIMITS, on_device: bool = False
+    segment: Segment,
+    device: str = "cpu",
+    threads: int = 1,
+    limits: ScorerLimits = NO_LIMITS,
+    on_device: bool = False,
+    precision: Precision = Precision.FP32,
 ) -> Scorer | None:
-    """A version's scorer, ready to run; None where it has none. device, threads: what a program runs on.
+    """A version's scorer, ready to run; None where it has none. device, threads, precision: what a program runs on, and in.
 
-    on_device: it is called with rows that are on that device, too (`Scorer.calls`).
-    LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or gives no scores.
+    on_device: it is called with rows that are on that device, too (`Scorer.calls`). Two towers are scored in fp32 always.
+    LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or not in this precision,
+    or gives no scores.
     """
     stored = segment.header.scorer
     if stored is None:
         return None
-    is_program = stored.kind == "program"
-    scorer = _open_program(stored, segment.program(), device, threads, limits, on_device) if is_program else Similarity(stored)
+    scorer: Scorer = Similarity(stored)
+    if stored.kind == "program":
+        scorer = _open_program(stored, segment.program(), device, threads, limits, on_device, precision)
     scorer.model, scorer.version = segment.header.model, segment.header.version
     if on_device:
         from tableside.serving import program
@@ -112,19 +120,25 @@ def open_scorer(
 
 
 def _open_program(
-    stored: StoredScorer, archive: bytes, device: str, threads: int, limits: ScorerLimits, by_torch: bool
+    stored: StoredScorer,
+    archive: bytes,
+    device: str,
+    threads: int,
+    limits: ScorerLimits,
+    by_torch: bool,
+    precision: Precision,
 ) -> Scorer:
     try:
         # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
         program = read_program(archive)
     except ProgramError as error:
         raise ServingError(f"the scorer does not run: {error}") from error
-    found = runnable_layers(program) if device == "cpu" and not by_torch else None
-    if found is not None:
+    by_torch = by_torch or device != "cpu" or precision is not Precision.FP32
+    if not by_torch and (found := runnable_layers(program)) is not None:
         return LayersScorer(stored, program, found, threads, limits)
     from tableside.serving.program import ProgramScorer
 
-    return ProgramScorer(stored, program, device, threads, limits)
+    return ProgramScorer(stored, program, device, threads, limits, precision)
 
 
 def needs_torch(segment: Segment, device: str = "cpu") -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.program.layers import Source
+from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, Kind, bad_request
 from tableside.serving.places import Buffer, DenseInput, Output
 from tableside.serving.scorer import REFUSED, Floats, InPlace, Scorer
@@ -79,8 +80,15 @@ class Scoring:
                 raise bad_request(f"dense tensor {source.name!r} is not finite in row {row}; expected finite numbers")
         row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
         raise ApiError(
-            500, Kind.SCORER, f"the score of row {row} is {scores[row]}, from {self.scorer.name}; expected a finite number"
+            500,
+            Kind.SCORER,
+            f"the score of row {row} is {scores[row]}, from {self.scorer.name}{self._beyond}; expected a finite number",
         )
+
+    @property
+    def _beyond(self) -> str:
+        """For a score that is not finite: what a precision of few exponents has to do with it."""
+        return " in fp16, whose largest number is 65,504 (--scorer-dtype)" if self.scorer.precision is Precision.FP16 else ""
 
     def arrays(self, inputs: Any, buffer: Buffer) -> list[Floats]:
         """What the scorer takes: one fp32 [rows, width] for each source."""

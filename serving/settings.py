@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tableside.loader.nearest import did_you_mean
 from tableside.loader.versions import DEFAULT_ROOT
-from tableside.quant.contract import INTERPRETER
+from tableside.quant.contract import INTERPRETER, Precision
 from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes
 
@@ -101,6 +101,11 @@ class ServerSettings(RootSettings):
     max_scorer_bytes: Bytes = Field(
         2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
     )
+    scorer_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32",
+        description="what an exported scorer computes in on a GPU; bf16 and fp16: its weights and inputs are rounded to it, "
+        "scores leave as fp32, and a program that mixes it with another type is refused",
+    )
     scorer_timeout_s: float = Field(
         10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
     )
@@ -181,12 +186,22 @@ class ServerSettings(RootSettings):
     engine: str = Field("", exclude=True, description="address of this worker's engine process; the supervisor's to set")
     sharing: int = Field(1, ge=1, exclude=True, description="processes of an evaluation on this one's device; the pool's to set")
 
+    @property
+    def scorer_precision(self) -> Precision:
+        """`scorer_dtype` as kernels and programs know it."""
+        return Precision[self.scorer_dtype.upper()]
+
     @model_validator(mode="after")
     def _gpu_settings(self) -> "ServerSettings":
         if len(set(self.devices)) != len(self.devices):
             raise ValueError(f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name each once")
         if not self.devices and (self.placement != "auto" or self.hbm_budget is not None):
             raise ValueError("placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out")
+        if not self.devices and self.scorer_dtype != "fp32":
+            raise ValueError(
+                f"scorer_dtype {self.scorer_dtype} is for GPUs, and the CPU scores in fp32; say which ones with --devices, or "
+                "leave it out"
+            )
         return self
 
     @model_validator(mode="after")

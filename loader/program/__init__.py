@@ -9,9 +9,10 @@
     checks      sizes that kernels trust, checked before a call
     run         the calls of any other program, one after another
     embeddings  the embedding calls of a trained model's program, for `tableside init --from-module`
+    precision   a program in bf16 or fp16
     measure     shapes propagated against the weights: where they do not fit, the bytes and the work of a call
 
-checks, run and measure import torch; import them where they are used.
+checks, run, precision and measure import torch; import them where they are used.
 """
 
 from tableside.loader.program.graph import HOW_TO_EXPORT, Program, ProgramInput

@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tableside.loader.program.graph import Program, refuse
+from tableside.loader.program.precision import DTYPES, rounded
 from tableside.loader.program.run import Runner, weight_tensors
+from tableside.quant.contract import Precision
 
 _ELEMENT = 16  # a transcendental function, or a row that is gathered, takes some 16 multiplications' time
 _PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "baddbmm": 2, "mv": 1, "dot": 1}  # where the inputs' last matrix stands
@@ -46,11 +48,12 @@ class TooLarge(ValueError):
 
 
 class Meter:
-    """Measures one program. Threads may share it."""
+    """Measures one program, as it runs in a precision. Threads may share it."""
 
-    def __init__(self, program: Program, most_bytes: int = LARGEST_BYTES) -> None:
-        self._widths = [i.width for i in program.inputs]
-        self._runner = Runner(program, weight_tensors(program.weights, _META), _META, most_bytes)
+    def __init__(self, program: Program, most_bytes: int = LARGEST_BYTES, precision: Precision = Precision.FP32) -> None:
+        self._widths, self._dtype = [i.width for i in program.inputs], DTYPES[precision]
+        weights = rounded(weight_tensors(program.weights, _META), precision)
+        self._runner = Runner(program, weights, _META, most_bytes, self._dtype)
 
     def cost(self, rows: int, most_bytes: int, most_work: int = 1 << 62) -> Cost:
         """What a call with `rows` rows takes. TooLarge: more than this. ValueError, RuntimeError ...: it cannot be made."""
@@ -58,7 +61,7 @@ class Meter:
 
     def propagate(self, rows: int, most_bytes: int, most_work: int) -> tuple[torch.Tensor, Cost]:
         """As `cost`, with what the program gives, as a shape."""
-        inputs = [torch.empty(rows, width, device=_META) for width in self._widths]
+        inputs = [torch.empty(rows, width, dtype=self._dtype, device=_META) for width in self._widths]
         # Not inference mode: there an operator that is made of others would be seen as one.
         with torch.no_grad(), _Count(most_bytes, most_work) as count:
             found = self._runner(*inputs)

@@ -13,6 +13,7 @@ import torch
 from tableside.loader.program.checks import CHECKS, Check
 from tableside.loader.program.graph import TYPES, DType, MemoryFormat, Node, NumberRef, OwnDevice, Program, TensorRef, Weight
 from tableside.loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name
+from tableside.loader.program.precision import one_type, takes_values_of_one
 
 _MOST_PROVEN = 1 << 16  # numbers of rows that are remembered
 _FORMATS = {1: torch.contiguous_format, 4: torch.preserve_format}
@@ -64,10 +65,11 @@ class _Arguments:
 @dataclass(frozen=True)
 class _Call:
     """One call, ready to be made. positional: how many arguments have no keyword; names: of all, keywords behind; dead: slots of
-    values that no later call reads; outputs: (slot, whether it is a tensor) of each result."""
+    values that no later call reads; outputs: (slot, whether it is a tensor) of each result; target: its name, for a person."""
 
+    target: str
     function: Callable[..., Any]
-    check: Check | None
+    checks: tuple[Check, ...]
     positional: int
     names: tuple[str, ...]
     arguments: _Arguments
@@ -77,8 +79,9 @@ class _Call:
     def make(self, values: list[Any], is_proven: bool, most_bytes: int) -> None:
         """Makes the call and keeps its results. is_proven: one with arguments of the same types and sizes passed the checks."""
         given = self.arguments.read(values)
-        if self.check is not None and not is_proven:
-            self.check(dict(zip(self.names, given, strict=False)), most_bytes)
+        if self.checks and not is_proven:
+            for check in self.checks:
+                check(dict(zip(self.names, given, strict=False)), most_bytes)
         if len(given) == self.positional:
             found = self.function(*given)
         else:
@@ -102,14 +105,23 @@ class _Call:
 
 
 class Runner:
-    """A program on one device. most_bytes: of one result whose size is a number in the program.
+    """A program on one device. most_bytes: of one result whose size is a number in the program. dtype: of its inputs; other than
+    fp32: its weights' too (`precision.rounded`), and each call is checked to mix no types.
 
     Checks look at types, sizes and numbers computed of sizes, which are the same for every batch of as many rows. So they are
     made for the first batch of each number of rows, and not again. ValueError: an operator has no such argument.
     """
 
-    def __init__(self, program: Program, weights: Tensors, device: torch.device, most_bytes: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: Tensors,
+        device: torch.device,
+        most_bytes: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._program, self._device, self._most_bytes = program, device, most_bytes
+        self._makers = None if dtype is torch.float32 else _makers(program)
         given = [*weights, *program.values]
         made = [ref.name for n in program.nodes for ref in _results(n)]
         self._slots = {name: slot for slot, name in enumerate([*given, *made])}
@@ -118,7 +130,7 @@ class Runner:
         self._proven: set[int] = set()  # numbers of rows
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, width] of each input -> what the program returns.
+        """[rows, width] of each input -> what the program returns.
 
         ValueError, RuntimeError, IndexError, TypeError: it does not take inputs of these shapes.
         """
@@ -131,7 +143,10 @@ class Runner:
         values: list[Any] = [*self._weights, *inputs, *([None] * (len(self._slots) - len(self._weights) - len(inputs)))]
         is_proven, most_bytes = rows in self._proven, self._most_bytes
         for call in self._calls:
-            call.make(values, is_proven, most_bytes)
+            try:
+                call.make(values, is_proven, most_bytes)
+            except NotImplementedError as error:  # torch names its kernel, or none
+                raise NotImplementedError(f"its call {call.target} cannot be made: {error}") from error
         if len(self._proven) < _MOST_PROVEN:
             self._proven.add(rows)
         found: torch.Tensor = values[self._slots[self._program.result.name]]
@@ -142,7 +157,7 @@ class Runner:
         gone = tuple(self._slots[name] for name in dead)
         if (function := ARITHMETIC.get(node.target)) is not None:
             numbers = self._arguments([value for _, value in node.arguments])
-            return _Call(_on_numbers(function), None, len(node.arguments), (), numbers, outputs, gone)
+            return _Call(node.target, _on_numbers(function), (), len(node.arguments), (), numbers, outputs, gone)
         name, overload = aten_name(node.target)
         operator = getattr(getattr(torch.ops.aten, name), overload)
         given = dict(node.arguments)
@@ -156,7 +171,10 @@ class Runner:
             raise ValueError(f"{node.target} is called with {next(iter(given))}, which it does not take")
         positional = sum(not a.kwarg_only for a in schema)
         names = tuple(a.name for a in schema)
-        return _Call(operator, CHECKS.get(name), positional, names, self._arguments(values), outputs, gone)
+        checks: tuple[Check, ...] = (CHECKS[name],) if name in CHECKS else ()
+        if self._makers is not None and not takes_values_of_one(node):
+            checks += (one_type(node, self._makers),)
+        return _Call(node.target, operator, checks, positional, names, self._arguments(values), outputs, gone)
 
     def _arguments(self, values: Sequence[Any]) -> _Arguments:
         slots, lists = self._references(values), []
@@ -193,6 +211,12 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return call
+
+
+def _makers(program: Program) -> dict[str, str]:
+    """Of each value, what made it, for a person."""
+    found = dict.fromkeys((w.name for w in program.weights), "a weight") | dict.fromkeys(program.values, "an input")
+    return found | {ref.name: f"of {node.target}" for node in program.nodes for ref in _results(node)}
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:

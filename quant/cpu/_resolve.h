@@ -288,6 +288,7 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
     const row_map *m = j->map;
     const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK, lag = has_overlay ? PILOT_LAG : 0;
     int64_t k = r->next, at;
+    lanes8 lacks = {0}, late = {0}; /* counted in lanes over all blocks: a sum of eight costs as much as a block */
     for (; k < count + lag && (k - lag) * ID_BLOCK < until; k++) {
         if (has_overlay && k < count) find_maybe(r, k);
         if (has_overlay && k && k <= count) find_slots(r, k - 1);
@@ -296,7 +297,6 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
         const int64_t n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
         int64_t *numbers = j->numbers + at, rows[ID_BLOCK];
         uint64_t id[ID_BLOCK];
-        lanes8 lacks = {0}, late = {0};
         if (n == ID_BLOCK) __builtin_memcpy(id, j->ids + 8 * at, sizeof id);
         else EACH_ID id[i] = (uint64_t)(i < n ? load_i64(j->ids + 8 * (at + i)) : m->first);
         EACH_EIGHT {
@@ -310,7 +310,6 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
             lacks -= is_missing;
             late -= (lanes8)(row >= (uint64_t)m->own) & (lanes8)(row < (uint64_t)m->id_count);
         }
-        for (int i = 0; i < 8; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
         for (int64_t i = n; i < ID_BLOCK; i++) { /* those beside the last id, which are all alike */
             r->missing -= rows[i] == m->default_row;
             r->backfilled -= rows[i] >= m->own && rows[i] < m->id_count;
@@ -320,6 +319,7 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
         if (j->found)
             for (int64_t i = 0; i < n; i++) j->found[at + i] = rows[i] != m->default_row;
     }
+    for (int i = 0; i < 8; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
     r->next = k;
     r->placed = k > lag ? (k - lag) * ID_BLOCK : 0;
     if (r->placed > j->n_ids) r->placed = j->n_ids;

@@ -1,8 +1,9 @@
 """What follows a batch's lookups on the device and reads their vectors there: where it finds what it takes of each request.
 
-A follower says of each request which of its vectors and input tensors it takes, and to which fp32 matrices they go. The tensors
-are staged with the ids and sent by the same copy; one launch then fills the matrices (`quant.gpu.fill_kernel`). Outputs that
-nobody but the follower reads stay on the device. Nothing here knows what the matrices are for. Imports neither torch nor Triton.
+A follower says of each request which of its vectors and input tensors it takes, to which matrices they go, and in what precision.
+The tensors are staged with the ids and sent by the same copy; one launch then fills the matrices (`quant.gpu.fill_kernel`).
+Outputs that nobody but the follower reads stay on the device. Nothing here knows what the matrices are for. Imports neither torch
+nor Triton.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.quant.contract import Precision
 from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.moves import Move
 
@@ -44,14 +46,15 @@ class TakenTensor(NamedTuple):
 class Taken(NamedTuple):
     """What a follower takes of one request.
 
-    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of fp32 [VALUES]. stays: the
-    request's outputs are not copied to the host.
+    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of [VALUES] of `precision`, as
+    the tensors' are. stays: the request's outputs are not copied to the host.
     """
 
     vectors: NDArray[np.int64]
     targets: NDArray[np.int64]
     tensors: Sequence[TakenTensor]
     stays: bool
+    precision: Precision = Precision.FP32
 
     @property
     def input_bytes(self) -> int:
@@ -102,6 +105,10 @@ class Fills:
         self._jobs[: len(self._vectors), of_vectors] = self._vectors[:, fields]
         self._jobs[: len(self._vectors), FillField.TARGET] = _joined([t.targets for _, t in self._held], (0,))
         self._jobs[len(self._vectors) :, FillField.TARGET] = [tensor.target for tensor in tensors]
+        precisions = [t.precision for _, t in self._held]
+        if any(precisions):  # else they are zeros, which is fp32
+            parts = [*(len(t.vectors) for _, t in self._held), *(len(t.tensors) for _, t in self._held)]
+            self._jobs[:, FillField.PRECISION] = np.repeat(precisions * 2, parts)
         self.programs = self._of_program.size
         self.programs_at = self._jobs.nbytes
         self.bytes = _aligned(self.programs_at + self._of_program.nbytes)

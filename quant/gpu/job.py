@@ -65,8 +65,9 @@ class FillField(IntEnum):
     VALUES = 2
     WIDTH = 3  # values of a row
     STEP = 4  # values from one row of the source to the next
-    TARGET = 5  # address of fp32 [VALUES]
+    TARGET = 5  # address of [VALUES] of PRECISION
     FIRST_PROGRAM = 6  # of the launch, that works on this job
+    PRECISION = 7  # a Precision: what the target is written as
 
 
 class ReportField(IntEnum):

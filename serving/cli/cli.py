@@ -259,7 +259,7 @@ def _add_evaluation(command: _AddCommand) -> None:
     p.add_argument("--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
     _add_json(p)
     p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
-    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget")
+    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))
 
 

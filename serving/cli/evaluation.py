@@ -95,6 +95,8 @@ def _print_report(report: "Report") -> None:
     speed = f", {report.rows_per_s:,.0f} rows/s" if report.rows > report.resumed_rows else ""
     resumed = f", {report.resumed_rows:,} of them by an earlier run" if report.resumed_rows else ""
     console.print(f"{report.rows:,} rows in {report.seconds:.1f} s{speed}{resumed}")
+    if total := sum(report.stage_seconds.values()):
+        console.print("on GPUs: " + ", ".join(f"{stage} {s / total:.0%}" for stage, s in report.stage_seconds.items()))
     table = Table("", "rows", "positives", "log loss", "NE", "AUC", "calibration", box=None)
     for title, found in (("all", report.overall), *report.slices.items()):
         for name, q in zip(report.candidates, found, strict=True):

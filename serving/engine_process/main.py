@@ -221,7 +221,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
         "placements": {name: p.value for name, p in served.placed.placements.items()},
         "hbm_bytes": served.placed.hbm_bytes,
         "verified_at": served.verified_at,
-        "scorer": None if scorer is None else {"width": scorer.width, "runs_on": scorer.runs_on},
+        "scorer": None if scorer is None else {"width": scorer.width, "runs_on": scorer.runs_on, "dtype": scorer.dtype},
         "unusable": "",
     }
 

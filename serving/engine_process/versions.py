@@ -12,7 +12,7 @@ from tableside.loader.header import StoredScorer
 from tableside.loader.segment import Segment
 from tableside.loader.states import State, attach_state, state_of
 from tableside.loader.versions import Model
-from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, QuantError
+from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, Precision, QuantError
 from tableside.serving.engine import CacheState, Engine
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
@@ -50,7 +50,7 @@ class _EngineScorer(Scorer):
 
     def __init__(self, stored: StoredScorer, told: dict[str, Any]) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
-        self.width, self.runs_on = told["width"], told["runs_on"]
+        self.width, self.runs_on, self.precision = told["width"], told["runs_on"], Precision[told["dtype"].upper()]
 
     def run(self, arrays: list[Floats]) -> Floats:
         raise AssertionError("the engine process scores")

@@ -3,14 +3,14 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from tableside.serving.evaluation.batches import Batch, BatchReader, ShardTable
-from tableside.serving.evaluation.data import Shard
+from tableside.serving.evaluation.data import DataError, Shard
 
 if TYPE_CHECKING:
     from tableside.serving.evaluation.on_device import BegunGroup, DeviceScoring
@@ -56,10 +56,13 @@ class ShardsAhead:
 
 
 class Unfinished:
-    """Groups of batches that have begun on a device, at most `DeviceScoring.ahead`, and the tables that they belong to."""
+    """Groups of batches that have begun on a device, at most `DeviceScoring.ahead`, and the tables that they belong to.
 
-    def __init__(self, device: "DeviceScoring") -> None:
-        self._device = device
+    name_fault: is given a shard with rows at fault, before their error is raised; it raises one that says more of them.
+    """
+
+    def __init__(self, device: "DeviceScoring", name_fault: Callable[[Shard], object]) -> None:
+        self._device, self._name_fault = device, name_fault
         self._begun: deque[tuple[Shard, ShardTable, BegunGroup, bool]] = deque()
 
     def __len__(self) -> int:
@@ -76,8 +79,12 @@ class Unfinished:
     def finish_one(self) -> Iterator[tuple[Shard, pa.Table]]:
         """Finishes the group that began first; gives its shard's table where it is the last of it."""
         shard, table, begun, is_last = self._begun.popleft()
-        for scored in self._device.finish(begun):
-            table.add(scored)
+        try:
+            for scored in self._device.finish(begun):
+                table.add(scored)
+        except DataError:
+            self._name_fault(shard)
+            raise
         if is_last:
             yield shard, table.finished()
 

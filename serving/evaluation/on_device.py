@@ -15,6 +15,8 @@ from tableside.quant.gpu.follower import Follower, Taken
 from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import Batch, Scored
+from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
+from tableside.serving.placement import Placement
 from tableside.serving.request import Answer, Request
 from tableside.serving.scoring import ScoreStage
 from tableside.serving.version import ServedVersion
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.batches import Begun
 
 GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
-_SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away
+_SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,
+_LEAST_BYTES = 64 << 20  # and so much at least: what smaller tables give back is no gain to wait for so often
 
 
 class BegunGroup(NamedTuple):
@@ -41,12 +44,32 @@ class DeviceScoring:
     """Looks up and scores batches of candidates that are served on one GPU.
 
     stashes: their tables leave while they are scored. ahead: groups of batches that begin before the one that is looked up.
+    spent: of the thread that calls.
     """
 
     def __init__(self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool, ahead: int = 0) -> None:
         self._gpu, self._served, self._stashes, self.ahead = gpu, served, stashes, ahead
-        self._stage = ScoreStage(gpu.is_lost)
-        self._bytes = sum(s.placed.hbm_bytes for s in served) // _SHARE if stashes else GROUP_BYTES
+        self._stage, self.spent = ScoreStage(gpu.is_lost), Spent()
+        self._bytes = max(_LEAST_BYTES, sum(s.placed.hbm_bytes for s in served) // _SHARE) if stashes else GROUP_BYTES
+
+    def batch_rows(self, asked: int) -> int:
+        """Rows of a batch where `asked` were asked for.
+
+        Where each row's score is its own, a batch has as many rows as go to the device together: the host lays out and stages
+        one request in the time of many. No batch is larger than a response may be, or than a scorer takes. With rows in
+        `zero_copy` it is as it was asked for, since what the CPU gathers is bounded for each request.
+        """
+        most = GROUP_ROWS
+        for served in self._served:
+            scorer = served.scorer
+            assert scorer is not None
+            if scorer.calls is None or not scorer.is_row_wise or Placement.ZERO_COPY in served.placed.placements.values():
+                return asked
+            # A score, and as much for what parts of a response are aligned to.
+            row_bytes = 4 * (2 + sum(i.width for i in scorer.inputs if i.feature is not None))
+            response = served.max_response_bytes or self._bytes
+            most = min(most, scorer.calls.rows[1], response // row_bytes, self._bytes // (len(self._served) * row_bytes))
+        return max(asked, most)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Batches that go to the device together."""
@@ -65,6 +88,10 @@ class DeviceScoring:
 
     def begin(self, group: Sequence[Batch]) -> BegunGroup:
         """Sends a group to the device, and has the cache bring its rows. Waits for nothing."""
+        with self.spent.on(STAGING):
+            return self._begun(group)
+
+    def _begun(self, group: Sequence[Batch]) -> BegunGroup:
         requests = [request for batch in group for request in batch.requests]
         scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
         scores = DeviceScores(scored, self._stage, None)
@@ -77,7 +104,8 @@ class DeviceScoring:
 
         DataError: a request of a batch is refused, or its scores are no probabilities.
         """
-        answers = iter(self._answers(group))
+        with self.spent.on(SCORING):
+            answers = iter(self._answers(group))
         found = []
         for batch in group.batches:
             scores, unfound = [], []

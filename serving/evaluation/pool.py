@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -21,13 +22,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import remove_partials, write_part
+from tableside.serving.evaluation.spent import WRITING, Spent
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
 from tableside.serving.kept_memory import keep_freed_memory
 
@@ -37,46 +39,60 @@ _TRIES = 3  # of a shard, before its data is held to be what kills processes; of
 _PAUSE_S = 0.5  # before a start is tried again: a process that was killed is there for a moment yet
 _START = -1  # in the place of a shard's number
 _PR_SET_PDEATHSIG = 1
+_SWITCH_S = 1e-4  # after which the thread that scores gets Python's lock from those that decode; 5 ms by default
+
+
+class _Told(NamedTuple):
+    """What a process of the pool says: that it is ready, that a shard's rows were written, or what is wrong.
+
+    spent: seconds by stage since it was ready, where it is on a GPU.
+    """
+
+    rows: int = 0
+    error: str | None = None
+    spent: dict[str, float] | None = None
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """A process of the pool: shards come in, (number of rows, error) go out, until the pool closes its end or is gone."""
+    """A process of the pool: shards come in, what is `_Told` goes out, until the pool closes its end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
         if job.settings.devices:
             keep_freed_memory()  # several threads make buffers of some MB for each batch
+            sys.setswitchinterval(_SWITCH_S)
         evaluator = Evaluator(job)
-        connection.send((0, None))
-        with _Writer(job, connection, beside=evaluator.readers > 0) as writer:
+        connection.send(_Told())
+        with _Writer(job, connection, evaluator.spent) as writer:
             for shard, table in evaluator.tables(iter(connection.recv, None)):
                 writer.write(shard, table)
     except (LoaderError, QuantError, ServingError, OSError, ValueError, LookupError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # where nobody listens any more
-            connection.send((0, str(error) or repr(error)))
+            connection.send(_Told(error=str(error) or repr(error)))
     except EOFError:
         return
 
 
 class _Writer:
-    """Writes the tables of shards, one after another, and tells the pool; where `beside`, on a thread of its own."""
+    """Writes the tables of shards, one after another, and tells the pool; on a GPU, where time is `spent`, by its own thread."""
 
-    def __init__(self, job: Job, connection: Connection, beside: bool) -> None:
-        self._job, self._connection = job, connection
-        self._thread = ThreadPoolExecutor(1, "tableside-write") if beside else None
+    def __init__(self, job: Job, connection: Connection, spent: Spent | None) -> None:
+        self._job, self._connection, self._spent = job, connection, spent
+        self._thread = None if spent is None else ThreadPoolExecutor(1, "tableside-write")
         self._last: Future[None] | None = None
 
     def write(self, shard: Shard, table: Any) -> None:
         """ServingError, OSError: it, or the one before it, could not be written."""
-        if self._thread is None:
+        if self._thread is None or self._spent is None:
             self._write(shard, table)
             return
-        self._wait()
+        with self._spent.on(WRITING):
+            self._wait()
         self._last = self._thread.submit(self._write, shard, table)
 
     def _write(self, shard: Shard, table: Any) -> None:
         write_part(self._job, shard, table)
-        self._connection.send((shard.rows, None))
+        self._connection.send(_Told(shard.rows, spent=None if self._spent is None else dict(self._spent.seconds)))
 
     def _wait(self) -> None:
         if self._last is not None:
@@ -122,10 +138,14 @@ class _Process:
     device: str
     shards: deque[Shard] = field(default_factory=deque)  # that it has not answered, in the order in which it got them
     is_ready: bool = field(default=False)
+    spent: dict[str, float] = field(default_factory=dict)  # as it last told
 
 
 class Pool:
-    """`workers` processes for one job. on_done(rows): called in this process for each shard that was scored."""
+    """`workers` processes for one job. on_done(rows): called in this process for each shard that was scored.
+
+    spent: seconds of processes on GPUs by stage, once `run` is done.
+    """
 
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
@@ -133,6 +153,7 @@ class Pool:
         programs = ["tableside.serving.program"] if job.needs_torch else []
         self._context.set_forkserver_preload(["tableside.serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
+        self.spent = Spent().seconds
         self._at_once = shards_at_once(job.settings.model_copy(update={"workers": workers}))
 
     def run(self, shards: Sequence[Shard]) -> None:
@@ -197,7 +218,7 @@ class Pool:
     def _receive(self, p: _Process) -> bool:
         """Takes what a process says; False: it died. ServingError: it could not go on."""
         try:
-            rows, error = p.connection.recv()
+            rows, error, spent = p.connection.recv()
         except (EOFError, OSError):
             p.process.join()
             remove_partials(self._job.parts, p.process.pid)
@@ -205,6 +226,9 @@ class Pool:
             return False
         if error is not None:
             raise ServingError(error)
+        for stage, seconds in (spent or {}).items():
+            self.spent[stage] += seconds - p.spent.get(stage, 0.0)
+        p.spent = spent or {}
         if p.shards:
             self._on_done(rows)
             p.shards.popleft()

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tableside.serving.evaluation.parts import find_part, remove_partials, witho
 from tableside.serving.evaluation.pool import Pool
 from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
+from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, Job
 from tableside.serving.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
@@ -61,7 +62,8 @@ class EvalSettings:
 @dataclass(frozen=True)
 class Report:
     """The figures of an evaluation. overall, slices, ids_without_row_total: for each candidate, in order; rows_per_s: of the rows
-    scored in this run."""
+    scored in this run; stage_seconds: where the time of its processes on GPUs went, added up (`evaluation.spent`);
+    zeros on the CPU."""
 
     candidates: tuple[str, ...]
     rows: int
@@ -73,6 +75,7 @@ class Report:
     ne_increase: float | None
     passed: bool | None
     max_ne_increase: float | None = None
+    stage_seconds: Mapping[str, float] = field(default_factory=lambda: Spent().seconds)
 
     def figures(self) -> dict[str, Any]:
         """All of it, as OUT/report.json has it (docs/scoring.md)."""
@@ -127,29 +130,32 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
             progress(done, total)
 
     advance(0)
-    seconds = 0.0
+    seconds, stages = 0.0, Spent().seconds
     for _ in range(_TRIES):
         started = time.monotonic()
-        _score(job, settings, left, advance)
+        for stage, spent in _score(job, settings, left, advance).items():
+            stages[stage] += spent
         seconds += time.monotonic() - started
         columns, counts, left = _columns(job, shards)
         if not left:
-            return _report(job, settings, columns, counts, resumed, seconds)
+            return _report(job, settings, columns, counts, resumed, seconds, stages)
         advance(-sum(s.rows for s in left))
     raise ServingError(
         f"{job.part(left[0])} was not read as it had been written, {_TRIES} times over; check the disk, or choose another --out"
     )
 
 
-def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]) -> None:
-    """Scores shards; removes what processes that ended did not write to its end."""
+def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]) -> dict[str, float]:
+    """Scores shards; removes what processes that ended did not write to its end. Returns where time went on GPUs, where known."""
     try:
         if settings.engine == "ray":
             from tableside.serving.evaluation.on_ray import RayPool
 
             RayPool(job, settings.workers, advance, settings.ray_address).run(shards)
-        else:
-            Pool(job, settings.workers, advance).run(shards)
+            return {}
+        pool = Pool(job, settings.workers, advance)
+        pool.run(shards)
+        return pool.spent
     finally:
         remove_partials(job.parts)
 
@@ -245,6 +251,7 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
         "slice": job.slice_by,
         "files": stats,
         "shards": [asdict(s) for s in shards],
+        "scorer_dtype": job.settings.scorer_dtype,
     }
     path = settings.out / "plan.json"
     try:
@@ -254,6 +261,7 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
     except DamagedRecord as error:
         raise ServingError(f"{error}; remove {settings.out}, or choose another --out") from error
     else:
+        found.setdefault("scorer_dtype", "fp32")  # of releases that had no other
         if different := ", ".join(k for k in plan if found.get(k) != plan[k]):
             raise ServingError(
                 f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"
@@ -269,6 +277,7 @@ def _report(
     counts: Sequence[WithoutRow],
     resumed: int,
     seconds: float,
+    stages: Mapping[str, float],
 ) -> Report:
     labels, scores = columns["label"], [columns[f"score_{n}"] for n in range(len(job.candidates))]
     overall = tuple(quality(labels, s) for s in scores)
@@ -285,6 +294,6 @@ def _report(
         passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
     names = tuple(map(str, job.candidates))
     judged = (increase, passed, settings.max_ne_increase)
-    report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), *judged)
+    report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), *judged, stages)
     write_record(settings.out / "report.json", report.figures())
     return report

@@ -25,6 +25,7 @@ from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.ahead import ShardsAhead, Unfinished
 from tableside.serving.evaluation.batches import Batch, BatchReader, Scored, ShardTable
 from tableside.serving.evaluation.data import DataError, Shard
+from tableside.serving.evaluation.spent import READING, Spent
 from tableside.serving.placement import Placer
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # groups of batches whose rows a cache brings before they are looked up
 _MOST_READERS = 12  # threads; more decode no faster than one GPU scores
-_AHEAD = 2  # shards that are ready or waited for, beside those that threads decode
+_AHEAD = 6  # shards that are ready, scored or written, beside those that threads decode: they are scored in order
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Evaluator:
                 threads=settings.threads,
                 verify=settings.verify,
                 max_response_bytes=settings.max_response_bytes,
+                scorer_precision=settings.scorer_precision,
             )
             self.served.append(engine.attach(state))
             scorer = self.served[-1].scorer
@@ -144,15 +146,24 @@ class Evaluator:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
         self.readers = readers(settings) if placer.gpu is not None else 0
         self._device = None if placer.gpu is None else _device_scoring(placer.gpu, self.served, job.stash)
-        self._reader = BatchReader(
+        self._reader = self._reads(job.batch_rows if self._device is None else self._device.batch_rows(job.batch_rows))
+
+    def _reads(self, batch_rows: int) -> BatchReader:
+        job = self.job
+        return BatchReader(
             self.served,
             job.columns,
             wanted=job.wanted,
             label=job.label,
             slice_by=job.slice_by,
-            batch_rows=job.batch_rows,
+            batch_rows=batch_rows,
             whole=self.readers > 0,
         )
+
+    @property
+    def spent(self) -> Spent | None:
+        """Where the time of the thread that scores went; None: on the CPU, where nothing waits for anything."""
+        return None if self._device is None else self._device.spent
 
     def tables(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, pa.Table]]:
         """Each shard with its table, as `score` gives it. Readers decode those to come meanwhile."""
@@ -161,10 +172,12 @@ class Evaluator:
                 yield shard, self.score(shard)
             return
         with ThreadPoolExecutor(self.readers, "tableside-read") as threads:
-            coming, begun = ShardsAhead(shards, threads, self._reader), Unfinished(self._device)
+            coming, begun = ShardsAhead(shards, threads, self._reader), Unfinished(self._device, self._name_fault)
             while True:
                 # Nothing waits for a shard that is not there while batches wait to be finished: it may come after their tables.
-                if (item := coming.get(wait=not begun)) is None:
+                with self._device.spent.on(READING):
+                    item = coming.get(wait=not begun)
+                if item is None:
                     if not begun:
                         return
                     yield from begun.finish_one()
@@ -178,16 +191,24 @@ class Evaluator:
         DataError: the data does not fit the model.
         """
         try:
-            table = self._empty_table(shard)
             if self._device is not None:
-                begun = Unfinished(self._device)
-                (found,) = [*begun.begin(shard, self._reader.batches(shard), table), *begun.finish()]
-                return found[1]
+                return self._on_device(self._device, shard, self._reader)
+            table = self._empty_table(shard)
             for batch in self._reader.batches(shard):
                 table.add(self._scored(batch))
             return table.finished()
         except pa.ArrowException as error:
             raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
+
+    def _on_device(self, device: "DeviceScoring", shard: Shard, reader: BatchReader) -> pa.Table:
+        begun = Unfinished(device, self._name_fault if reader is self._reader else lambda _: None)
+        (found,) = [*begun.begin(shard, reader.batches(shard), self._empty_table(shard)), *begun.finish()]
+        return found[1]
+
+    def _name_fault(self, shard: Shard) -> None:
+        """Scores a shard with rows at fault again, by batches as large as was asked for. DataError: names the one at fault."""
+        assert self._device is not None
+        self._on_device(self._device, shard, self._reads(self.job.batch_rows))
 
     def _empty_table(self, shard: Shard) -> ShardTable:
         return ShardTable(shard, len(self.served), self.job.slice_by is not None)

@@ -18,23 +18,29 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.follower import Fills, Taken, TakenTensor, fill_block
 from tableside.quant.gpu.job import FillField
 
+DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 WIDE, NARROW = table_of(RowFormat.INT8, 32), table_of(RowFormat.INT4, 12, seed=1)
 CONTEXT = 5  # numbers of a row's dense tensor
 
 
 class Gathers:
-    """A follower that takes, of each request, the vectors of both features and a dense tensor, to three matrices."""
+    """A follower that takes, of each request, the vectors of both features and a dense tensor, to three matrices.
 
-    def __init__(self, rows: Sequence[int], parts: Sequence[Any], stays: Sequence[bool]) -> None:
+    precision: of the matrices.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], parts: Sequence[Any], stays: Sequence[bool], precision: Precision = Precision.FP32
+    ) -> None:
         backend: Any = gpu_backend()
         self.widths = (WIDE.dim, NARROW.dim, CONTEXT)
-        self.matrices = [torch.full((sum(rows), w), -1.0, device=backend.device) for w in self.widths]
+        self.matrices = [torch.full((sum(rows), w), -1.0, dtype=DTYPES[precision], device=backend.device) for w in self.widths]
         self._taken = []
         start = 0
         for count, own, one in zip(rows, parts, stays, strict=True):
-            targets = [m.data_ptr() + 4 * start * w for m, w in zip(self.matrices, self.widths, strict=True)]
+            targets = [m.data_ptr() + precision.bytes * start * w for m, w in zip(self.matrices, self.widths, strict=True)]
             tensor = TakenTensor(*own[2], targets[2])
-            self._taken.append(Taken(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one))
+            self._taken.append(Taken(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision))
             start += count
         self.seen: list[np.ndarray] = []
 
@@ -42,7 +48,7 @@ class Gathers:
         return self._taken[number]
 
     def run(self) -> None:
-        self.seen = [m.cpu().numpy() for m in self.matrices]
+        self.seen = [m.float().cpu().numpy() for m in self.matrices]
 
 
 class Asked:
@@ -95,10 +101,12 @@ class Asked:
         np.testing.assert_array_equal(matrices[2][rows], self.context)
 
 
-def look_up(asked: Sequence[Asked], stays: Sequence[bool], planned: bool = False) -> tuple[list[Any], Gathers]:
+def look_up(
+    asked: Sequence[Asked], stays: Sequence[bool], planned: bool = False, precision: Precision = Precision.FP32
+) -> tuple[list[Any], Gathers]:
     """planned: requests are laid out by a planner, as a server's are, and not one by one."""
     backend: Any = gpu_backend()
-    follower = Gathers([a.bags for a in asked], [a.parts for a in asked], stays)
+    follower = Gathers([a.bags for a in asked], [a.parts for a in asked], stays, precision)
     requests = [(a.plan(planned), a.inputs) for a in asked]
     found, _ = backend.run_timed(requests, timed=True, follower=follower)
     return found, follower
@@ -118,6 +126,21 @@ def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
         if not together:
             wide = answer.outputs[: a.bags * 4 * WIDE.dim].view(np.float32).reshape(-1, WIDE.dim)
             expect(WIDE, a.ids, a.lengths, pooling=Pooling.SUM).check(wide)
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_matrices_are_written_in_their_precision(precision: Precision) -> None:
+    """Each value is rounded once, to the nearest; in Triton's interpreter, which cuts, bf16 is towards zero."""
+    rng = np.random.default_rng(5)
+    asked = [Asked(rng, bags) for bags in (5, 2, 40)]
+    _, wide = look_up(asked, [True] * 3)
+    _, narrow = look_up(asked, [True] * 3, precision=precision)
+    for exact, found in zip(wide.seen, narrow.seen, strict=True):
+        if precision is Precision.BF16 and tables.DEVICE == "interpreter":
+            expected = (exact.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        else:
+            expected = torch.from_numpy(exact).to(DTYPES[precision]).float().numpy()
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_outputs_that_stay_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +235,7 @@ def test_jobs_of_many_programs() -> None:
     taken = [
         Taken(np.array([(0, 0, 8, 8, 2 * block + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True),
         None,
-        Taken(np.array([(16, 1, 4, 9, block)]), np.array([400]), [], False),
+        Taken(np.array([(16, 1, 4, 9, block)]), np.array([400]), [], False, Precision.BF16),
     ]
     fills = Fills(taken, False)
     written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
@@ -222,6 +245,7 @@ def test_jobs_of_many_programs() -> None:
     np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 1, 0, 0])
     np.testing.assert_array_equal(jobs[:2, [FillField.WIDTH, FillField.STEP]], [(8, 8), (4, 9)])
     np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 4, 5])
+    np.testing.assert_array_equal(jobs[:, FillField.PRECISION], [Precision.FP32, Precision.BF16, Precision.FP32, Precision.FP32])
     np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 1, 2, 3])
     assert fills.programs == 6 and fills.bytes >= len(written)
     assert taken[0] is not None and taken[0].input_bytes == 48

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import tables
 import torch
+from dense_rounding import dense, filled
 from json_keys import documented_keys, keys_of
 from raw_demo import DemoTable, publish_raw, random_ids
 from scorers import Ctr, exported
@@ -32,6 +33,7 @@ from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, par
 from tableside.loader.scorer import stored_scorer
 from tableside.loader.states import State
 from tableside.loader.versions import Model
+from tableside.quant import Precision
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import DataError, data_files, ids_of, plan_shards, read
 from tableside.serving.evaluation.quality import auc, quality
@@ -98,11 +100,16 @@ def data(rows: int = ROWS) -> dict[str, Any]:
     return columns
 
 
-def scores_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -> np.ndarray:
-    """What the model gives, from the original rows."""
+def vectors_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the model's scorer takes, from the original rows."""
     item, user = tables["item"].astype(np.float64), tables["user"][columns["user_id"]]
     clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(np.float32)
-    context = np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
+    return user, clicked, np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
+
+
+def scores_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -> np.ndarray:
+    """What the model gives, from the original rows."""
+    user, clicked, context = vectors_of(columns, tables)
     with torch.inference_mode():
         found: np.ndarray = Sharp(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
     return found
@@ -477,6 +484,25 @@ def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path, options: tuple[str, 
     result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200, *options)
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5)
+
+
+def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
+    """Its scores are those of fp32 within their bounds, and are not joined to scores of another type."""
+    publish(root, tmp_path)
+    columns = data(300)
+    on_device = ("ctr", write(tmp_path, columns), "--devices", tables.serve_device(), "--batch", 100)
+    narrow = tmp_path / "bf16"
+    result = evaluate(root, *on_device, "--out", narrow, "--scorer-dtype", "bf16")
+    assert result.returncode == 0, result.stderr
+    user, clicked, context = vectors_of(columns)
+    # One more rounding for each product by 20, and for vectors that were pooled in another order.
+    expected, bounds = dense(
+        Sharp(8, 4, 3).deep, np.concatenate([20 * user, 20 * clicked, context], 1), Precision.BF16, filled(Precision.BF16) + 2
+    )
+    difference = np.abs(parts(narrow).column("score_0").to_numpy() - expected[:, 0])
+    assert (difference <= bounds[:, 0]).all() and (difference > 1e-5).any()
+    result = evaluate(root, *on_device, "--out", narrow)
+    assert result.returncode == 1 and "holds another evaluation (different: scorer_dtype)" in result.stderr
 
 
 def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:

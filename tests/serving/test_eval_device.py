@@ -17,9 +17,10 @@ from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.serving.evaluation import on_device
 from tableside.serving.evaluation.batches import Batch
-from tableside.serving.evaluation.data import DataError, plan_shards
+from tableside.serving.evaluation.data import DataError, plan_shards, read
 from tableside.serving.evaluation.run import EvalSettings, _job, evaluate
 from tableside.serving.evaluation.work import Candidate, Evaluator, Job, shards_at_once
+from tableside.serving.placement import Placement
 from tableside.serving.settings import ServerSettings
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
@@ -94,6 +95,9 @@ def test_figures_are_those_of_the_cpu(root: Path, tmp_path: Path, options: dict[
         assert wanted.drop(["score_0", "score_1"]).equals(found.drop(["score_0", "score_1"]))
         for name in ("score_0", "score_1"):
             np.testing.assert_allclose(found.column(name), wanted.column(name), rtol=1e-3, atol=1e-6)
+    assert all(seconds > 0 for stage, seconds in on_gpu.stage_seconds.items() if stage != "writing")
+    assert sum(on_gpu.stage_seconds.values()) < on_gpu.seconds * options.get("workers", 1)
+    assert not any(on_cpu.stage_seconds.values())
     assert on_gpu.rows == on_cpu.rows == ROWS and on_gpu.slices.keys() == on_cpu.slices.keys()
     for cpu_quality, gpu_quality in zip(on_cpu.overall, on_gpu.overall, strict=True):
         np.testing.assert_allclose(
@@ -114,9 +118,10 @@ def test_tables_are_away_while_the_dense_part_runs(root: Path, tmp_path: Path, m
     """They leave once for several batches, and they are on their way back when the next ones are looked up."""
     publish(root, tmp_path, "fp32")
     job, (shard,) = job_of(root, tmp_path, stash=True)
+    monkeypatch.setattr(on_device, "GROUP_ROWS", 50)
     evaluator = Evaluator(job)
     device, gpu = evaluator._device, evaluator._device._gpu  # type: ignore[union-attr]
-    assert device is not None
+    assert device is not None and device._bytes == 64 << 20, "of vectors, as a quarter of these tables is less"
     scorer = evaluator.served[0].scorer
     assert scorer is not None and scorer.calls is not None
     away: list[list[bool]] = []
@@ -145,6 +150,7 @@ def test_batches_go_to_the_device_together(root: Path, tmp_path: Path, monkeypat
     """As many as there are rows for; a larger one goes alone; none is left out."""
     publish(root, tmp_path, "fp32")
     job, (shard,) = job_of(root, tmp_path)
+    monkeypatch.setattr(on_device, "GROUP_ROWS", 50)
     evaluator = Evaluator(job)
     device = evaluator._device
     assert device is not None
@@ -160,6 +166,49 @@ def test_batches_go_to_the_device_together(root: Path, tmp_path: Path, monkeypat
     assert [len(g) for g in device.groups(batches)] == [3, 3, 3]
 
 
+def test_rows_that_are_scored_alone_are_laid_out_together(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a response, a scorer, and a group of batches may have them; never fewer than were asked for."""
+    publish(root, tmp_path, "fp32")
+    job, (shard,) = job_of(root, tmp_path)
+    evaluator = Evaluator(job)
+    assert [b.size for b in evaluator._reader.batches(shard)] == [450]
+    device: Any = evaluator._device
+    scorer = evaluator.served[0].scorer
+    assert scorer is not None and scorer.calls is not None
+    assert device.batch_rows(50) == 32_768 and device.batch_rows(40_000) == 40_000
+    monkeypatch.setattr(evaluator.served[0], "max_response_bytes", 4 * 14 * 700)
+    assert device.batch_rows(50) == 700
+    monkeypatch.setattr(scorer.calls, "rows", (1, 300))
+    assert device.batch_rows(50) == 300
+    device._bytes = 4 * 14 * 200
+    assert device.batch_rows(50) == 200 and device.batch_rows(250) == 250
+    placements = dict(evaluator.served[0].placed.placements)
+    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements | {"item": Placement.ZERO_COPY})
+    assert device.batch_rows(50) == 50
+    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements)
+    assert device.batch_rows(50) == 200
+    monkeypatch.setattr(scorer, "is_row_wise", False)
+    assert device.batch_rows(50) == 50
+
+
+def test_a_footer_is_read_once(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all shards of a file, until the file is another one."""
+    path = data(tmp_path) / "a.parquet"
+    seen: list[str] = []
+    footer = pq.read_metadata
+    monkeypatch.setattr(pq, "read_metadata", lambda file: seen.append(str(file)) or footer(file))  # type: ignore[func-returns-value]
+    shards = plan_shards([path], 100)
+    seen.clear()
+
+    def rows() -> int:
+        return sum(r.size for shard in shards for whole in (False, True) for r in read(shard, ["label"], 60, whole))
+
+    assert len(shards) == 5 and rows() == ROWS and seen == [str(path)]
+    pq.write_table(pq.read_table(path).slice(0, 450), path, row_group_size=90)
+    shards = plan_shards([path], 90)
+    assert len(shards) == 5 and rows() == ROWS and set(seen) == {str(path)} and len(seen) == 3
+
+
 def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> None:
     """The first one's table is there only after the pool gave the second; they come in order."""
     publish(root, tmp_path, "fp32")
@@ -173,7 +222,7 @@ def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> Non
             yield shard
 
     evaluator = Evaluator(job)
-    assert evaluator.readers >= 1 and shards_at_once(job.settings) == evaluator.readers + 2
+    assert evaluator.readers >= 1 and shards_at_once(job.settings) == evaluator.readers + 6
     found = []
     for shard, table in evaluator.tables(given()):
         found.append(shard.number)
@@ -213,6 +262,7 @@ def test_rows_of_batches_to_come_are_on_their_way(
     server = settings_of(root, True, placement=placement, hbm_budget=1 << 20)
     job = _job(candidates(root, 1), [Model(root, "ctr").attach().header], settings, server)
     (shard,) = plan_shards([settings.data / "a.parquet"], 450)
+    monkeypatch.setattr(on_device, "GROUP_ROWS", 50)
     evaluator = Evaluator(job)
     monkeypatch.setattr(on_device, "GROUP_ROWS", 100)
     gpu: Any = evaluator._device._gpu  # type: ignore[union-attr]

@@ -78,6 +78,7 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
             segment=SimpleNamespace(size=1, deltas=()),
             header=SimpleNamespace(fp32_bytes=1, load={}, tables=()),
             placed=SimpleNamespace(hbm_bytes=0),
+            scorer=None,
         ),
         cache=CacheState("cuda:0", 1, 1, 1),
         behind_s=0.0,
