@@ -95,6 +95,7 @@ test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's addre
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
 	@$(WATCHED) -k native tests/quant/test_bags.py
+	@$(WATCHED) tests/quant/test_gpu_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/test_raw_lookups.py tests/quant/test_index_builder.py
 	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
 

@@ -5,7 +5,7 @@
 Half of the cores are the server's, the other half the load generators', which are processes of their own. First every server is
 asked as much as it answers (closed loop). Then each gets half of what the CPU's server answered, at random times, and latencies
 count from when a request was due. One request's vectors are held against the CPU's kernel before. `loop us` is the CPU time of
-the engine's event loop for a request; the others, of a batch, come from /metrics.
+the engine's event loop for a request, `engine us` that of all its threads; the others, of a batch, come from /metrics.
 """
 
 import argparse
@@ -61,13 +61,17 @@ def loaded(url: str, cores: list[int], rate: float = 0.0) -> Load:
     return Load(SECONDS, together.requests, 0, together.latencies_s)
 
 
-def loop_seconds(server: Any) -> float:
-    """CPU seconds of the event loop of the engine process, its first thread; 0 where there is none."""
+def engine_seconds(server: Any) -> tuple[float, float]:
+    """CPU seconds of the event loop of the engine process, its first thread, and of all its threads; 0 where there is none."""
     for pid in processes_below(server.process.pid):
         if Path(f"/proc/{pid}/comm").read_text().startswith(NAME):
-            fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+            return cpu_seconds(f"/proc/{pid}/task/{pid}/stat"), cpu_seconds(f"/proc/{pid}/stat")
+    return 0.0, 0.0
+
+
+def cpu_seconds(stat: str) -> float:
+    fields = Path(stat).read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rows_of(servers: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
@@ -77,11 +81,12 @@ def rows_of(servers: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
     costs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for _ in range(ROUNDS):
         for name, server in servers.items():
-            before, spent = stage_sums(server.url), loop_seconds(server)
+            before, (loop, threads) = stage_sums(server.url), engine_seconds(server)
             load = loaded(server.url, cores)
             loads[name].append(load)
-            spent = loop_seconds(server) - spent
-            costs[name].append({"loop us": 1e6 * spent / max(1, load.requests), **mean_stages(before, stage_sums(server.url))})
+            spent = zip(("loop us", "engine us"), engine_seconds(server), (loop, threads), strict=True)
+            own = {key: 1e6 * (after - then) / max(1, load.requests) for key, after, then in spent}
+            costs[name].append({**own, **mean_stages(before, stage_sums(server.url))})
     rates = {name: statistics.median(load.requests_per_s for load in found) for name, found in loads.items()}
     half = {name: [loaded(s.url, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()}
     rows = []

@@ -28,7 +28,7 @@ from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.serving.cli.bench import draw_ids
 

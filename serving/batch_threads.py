@@ -10,44 +10,45 @@ from typing import Any
 
 
 class BatchThreads:
-    """Calls `start` with each batch, then `wait` with what it returned, then `done` with what that returned, or an Exception.
+    """Calls `start` with each batch that `take` gives, then `wait` with what it returned, then `done` with what that returned, or
+    an Exception.
 
-    start: on the first thread; wait and done: on the second. A batch that could not be started is not waited for; it is done in
-    its turn. The threads begin with the first batch.
+    take, start: on the first thread; wait and done: on the second. take: waits for a batch; None: there will be no more. A batch
+    that could not be started is not waited for; it is done in its turn.
     """
 
     def __init__(
-        self, start: Callable[[Any], Any], wait: Callable[[Any, Any], Any], done: Callable[[Any, Any], None], name: str
+        self,
+        take: Callable[[], Any],
+        start: Callable[[Any], Any],
+        wait: Callable[[Any, Any], Any],
+        done: Callable[[Any, Any], None],
+        name: str,
     ) -> None:
-        self._start, self._wait, self._done = start, wait, done
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._take, self._start, self._wait, self._done = take, start, wait, done
         self._started: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name=f"{name}-{what}", daemon=True)
             for work, what in ((self._start_all, "start"), (self._wait_for_all, "wait"))
         ]
-        self._is_begun = self._is_closed = False
+        self._is_begun = False
 
-    def put(self, batch: Any) -> None:
-        """Has a batch run. RuntimeError: it was closed."""
-        if self._is_closed:
-            raise RuntimeError("no batch runs any more: this worker is closing")
+    def begin(self) -> None:
+        """Has batches run from now on. RuntimeError: there is no room for threads."""
         if not self._is_begun:
-            self._is_begun = True
             for thread in self._threads:
-                thread.start()
-        self._asked.put(batch)
+                if thread.ident is None:
+                    thread.start()
+            self._is_begun = True
 
-    def close(self) -> None:
-        """Takes no more batches, and waits until those that were put are done."""
-        self._is_closed = True
+    def join(self) -> None:
+        """Waits until `take` gave no more batches, and all are done."""
         if self._is_begun:
-            self._asked.put(None)
             for thread in self._threads:
                 thread.join()
 
     def _start_all(self) -> None:
-        while (batch := self._asked.get()) is not None:
+        while (batch := self._take()) is not None:
             try:
                 started, error = self._start(batch), None
             except Exception as raised:  # noqa: BLE001  # it is told in the batch's turn

@@ -1,18 +1,20 @@
 """Dynamic batching: requests that arrive while the GPU works, or within a set delay, go to it together, lookups and scores.
 
-Two batches are under way at most: one is staged and sent while the GPU works on the other, by threads of their own
-(`serving.batch_threads`); the event loop reads and writes requests meanwhile. Without a delay no request ever waits for others: a
-batch is what came while the two before it were under way.
+Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it all
+(`serving.batch_threads`): one takes what waits and starts it, the other waits for results and passes them on. The event loop only
+adds to what waits. Without a delay no request ever waits for others: a batch is what came while the two before it were under way.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import queue
 import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +23,7 @@ from tableside.quant.contract import Unfound
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.batch_threads import BatchThreads
-from tableside.serving.deadline import Tell, timed_out
+from tableside.serving.deadline import timed_out
 from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors import Executor
@@ -76,7 +78,10 @@ class Future(Protocol):
     def set_exception(self, exception: BaseException, /) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+Told = Sequence[tuple[Future, Answer | BaseException]]  # of each request: who waits for it, and what it gets
+
+
+@dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
 class _Waiting:
     request: Request
     inputs: Any
@@ -84,34 +89,48 @@ class _Waiting:
     since: float  # of time.perf_counter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that run together. scores: those that are computed on the device, of the requests `scored` by number."""
+    """Requests that run together. scores: those that are computed on the device."""
 
     taken: list[_Waiting]
     timed: bool
-    loop: asyncio.AbstractEventLoop
-    scored: dict[int, tuple[Request, Any]]
-    scores: DeviceScores | None
+    scores: DeviceScores | None = None
 
 
 class Batcher(Executor):
-    """Runs requests on a GPU, at most `max_batch` together; each waits at most `delay_s` for others."""
+    """Runs requests on a GPU, at most `max_batch` together; each waits at most `delay_s` for others. Belongs to one event loop.
+
+    Its first thread takes what waits and starts it, its second one passes results on.
+    """
 
     def __init__(
-        self, backend: BatchBackend, max_batch: int, delay_s: float, max_waiting: int = 1024, max_wait_s: float = 1.0
+        self,
+        backend: BatchBackend,
+        max_batch: int,
+        delay_s: float,
+        max_waiting: int = 1024,
+        max_wait_s: float = 1.0,
+        tell: Callable[[Told], None] | None = None,
     ) -> None:
-        """max_waiting, max_wait_s: as for `serving.admission.Slots`, whose rules are followed here."""
+        """max_waiting, max_wait_s: as for `serving.admission.Slots`, whose rules are followed here. tell: gets the results of a
+        batch on a thread, where the requests' futures allow that; None: futures are told on the event loop."""
         self._backend, self._max_batch, self._delay_s = backend, max_batch, delay_s
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
+        self._tell = tell or self._tell_on_loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # for what is below, up to the empty line
         self._waiting: deque[_Waiting] = deque()
-        self._threads = BatchThreads(self._begin, self._finish, self._tell_done, "tableside-gpu")
-        self._timer: asyncio.TimerHandle | None = None
         self._under_way: list[_Batch] = []  # in order
-        self._is_ending = self._is_looking = False
+        self._is_ending = self._is_closed = False
+        self._is_idle = True  # the first thread; before all else it waits, as those that come in the same round go together
         self._lost: ApiError | None = None
+
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # what the first thread waits for where it is idle
+        self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
+        self._is_looking = False  # of the event loop
         self._scores, self._device_scores = ScoreStage(backend.is_lost), ScoreStage(backend.is_lost)  # of a thread each
-        self._batches = 0
+        self._batches = 0  # of the first thread
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
@@ -122,16 +141,46 @@ class Batcher(Executor):
 
     def submit(self, request: Request, inputs: Any, future: Future) -> None:
         """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an ApiError."""
-        if self._lost is not None:
-            future.set_exception(self._lost)
+        self.submit_all([(request, inputs, future)])
+
+    def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
+        """As `submit`, for several requests that came together."""
+        now = time.perf_counter()
+        came = [_Waiting(*one, now) for one in asked]
+        try:
+            self._threads.begin()
+            self._loop = asyncio.get_running_loop()
+            refused = self._add(came)
+        except RuntimeError as error:  # there is no room for threads, or this worker is closing
+            for w in came:
+                _fail(w, error)
             return
-        self._waiting.append(_Waiting(request, inputs, future, time.perf_counter()))
-        if len(self._waiting) > self._max_waiting:
-            _fail(self._waiting.popleft(), overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)"))
-        self._look_soon()  # those that came in the same round go together
+        for w in refused:
+            _fail(w, self._lost or self._too_many())
+        if not self._is_looking:  # those that came in the same round go together
+            self._is_looking = True
+            self._loop.call_soon(self._look)
+
+    def _add(self, came: list[_Waiting]) -> list[_Waiting]:
+        """Has requests wait; returns those that may not any more. RuntimeError: the batcher was closed."""
+        with self._lock:
+            if self._is_closed:
+                raise _closing()
+            if self._lost is not None:
+                return came
+            self._waiting.extend(came)
+            return [self._waiting.popleft() for _ in range(len(self._waiting) - self._max_waiting)]
+
+    def _too_many(self) -> ApiError:
+        return overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)")
 
     def close(self) -> None:
-        self._threads.close()
+        with self._lock:
+            self._is_closed = True
+        self._wake()
+        self._threads.join()
+        for w in self._waiting:
+            _fail(w, _closing())
 
     async def finish(self) -> None:
         """Begins no other batch, and waits for those under way."""
@@ -147,89 +196,101 @@ class Batcher(Executor):
     def end_if_lost(self) -> bool:
         if self._lost is None and self._backend.is_lost():
             logger.critical("%s is lost to this process, which ends; the supervisor replaces it", self._backend.description)
-            self._lost = DeviceLost()
-            while self._waiting:
-                _fail(self._waiting.popleft(), self._lost)
+            with self._lock:
+                self._lost = DeviceLost()
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            for w in waiting:
+                _fail(w, self._lost)
             os.kill(os.getpid(), signal.SIGTERM)
         return self._lost is not None
 
-    def _look_soon(self) -> None:
-        if not self._is_looking and self._waiting and len(self._under_way) < _UNDER_WAY:
-            self._is_looking = True
-            asyncio.get_running_loop().call_soon(self._look)
-
     def _look(self) -> None:
         self._is_looking = False
-        self._start_if_due()
+        self._wake()
 
-    def _start_if_due(self) -> None:
-        while len(self._under_way) < _UNDER_WAY and self._waiting and not self._is_ending:
-            left = self._waiting[0].since + self._delay_s - time.perf_counter()
-            if left <= 0 or len(self._waiting) >= self._max_batch:
-                self._start()
-                continue
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(left, self._timer_ended)
-            return
+    def _wake(self) -> None:
+        """Has the first thread look for what it may begin, if it waits; on any thread."""
+        with self._lock:
+            was_idle, self._is_idle = self._is_idle, False
+        if was_idle:
+            self._woken.put(None)
 
-    def _timer_ended(self) -> None:
-        self._timer = None
-        self._start_if_due()
+    # ---- on the first thread ----
+
+    def _next(self) -> _Batch | None:
+        """The next batch, once there is one and fewer than `_UNDER_WAY` are under way; None: the batcher was closed."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return None
+                due_s = None if self._is_idle else self._due_s()
+                if due_s is not None and due_s <= 0:
+                    if taken := self._take():
+                        self._under_way.append(batch := _Batch(taken, self._batches % _TIMED_EVERY == 0))
+                        break
+                    continue
+                self._is_idle = True
+            with contextlib.suppress(queue.Empty):
+                self._woken.get(timeout=due_s)
+            with self._lock:
+                self._is_idle = False
+        self._batches += 1
+        return batch
+
+    def _due_s(self) -> float | None:
+        """How long the next batch may wait for more requests; None: none can begin."""
+        is_held = self._is_ending or self._lost is not None or len(self._under_way) >= _UNDER_WAY
+        if is_held or not self._waiting:
+            return None
+        if len(self._waiting) >= self._max_batch:
+            return 0.0
+        return self._waiting[0].since + self._delay_s - time.perf_counter()
 
     def _take(self) -> list[_Waiting]:
         self._refuse_late()
         taken: list[_Waiting] = []
-        size = 0
+        size, late_since = 0, time.perf_counter() - self._delay_s - NEWEST_FIRST_AFTER_S
         while self._waiting and len(taken) < self._max_batch:
-            is_late = time.perf_counter() - self._waiting[0].since > self._delay_s + NEWEST_FIRST_AFTER_S
-            end = -1 if is_late else 0
+            end = -1 if self._waiting[0].since < late_since else 0
             w = self._waiting[end]
-            size += 0 if w.future.done() else w.request.staged_bytes
+            if w.future.done():  # its client left
+                del self._waiting[end]
+                continue
+            size += w.request.staged_bytes
             if taken and size > _BATCH_BYTES:
                 break
             del self._waiting[end]
-            if not w.future.done():  # else its client left
-                taken.append(w)
+            taken.append(w)
         return taken
 
     def _refuse_late(self) -> None:
         while self._waiting and time.perf_counter() - self._waiting[0].since > self._delay_s + self._max_wait_s:
-            _fail(self._waiting.popleft(), overloaded(f"the request waited {self._max_wait_s:g} s for the GPU (max_wait_s)"))
+            error = overloaded(f"the request waited {self._max_wait_s:g} s for the GPU (max_wait_s)")
+            self._on_loop(_fail, self._waiting.popleft(), error)
 
-    def _start(self) -> None:
-        taken = self._take()
-        if not taken:
-            return
-        scored = {n: (w.request, w.inputs) for n, w in enumerate(taken) if is_scored_on_device(w.request)}
-        loop = asyncio.get_running_loop()
-        scores = DeviceScores(scored, self._device_scores, self._teller(loop)) if scored else None
-        batch = _Batch(taken, self._batches % _TIMED_EVERY == 0, loop, scored, scores)
-        try:
-            self._threads.put(batch)
-        except RuntimeError as error:  # no thread, or this worker is closing
-            for w in taken:
-                _fail(w, error)
-            return
-        self._under_way.append(batch)
-        self._batches += 1
-        now = time.perf_counter()
-        for w in taken:
-            self._metrics.waited(now - w.since)
-
-    def _teller(self, loop: asyncio.AbstractEventLoop) -> Tell:
+    def _tell_late(self, scorer: Scorer) -> None:
         """What a thread calls where a scorer takes too long."""
+        self._on_loop(self._give_up, scorer)
 
-        def tell(scorer: Scorer) -> None:
-            loop.call_soon_threadsafe(self._give_up, scorer)
-
-        return tell
+    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None, "a request came"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _begin(self, batch: _Batch) -> Any:
-        """On the first thread: sends all requests of a batch to the device, and has it score those that it can."""
-        return self._backend.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
+        """Sends all requests of a batch to the device, and has it score those that it can."""
+        if scored := {n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)}:
+            batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
+        began = time.perf_counter()
+        started = self._backend.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
+        self._metrics.waited([began - w.since for w in batch.taken])
+        return started
+
+    # ---- on the second thread ----
 
     def _finish(self, batch: _Batch, started: Any) -> "tuple[list[Answer | Exception], Times | None]":
-        """On the second thread: waits for a batch, and scores on the CPU what is scored there."""
+        """Waits for a batch, and scores on the CPU what is scored there."""
         found, times = self._backend.wait(started)
         answers: list[Answer | Exception] = []
         places: list[int] = []
@@ -239,7 +300,7 @@ class Batcher(Executor):
                 answers.append(w.request.refusal(result))
                 continue
             answer = Answer(*result)
-            if batch.scores is not None and n in batch.scored:
+            if batch.scores is not None and batch.scores.has(n):
                 answers.append(batch.scores.write(n, answer.buffer) or answer)
                 continue
             if w.request.scoring is not None:
@@ -247,46 +308,74 @@ class Batcher(Executor):
                 to_score.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
             answers.append(answer)
         if to_score:
-            tell = self._teller(batch.loop)
-            for place, refused in zip(places, self._scores.run(to_score, tell), strict=True):
+            for place, refused in zip(places, self._scores.run(to_score, self._tell_late), strict=True):
                 if refused is not None:
                     answers[place] = refused
         return answers, times
 
-    def _tell_done(self, batch: _Batch, found: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            batch.loop.call_soon_threadsafe(self._done, batch, found)
+    def _end(self, batch: _Batch, found: "tuple[list[Answer | Exception], Times | None] | Exception") -> None:
+        """Passes a batch's results on. The next one begins before that where the device has nothing to do."""
+        if isinstance(found, Exception):
+            self._on_loop(self._failed, batch, found)
+            return
+        results, times = found
+        is_idle = len(self._under_way) == 1
+        if is_idle:
+            self._leave(batch)
+        try:
+            self._tell([(w.future, result) for w, result in zip(batch.taken, results, strict=True)])
+        except Exception:  # whatever it is, later batches need this thread
+            logger.exception("answers of a batch of %d requests could not be passed on", len(results))
+        if not is_idle:
+            self._leave(batch)
+        self._metrics.answered(len(results), times)
+        if batch.timed:
+            self._on_loop(self.count_cache)
+
+    def _leave(self, batch: _Batch) -> None:
+        """A batch is not under way any more."""
+        with self._lock:
+            self._under_way.remove(batch)
+        self._wake()
+
+    def _tell_on_loop(self, told: Told) -> None:
+        self._on_loop(_tell_all, told)
+
+    # ---- on the event loop ----
+
+    def _failed(self, batch: _Batch, error: Exception) -> None:
+        """A batch gave no results. Where the device is lost, no other one begins."""
+        taken = batch.taken
+        if not isinstance(error, ApiError):
+            logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error)
+        for w in taken:
+            _fail(w, error)
+        if isinstance(error, RuntimeError):
+            self.end_if_lost()
+        self._leave(batch)
 
     def _give_up(self, scorer: Scorer) -> None:
-        """On the event loop, where a scorer takes too long: this worker answers no request any more, and ends."""
-        self._lost = timed_out(scorer)
-        for w in (*(w for batch in self._under_way for w in batch.taken), *self._waiting):
+        """Where a scorer takes too long this worker answers no request any more, and ends."""
+        with self._lock:
+            self._lost = timed_out(scorer)
+            left = (*(w for batch in self._under_way for w in batch.taken), *self._waiting)
+            self._waiting.clear()
+        for w in left:
             _fail(w, self._lost)
 
-    def _done(self, batch: _Batch, found: "tuple[list[Answer | Exception], Times | None] | Exception") -> None:
-        self._under_way.remove(batch)
-        taken = batch.taken
-        if isinstance(found, Exception):
-            if not isinstance(found, ApiError):
-                logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=found)
-            for w in taken:
-                _fail(w, found)
-            if isinstance(found, RuntimeError):
-                self.end_if_lost()
-            self._start_if_due()
-            return
-        if not self._under_way:
-            self._start_if_due()  # the device has nothing to do; else answers go out first
-        results, times = found
-        for w, result in zip(taken, results, strict=True):
-            if isinstance(result, Exception):
-                _fail(w, result)
-            elif not w.future.done():
-                w.future.set_result(result)
-        self._look_soon()
-        self._metrics.answered(len(taken), times)
-        if self._batches % _TIMED_EVERY == 0:
-            self.count_cache()
+
+def _tell_all(told: Told) -> None:
+    for future, result in told:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _closing() -> RuntimeError:
+    return RuntimeError("no batch runs any more: this worker is closing")
 
 
 def _fail(w: _Waiting, error: BaseException) -> None:

@@ -54,6 +54,10 @@ class DeviceScores:
         self._refused: dict[int, Exception | None] = {}
         self._scores: dict[int, Floats] = {}
 
+    def has(self, number: int) -> bool:
+        """Whether a request of the batch is scored here."""
+        return number in self._requests
+
     def takes(self, number: int) -> Taken | None:
         """As `Follower.takes`."""
         if self._members is None:

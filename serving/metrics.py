@@ -124,6 +124,11 @@ class _Observed:
         self._sum.add(value)
         self._buckets[bisect_left(self._bounds, value)].add(1)
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        self._sum.add(sum(values))
+        for value in values:
+            self._buckets[bisect_left(self._bounds, value)].add(1)
+
 
 class ModelMetrics:
     """The counters of one model and protocol. Their labels are resolved once. Belongs to one event loop."""
@@ -188,15 +193,15 @@ class RequestSeconds:
 
 
 class GpuMetrics:
-    """The histograms of one device. Their labels are resolved once. Belongs to one event loop."""
+    """The histograms of one device. Their labels are resolved once. One thread calls `waited`, and one `answered`."""
 
     def __init__(self, device: str) -> None:
         self._requests = _Observed(GPU_BATCH.labels(device))
         self._stages = {stage: _Observed(GPU_SECONDS.labels(device, stage)) for stage in GPU_STAGES}
 
-    def waited(self, seconds: float) -> None:
-        """Counts how long a request waited until its batch began."""
-        self._stages["queue"].observe(seconds)
+    def waited(self, seconds: Sequence[float]) -> None:
+        """Counts how long each request of a batch waited until it began."""
+        self._stages["queue"].observe_all(seconds)
 
     def answered(self, requests: int, times: "Times | None") -> None:
         """Counts a batch that the GPU answered. times: of its stages, where they were taken."""

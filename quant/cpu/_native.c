@@ -14,7 +14,7 @@
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
- * totals, lay_out, move: see _native_jobs.c · lengths_of, parts_of, feature_places: see _native_bags.c
+ * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
@@ -58,6 +58,8 @@ static const char *const row_map_names[] = {ROW_MAP_FIELDS(NAME) NULL};
 static const char *const level_names[] = {LEVEL_FIELDS(NAME) NULL};
 static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
 static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
+static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL}, *const base_names[] = {BASE_FIELDS(NAME) NULL};
+static const char *const probe_names[] = {PROBE_FIELDS(NAME) NULL}, *const resolve_names[] = {RESOLVE_FIELDS(NAME) NULL};
 
 static void find_kernels(void) {
 #if defined(__x86_64__)
@@ -386,6 +388,9 @@ static PyMethodDef methods[] = {
     {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},
     {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
     {"find_rows", (PyCFunction)(void (*)(void))py_find_rows, METH_FASTCALL, NULL},
+    {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
+    {"place_batch", (PyCFunction)(void (*)(void))py_place_batch, METH_FASTCALL, NULL},
+    {"write_batch", (PyCFunction)(void (*)(void))py_write_batch, METH_FASTCALL, NULL},
     {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
     {"move_all", (PyCFunction)(void (*)(void))py_move_all, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
@@ -414,7 +419,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
         && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LEVEL_FIELDS", level_names) && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
-        && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names))
+        && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names)
+        && add_names(made, "MEASURED_FIELDS", measured_names) && add_names(made, "BASE_FIELDS", base_names)
+        && add_names(made, "PROBE_FIELDS", probe_names) && add_names(made, "RESOLVE_FIELDS", resolve_names))
         return made;
     Py_XDECREF(made);
     return NULL;

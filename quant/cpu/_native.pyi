@@ -11,6 +11,10 @@ GATHER_FIELDS: tuple[str, ...]
 GPU_KIND_FIELDS: tuple[str, ...]
 JOB_FIELDS: tuple[str, ...]
 MOVE_FIELDS: tuple[str, ...]
+MEASURED_FIELDS: tuple[str, ...]
+BASE_FIELDS: tuple[str, ...]
+PROBE_FIELDS: tuple[str, ...]
+RESOLVE_FIELDS: tuple[str, ...]
 
 def lookup(
     table: int,
@@ -50,6 +54,23 @@ def lay_out(
     ]
     | None
 ): ...
+def measure(
+    kinds: bytes, places: Any, out_bytes: int, pooled_block: int, unpooled_block: int, probe_block: int, resolve_block: int
+) -> bytes | None: ...
+def place_batch(
+    requests: list[Any], extras: list[int] | None, stays: list[bool] | None
+) -> tuple[
+    bytes, int, int, int, int, int, int, int, list[Any], tuple[int, int, int] | None, tuple[int, int, int, int] | None
+]: ...
+def write_batch(
+    requests: list[Any],
+    bases: bytes,
+    sources: list[Any],
+    target: Any,
+    header_at: int,
+    locked: list[tuple[int, int]],
+    from_bytes: int,
+) -> list[tuple[int, int, int]]: ...
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None: ...
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None: ...
 def lengths_of(memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int) -> tuple[bytes, int] | None: ...

@@ -55,7 +55,7 @@ def registers_read_only(device: torch.device) -> bool:
 
 
 def page_lock(address: int, size: int, device: torch.device) -> None:
-    """Registers memory of this process, which stays mapped until it ends: copies to and from it need no staging.
+    """Registers memory of this process, which stays mapped until it ends or `page_unlock`: copies to and from it need no staging.
 
     QuantError: CUDA refuses, as where more may not be locked.
     """
@@ -68,6 +68,12 @@ def page_lock(address: int, size: int, device: torch.device) -> None:
                 f"CUDA does not lock {size:,} bytes of this process's memory (error {code}); free memory, let more be locked "
                 "(ulimit -l), or ask for less"
             )
+
+
+def page_unlock(address: int, device: torch.device) -> None:
+    """Undoes `page_lock`, before the memory is unmapped. Nothing is copied from it or to it any more."""
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class _Array:

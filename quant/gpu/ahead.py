@@ -62,7 +62,7 @@ def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
 
 def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
     from tableside.quant.gpu import kernels
-    from tableside.quant.gpu.layout import LaunchConfigs
+    from tableside.quant.gpu.launch_config import LaunchConfigs
 
     configs = LaunchConfigs()
     kinds = [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)] if wanted.pooled else []

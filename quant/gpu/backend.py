@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from tableside.quant.contract import (
     Precision,
     RowSource,
     Table,
-    Unfound,
 )
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
@@ -52,18 +51,22 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.cuda import page_lock
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu.batch import Batch, Buffer, Buffers, Launch, Launches, LookedUp, jobs_on_device
-from tableside.quant.gpu.clock import Clock, Times
-from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere
+from tableside.quant.gpu.batch import LookedUp
+from tableside.quant.gpu.batches import Batches, Begun, Started
+from tableside.quant.gpu.buffers import Buffer
+from tableside.quant.gpu.clock import Times
 from tableside.quant.gpu.follower import Follower
 from tableside.quant.gpu.job import FillField
-from tableside.quant.gpu.layout import LaunchConfig, LaunchConfigs, Layout, lay_out
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
+from tableside.quant.gpu.layout import lay_out
 from tableside.quant.gpu.levels import DeviceLevels
+from tableside.quant.gpu.merge import Launch, Launches
+from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable, check_share
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
-from tableside.quant.gpu.steady import SteadyLayouts, are_steady
+from tableside.quant.gpu.steady import are_steady
 from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
 from tableside.quant.gpu.wanted import KernelKey
 
@@ -72,84 +75,6 @@ GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers t
 _INTERPRETED = LaunchConfigs(
     LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4)
 )
-
-
-class Begun(NamedTuple):
-    """A batch whose inputs are on their way to the device. ticket: of the rows that its cache brings."""
-
-    inputs: list[Any]
-    buffers: Buffers
-    batch: Batch
-    launches: Launches
-    ticket: Ticket | None
-    follower: Follower | None
-    clock: Clock | None
-
-
-class Started(NamedTuple):
-    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are
-    there."""
-
-    begun: Begun
-    outputs: Buffer
-    done: Any
-
-
-class GpuPlan(Plan):
-    """Lookups of one request, laid out for `GpuBackend.run`."""
-
-    def __init__(self, backend: "GpuBackend", layout: Layout) -> None:
-        self.backend, self.layout = backend, layout
-        self._runs = 0
-        self._on_device: tuple[torch.Tensor, Launches] | None = None
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that a run takes of the buffers that the requests of a batch share."""
-        return self.layout.staged_bytes
-
-    @property
-    def is_on_device(self) -> bool:
-        return self.layout.host is None
-
-    def launches_alone(self) -> Launches | None:
-        """What to launch where this plan is a whole batch; None: its header must be sent.
-
-        From its second run on its header is on the device. That does not work where rows are gathered, because their address is
-        that of a buffer that may grow.
-        """
-        self._runs += 1
-        if self.layout.gathers or self._runs < 2:
-            return None
-        if self._on_device is None:
-            self._on_device = jobs_on_device(self.layout, self.backend.device, self.backend.is_interpreted)
-        return self._on_device[1]
-
-    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        """As the contract says, as a batch of one request."""
-        ((result,), _) = self.backend.run_timed([(self, inputs)], timed=False)
-        if isinstance(result, BadIds):
-            raise result
-        target = np.frombuffer(outputs, np.uint8)
-        for lk in self.layout.lookups():
-            target[lk.out_at : lk.out_at + lk.out_bytes] = result.outputs[lk.out_at : lk.out_at + lk.out_bytes]
-            if lk.found_at is not None:
-                target[lk.found_at : lk.found_at + lk.ids] = result.outputs[lk.found_at : lk.found_at + lk.ids]
-        return result.unfound
-
-
-class _SteadyPlanner(Planner):
-    """Plans lookups for which the device needs their ids alone."""
-
-    def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
-        self._backend, self._threads = backend, threads
-        self._layouts = SteadyLayouts(kinds, backend.configs)
-
-    def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
-        layout = self._layouts.lay_out(places, out_bytes)
-        if layout is None:
-            return self._backend.plan(self._layouts.lookups(places), self._threads, out_bytes)  # which says what is wrong
-        return GpuPlan(self._backend, layout)
 
 
 class GpuBackend(Backend):
@@ -191,11 +116,10 @@ class GpuBackend(Backend):
         self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
         # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
         self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
-        self._take_answers: Callable[[int], Buffer] | None = None  # as `Buffers` takes it
-        self._free = [Buffers(self.device)]  # of batches; more are made where several have begun
+        self._batches = Batches(self)
         self._resolvers = {overlaid: kernels.resolver(self.is_interpreted, overlaid) for overlaid in (False, True)}
         self._bag_starts = kernels.bag_starts()
-        self._fill = kernels.filler(self.is_interpreted)
+        self.fill = kernels.filler(self.is_interpreted)
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
         self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -406,7 +330,7 @@ class GpuBackend(Backend):
         return GpuPlan(self, layout)
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        return _SteadyPlanner(self, kinds, threads) if are_steady(kinds) else super().planner(kinds, threads)
+        return SteadyPlanner(self, kinds, threads) if are_steady(kinds) else super().planner(kinds, threads)
 
     def lookup(
         self,
@@ -454,60 +378,20 @@ class GpuBackend(Backend):
         return self.finish(self.begin(requests, timed, follower))
 
     def start(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Started:
-        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
-
-        One may be started while another thread waits for those before it.
-        """
-        with self.on_stream():
-            return self._send(self.begin(requests, timed, follower))
+        """As of `Batches`."""
+        return self._batches.start(requests, timed, follower)
 
     def wait(self, started: Started) -> tuple[list[LookedUp | BadIds], Times | None]:
-        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
-        begun, outputs, done = started
-        try:
-            if done is not None:
-                done.synchronize()
-            return begun.batch.results(begun.inputs, outputs), begun.clock.times() if begun.clock else None
-        except BaseException:
-            with self.on_stream():
-                self._settle()
-            raise
-        finally:
-            self._free.append(begun.buffers)
+        """As of `Batches`."""
+        return self._batches.wait(started)
 
     def begin(self, requests: Sequence[tuple[Plan, Any]], timed: bool = False, follower: Follower | None = None) -> Begun:
-        """The first part of `run_timed`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
-
-        Several batches may have begun; each has buffers of its own.
-        """
-        with self.on_stream():
-            buffers = self._free.pop() if self._free else Buffers(self.device, self._take_answers)
-            try:
-                return self._begin(buffers, requests, timed, follower)
-            except BaseException:
-                self._settle()
-                self._free.append(buffers)
-                raise
+        """As of `Batches`."""
+        return self._batches.begin(requests, timed, follower)
 
     def finish(self, begun: Begun) -> tuple[list[LookedUp | BadIds], Times | None]:
-        """The rest of `run_timed`: lookups, what follows them, and the results. Once, in the order in which batches began."""
-        return self.wait(self._send(begun))
-
-    def _send(self, begun: Begun) -> Started:
-        with self.on_stream():
-            try:
-                return self._launch_all(begun)
-            except BaseException:
-                self._settle()
-                self._free.append(begun.buffers)
-                raise
-
-    def _settle(self) -> None:
-        """Waits for what is under way, which reads and writes the buffers of the next batch."""
-        if self.stream is not None:
-            if self.cache is not None:
-                self.cache.join_all()
-            self.stream.synchronize()
+        """As of `Batches`."""
+        return self._batches.finish(begun)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -539,52 +423,8 @@ class GpuBackend(Backend):
         with self.on_stream():
             nothing = torch.zeros(64, dtype=torch.int64, device=self.device)  # a job of no values
             nothing[FillField.WIDTH] = 1
-            self._fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
+            self.fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()
-
-    def _begin(self, buffers: Buffers, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None) -> Begun:
-        clock = Clock(self.stream) if timed else None
-        plans = [self._own(plan) for plan, _ in requests]
-        taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
-        elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
-        for n in elsewhere:
-            check_elsewhere(plans[n].layout)
-        given = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
-        batch = Batch(buffers, [plan.layout for plan in plans], self.is_interpreted, taken, elsewhere)
-        launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
-        batch.stage_inputs(given)
-        for n, inputs in enumerate(given):
-            batch.stage(n, inputs)
-        if clock:
-            clock.mark()
-        batch.send(self.current_stream())
-        if clock:
-            clock.mark()
-        if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
-            buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
-        if launches.resolve is not None:
-            self.resolve(launches, buffers.device_in, buffers.device_in, buffers.device_out, batch.counts.zero_())
-        ticket = self.prefetch(launches, buffers.device_in)
-        return Begun([*given], buffers, batch, launches, ticket, follower, clock)
-
-    def _launch_all(self, begun: Begun) -> Started:
-        inputs, buffers, batch, launches, ticket, follower, clock = begun
-        self.launch(launches, batch.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
-        fills = batch.fills_address
-        self._fill(batch.fills.programs, self.current_stream(), fills, fills + batch.fills.programs_at)
-        batch.write_elsewhere(self.current_stream())
-        if clock:
-            clock.mark()
-        outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
-        torch.from_numpy(outputs).copy_(buffers.device_out[batch.stay_bytes : batch.out_bytes], non_blocking=True)
-        if clock:
-            clock.mark()
-        done = None if self.stream is None else self.stream.record_event(buffers.done)
-        for n, one in enumerate(inputs):
-            batch.run_on_host(n, one)
-        if follower is not None:
-            follower.run()
-        return Started(begun, outputs, done)
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
         """Has `run` write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.
@@ -594,14 +434,15 @@ class GpuBackend(Backend):
         """
         if not self.is_interpreted:
             page_lock(memory.ctypes.data, memory.size, self.device)
-        self._take_answers = take
         with self.lock:
-            self._free.clear()
+            self._batches.write_answers_by(take)
 
-    def _own(self, plan: Plan) -> GpuPlan:
-        if not isinstance(plan, GpuPlan) or plan.backend is not self:
-            raise QuantError("the plan was made by another backend; make it with this one")
-        return plan
+    def read_inputs_in(self, memory: Buffer) -> None:
+        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its last view goes.
+
+        Inputs stay as they are until their batch is done. QuantError: CUDA cannot lock the memory.
+        """
+        self._batches.locked.add(memory)
 
     def resolve(
         self, launches: Launches, source: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor, counts: torch.Tensor

@@ -14,6 +14,7 @@ from tableside.quant.device.ipc import copy_to_host, copy_within
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.moves import Move, as_bytes
+from tableside.quant.gpu.placed import Copy
 
 
 class Part(NamedTuple):
@@ -31,14 +32,6 @@ class Elsewhere(NamedTuple):
     inputs: Any
     reads: tuple[Part, ...]
     writes: tuple[Part, ...]
-
-
-class Copy(NamedTuple):
-    """Bytes between a request's staged inputs or outputs, from byte `staged` on, and an address."""
-
-    staged: int
-    address: int
-    size: int
 
 
 def check_elsewhere(layout: Layout) -> None:

@@ -8,7 +8,7 @@ from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu import fill_kernel, lookup_kernel, resolve_kernel, tensor_kernel
 from tableside.quant.gpu.follower import fill_block
 from tableside.quant.gpu.job import ResolveField
-from tableside.quant.gpu.layout import LaunchConfig
+from tableside.quant.gpu.launch_config import LaunchConfig
 from tableside.quant.gpu.resolve import resolve_block
 from tableside.quant.gpu.wanted import KernelKey
 

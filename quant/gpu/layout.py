@@ -25,50 +25,18 @@ from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout
 from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.resolve import ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, on_device
 from tableside.quant.gpu.wanted import KernelKey
 from tableside.quant.row_format import RowFormat
 
-LONG = 8  # ids of a bag, on average
-VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: several lanes share each bag
 GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
 GATHER_BYTES = 128 << 20  # of gathered rows in a request; the GPU reads what is beyond in place, which is slower
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a program, a power of two;
-    warps: of a program; lanes: threads that share a bag, a power of two."""
-
-    unroll: int
-    block_columns: int
-    warps: int
-    lanes: int = 1
-
-
-@dataclass(frozen=True)
-class LaunchConfigs:
-    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for few very long bags, as
-    benchmarks/gpu_lookup.py and gpu_cache.py found them."""
-
-    long: LaunchConfig = LaunchConfig(10, 32, 1)
-    short: LaunchConfig = LaunchConfig(4, 32, 1)
-    unpooled: LaunchConfig = LaunchConfig(1, 64, 2)
-    few: LaunchConfig = LaunchConfig(4, 32, 8, 8)
-
-    def of_pooled(self, ids: int, bags: int, bag_columns: int) -> LaunchConfig:
-        """The configuration for a request's bags, by the mean of their lengths and by how many there are.
-
-        bag_columns: of the vectors of all bags.
-        """
-        if ids >= VERY_LONG * bags and bag_columns < FEW_PROGRAMS * self.long.block_columns:
-            return self.few
-        return self.long if ids >= LONG * bags else self.short
 
 
 @dataclass(frozen=True)
@@ -141,7 +109,7 @@ class Layout:
     CachedLookup]. host: a plan of the lookups that the CPU runs, which are `host_lookups` by number. all_found: (at, bytes)
     of found masks in the caller's output buffer of tables that have every id. is_direct: the staged outputs are what the
     caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the
-    caller's output buffer.
+    caller's output buffer. native: the same for the C routine that merges requests; None: Python merges them.
     """
 
     lookups: Callable[[], Sequence[Lookup]]
@@ -161,6 +129,7 @@ class Layout:
     scratch: int
     asked_bytes: int
     is_direct: bool
+    native: NativeLayout | None = None
 
     @cached_property
     def job_count(self) -> int:

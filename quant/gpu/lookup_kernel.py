@@ -62,7 +62,7 @@ _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
     """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at once.
 
-    jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge`
+    jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.merge.merge`
     inputs   address of the batch's inputs, bytes; int32 lengths [bags] lie at LENGTHS_AT; written by the request's sender
     scratch  address of int32; from STARTS_AT on this kernel writes a verdict (1: the lengths are wrong), then [bags + 1] starts
     flags    address of int32 [jobs]; this kernel writes 1 where a length is negative or their sum is not the number of ids
@@ -356,7 +356,7 @@ def lookup(
 ):
     """Every job of a launch. FORMATS: a bit for each row format among the tables, so that only those are compiled.
 
-    jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge`
+    jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.merge.merge`
     job_of_program  address of int32 [programs], written there too
     scratch         address of int32, written by `bag_starts`; a job whose verdict is 1 is left out
     flags           address of int32 [jobs], zeros; 1 is written where an id is out of range

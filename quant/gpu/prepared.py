@@ -11,8 +11,8 @@ import torch
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.batch import Launches, jobs_on_device
 from tableside.quant.gpu.layout import Layout
+from tableside.quant.gpu.merge import Launches, jobs_on_device
 from tableside.quant.gpu.resolve import COUNTS
 
 

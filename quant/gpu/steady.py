@@ -1,17 +1,22 @@
 """Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes 10 µs a lookup."""
 
+import struct
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import CachedLookup
+from tableside.quant.cache.jobs import CachedLookup, probe_block
+from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, Table, lookup_at
 from tableside.quant.errors import MissingBackend
-from tableside.quant.gpu.job import FIELDS, Job, JobField
-from tableside.quant.gpu.layout import Jobs, LaunchConfig, LaunchConfigs, Layout, aligned, columns
+from tableside.quant.gpu.job import FIELDS, Job, JobField, ResolveField
+from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
+from tableside.quant.gpu.layout import Jobs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
-from tableside.quant.gpu.resolve import ResolvedLookup
+from tableside.quant.gpu.resolve import ResolvedLookup, resolve_block
 from tableside.quant.gpu.tables import DeviceTable, on_device
 from tableside.quant.gpu.wanted import KernelKey
 
@@ -43,6 +48,47 @@ class SteadyKind(NamedTuple):
     columns: int
     out_row_bytes: int  # from one vector to the next, or 0: they lie one after another
     row_map: int  # address of its NativeRowMap on the device, or 0
+
+
+class Measured(NamedTuple):
+    """What `_native.measure` finds of a request, before its places; most of it as `Layout` says.
+
+    *_block: what a program takes. *_traits: bits of has_lengths, is_weighted and is_indirect.
+    """
+
+    pooled_block: int
+    unpooled_block: int
+    probe_block: int
+    resolve_block: int
+    in_bytes: int
+    out_bytes: int
+    asked_bytes: int
+    scratch: int
+    cached_ids: int
+    pooled_jobs: int
+    pooled_programs: int
+    pooled_traits: int
+    unpooled_jobs: int
+    unpooled_programs: int
+    unpooled_traits: int
+    cached: int
+    probe_blocks: int
+    resolved: int
+    resolve_programs: int
+    is_direct: int
+
+
+_MEASURED = struct.Struct(f"<{len(Measured._fields)}q")
+_FIELDS = {
+    "GPU_KIND_FIELDS": SteadyKind._fields,
+    "MOVE_FIELDS": Move._fields,
+    "MEASURED_FIELDS": Measured._fields,
+    "BASE_FIELDS": ("inputs", "outputs", "scratch", "locations"),
+    **{
+        name: tuple(f.name.lower() for f in fields)
+        for name, fields in (("JOB_FIELDS", JobField), ("PROBE_FIELDS", ProbeField), ("RESOLVE_FIELDS", ResolveField))
+    },
+}  # that both sides write and read
 
 
 class _Asked:
@@ -96,16 +142,20 @@ class SteadyLayouts:
     The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
     """
 
-    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs) -> None:
-        # A native kernel of other sources would read other fields.
-        fields = (_native.GPU_KIND_FIELDS, _native.JOB_FIELDS, _native.MOVE_FIELDS)
-        if (SteadyKind._fields, tuple(f.name.lower() for f in JobField), Move._fields) != fields:
+    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, is_interpreted: bool) -> None:
+        if any(
+            getattr(_native, name) != fields for name, fields in _FIELDS.items()
+        ):  # of other sources: it would read other fields
             raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
         tables = [on_device(kind.table) for kind in kinds]
         self._kinds, self._configs = tuple(kinds), configs
-        self._key, self._is_overlaid = KernelKey(), [table.is_overlaid for table in tables]
+        self._blocks = probe_block(is_interpreted), resolve_block(is_interpreted)
+        self._key, self._are_overlaid = KernelKey(), [table.is_overlaid for table in tables]
+        self._is_overlaid = any(self._are_overlaid)
         for table in tables:
             self._key |= table.key
+        every = (configs.long, configs.short, configs.few, configs.unpooled)
+        self._shared = {id(config): shared_launch(self._key, config) for config in every}  # hashing takes longer than the rest
         rows = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
         self._rows = np.array(rows, np.int64).tobytes()
 
@@ -114,13 +164,21 @@ class SteadyLayouts:
         rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
         return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
 
-    def lay_out(self, places: Any, out_bytes: int) -> Layout | None:
+    def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
         """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks, or says what is wrong
         with them. out_bytes: as there."""
         config = self._configs.of_pooled(*_native.totals(self._rows, places))
-        found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
-        if found is None:
+        blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
+        measured = _native.measure(self._rows, places, out_bytes, *blocks)
+        if measured is None:
             return None
+        shared = self._shared[id(config)], self._shared[id(self._configs.unpooled)]
+        return SteadyLayout(self, config, NativeLayout(self._rows, measured, *shared, self._is_overlaid))
+
+    def whole(self, places: bytes, out_bytes: int, config: LaunchConfig) -> Layout:
+        """The layout as Python has it, of lookups that were measured with this configuration."""
+        found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
+        assert found is not None, "they were measured"
         in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled = found
         asked = max(written, out_bytes)
         return Layout(
@@ -131,7 +189,7 @@ class SteadyLayouts:
             moves_out=moves_out,
             gathers=(),
             resolved=tuple(
-                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._is_overlaid[number])
+                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._are_overlaid[number])
                 for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
             ),
             cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
@@ -145,6 +203,61 @@ class SteadyLayouts:
             asked_bytes=asked,
             is_direct=bool(is_direct),
         )
+
+
+class SteadyLayout(Layout):
+    """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of such layouts does not."""
+
+    _layouts: SteadyLayouts
+    _config: LaunchConfig
+
+    def __init__(self, layouts: SteadyLayouts, config: LaunchConfig, native: NativeLayout) -> None:
+        found = Measured(*_MEASURED.unpack_from(native.measured))
+        places = native.measured[_MEASURED.size :]
+        self.__dict__.update(
+            _layouts=layouts,
+            _config=config,
+            native=native,
+            lookups=partial(layouts.lookups, places),
+            key=native.pooled.key,
+            gathers=(),
+            host=None,
+            host_lookups=(),
+            all_found=(),
+            in_bytes=found.in_bytes,
+            rows_bytes=0,
+            out_bytes=found.out_bytes,
+            scratch=found.scratch,
+            asked_bytes=found.asked_bytes,
+            is_direct=bool(found.is_direct),
+            job_count=found.pooled_jobs + found.unpooled_jobs,
+            cached_ids=found.cached_ids,
+        )
+
+    @cached_property
+    def _whole(self) -> Layout:
+        assert self.native is not None
+        return self._layouts.whole(self.native.measured[_MEASURED.size :], self.asked_bytes, self._config)
+
+    @cached_property
+    def jobs(self) -> tuple[Jobs, Jobs]:
+        return self._whole.jobs
+
+    @cached_property
+    def moves_in(self) -> bytes:
+        return self._whole.moves_in
+
+    @cached_property
+    def moves_out(self) -> bytes:
+        return self._whole.moves_out
+
+    @cached_property
+    def resolved(self) -> tuple[ResolvedLookup, ...]:
+        return self._whole.resolved
+
+    @cached_property
+    def cached(self) -> NDArray[np.int64]:
+        return self._whole.cached
 
 
 def _jobs(

@@ -25,7 +25,8 @@ from tableside.quant.errors import QuantError
 from tableside.quant.gpu import kernels
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
-from tableside.quant.gpu.layout import LaunchConfig, aligned, check_size
+from tableside.quant.gpu.launch_config import LaunchConfig
+from tableside.quant.gpu.layout import aligned, check_size
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import OnHost
 from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block

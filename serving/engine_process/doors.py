@@ -14,19 +14,21 @@ import numpy as np
 import orjson
 
 from tableside.quant import QuantError
-from tableside.serving.batching import Batcher
+from tableside.quant.device.addresses import address_of
+from tableside.serving.batching import Batcher, Future, Told
 from tableside.serving.engine_process import described, messages
 from tableside.serving.engine_process.described import Layouts
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
-from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
+from tableside.serving.engine_process.messages import Answered, Connection, Kind
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ServingError
 from tableside.serving.errors import Kind as ErrorKind
 from tableside.serving.places import Buffer
-from tableside.serving.request import Answer
+from tableside.serving.request import Answer, Request
 
 logger = logging.getLogger("tableside")
 
+Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
 _NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)  # what a message may raise
 _WAIT_S = 2.0  # for doors to give memory of answers back; a door that reads so slowly is refused
 
@@ -58,7 +60,7 @@ class AnswerMemory:
 
     def at(self, answer: Buffer) -> int:
         """Where an array of this memory begins in it."""
-        return int(answer.ctypes.data) - self.memory.address
+        return address_of(answer.data) - self.memory.address
 
     def _give_back(self, at: int) -> None:
         with self._changed:
@@ -73,6 +75,8 @@ class Host(Protocol):
     regions: DeviceRegions
 
     def layouts(self, model: int, state: int) -> Layouts | None: ...
+
+    def read_inputs_in(self, memory: Buffer) -> None: ...
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]: ...
 
@@ -111,8 +115,7 @@ class Door:
     def _take(self, message: bytes, descriptors: list[int]) -> None:
         match message[0]:
             case Kind.ASKS:
-                for ask in messages.read_asks(message):
-                    self._ask(ask)
+                self._ask_all(message)
             case Kind.RELEASED:
                 for number in messages.read_numbers(message):
                     self._answers.pop(number, None)
@@ -143,7 +146,10 @@ class Door:
 
     async def _greet(self) -> None:
         """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
+        loop, memory = asyncio.get_running_loop(), self._memory
+        assert memory is not None, "it came with the first message"
         try:
+            await loop.run_in_executor(None, self._doors.host.read_inputs_in, memory.bytes)
             told = await self._doors.host.serve(sorted(self.uses))
         except ApiError as error:
             told = {"refused": _fields(error)}
@@ -168,21 +174,27 @@ class Door:
 
     # ---- requests ----
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask_all(self, message: bytes) -> None:
         assert self._memory is not None, "a door says hello first"
-        held = self._memory.view
-        begin = messages.described_at(ask)
-        description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
-        at = messages.parts_at(ask)
-        parts = bytes(held[at : at + ask.parts])
-        if len(description) < ask.described or len(inputs) < ask.size or len(parts) < ask.parts:
-            raise ValueError(f"request {ask.number} does not lie in its memory of {len(held)} bytes")
-        model, state = described.model_and_state(description)
-        reply = Reply(self, ask.number)
-        if (layouts := self._doors.host.layouts(model, state)) is None:
-            self._doors.later(self._ask_later(reply, model, state, description, inputs, parts))
-        else:
-            self._submit(reply, layouts, description, inputs, parts)
+        held, size = self._memory.view, self._memory.size
+        known: tuple[int, int] | None = None
+        layouts: Layouts | None = None
+        asked: list[Asked] = []
+        for ask in messages.read_asks(message):
+            begin, at, end = messages.places_of(ask)
+            if end > size:
+                raise ValueError(f"request {ask.number} does not lie in its memory of {size} bytes")
+            description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
+            parts = bytes(held[at:end]) if ask.parts else b""
+            if (state := described.model_and_state(description)) != known:  # as the request before it, mostly
+                known, layouts = state, self._doors.host.layouts(*state)
+            reply = Reply(self, ask.number)
+            if layouts is None:
+                self._doors.later(self._ask_later(reply, *state, description, inputs, parts))
+            else:
+                self._add(asked, reply, layouts, description, inputs, parts)
+        if asked:
+            self._doors.host.batcher.submit_all(asked)
 
     async def _ask_later(
         self, reply: "Reply", model: int, state: int, description: bytes, inputs: memoryview, parts: bytes
@@ -192,56 +204,69 @@ class Door:
         except ApiError as error:
             reply.set_exception(error)
         else:
-            self._submit(reply, layouts, description, inputs, parts)
+            asked: list[Asked] = []
+            self._add(asked, reply, layouts, description, inputs, parts)
+            self._doors.host.batcher.submit_all(asked)
 
-    def _submit(self, reply: "Reply", layouts: Layouts, description: bytes, inputs: Any, parts: bytes) -> None:
-        host = self._doors.host
+    def _add(self, asked: list[Asked], reply: "Reply", layouts: Layouts, description: bytes, inputs: Any, parts: bytes) -> None:
+        """Adds a request to those that the batcher gets, or refuses it."""
         try:
             request = layouts.request(description)
             if parts:
-                inputs = host.regions.elsewhere(request, inputs, parts)
-            host.batcher.submit(request, inputs, reply)
+                inputs = self._doors.host.regions.elsewhere(request, inputs, parts)
         except (QuantError, ApiError) as error:
             reply.set_exception(error)
+        else:
+            asked.append((request, inputs, reply))
 
-    def answer(self, number: int, answer: Answer) -> None:
-        """Sends where an answer lies. It stays there until the door gives it back."""
-        buffer = answer.buffer
-        self._answers[number] = buffer
-        told = b"" if answer.unfound is None else orjson.dumps({"unfound": [tuple(u) for u in answer.unfound]})
-        self._post(Answered(number, self._doors.answers.at(buffer), buffer.size, told))
+    def answer(self, results: Sequence[tuple[int, Answer | BaseException]]) -> None:
+        """Sends where answers lie, or why there are none, to each request by its number; on any thread. An answer stays where it
+        is until the door gives it back."""
+        records, first = [], self._doors.answers.memory.address
+        for number, result in results:
+            if isinstance(result, Answer):
+                buffer, unfound = result
+                self._answers[number] = buffer
+                told = b"" if unfound is None else orjson.dumps({"unfound": [tuple(u) for u in unfound]})
+                at = address_of(buffer.data) - first if buffer.size else 0
+                records.append(messages.ANSWER.pack(number, at, buffer.size, len(told)) + told)
+            else:
+                records.append(messages.write_answer(Answered(number, 0, 0, _refused(result))))
+        self.connection.send_now(Kind.ANSWERS, records)
+        if not self.connection.is_open:  # it went meanwhile: nobody gives these back
+            self._answers.clear()
 
-    def refuse(self, number: int, error: BaseException) -> None:
-        """Sends why there is no answer."""
-        if not isinstance(error, ApiError):
-            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)  # the batcher logged it
-        self._post(Answered(number, 0, 0, orjson.dumps({"error": _fields(error)})))
 
-    def _post(self, answer: Answered) -> None:
-        self.connection.post(Kind.ANSWERS, messages.write_answer(answer))
+def tell(told: Told) -> None:
+    """Passes the results of a batch on to the doors that asked, each in one message; on any thread."""
+    of_door: dict[Door, list[tuple[int, Answer | BaseException]]] = {}
+    for reply, result in told:
+        assert isinstance(reply, Reply), "doors ask with these"
+        if not reply.done():
+            reply.is_done = True
+            if not isinstance(result, DeviceLost):  # then this process ends, and the door asks its successor
+                of_door.setdefault(reply.door, []).append((reply.number, result))
+    for door, results in of_door.items():
+        door.answer(results)
 
 
 class Reply:
     """What the batcher takes for a future: it passes on to the door what it is given."""
 
-    __slots__ = ("_door", "_is_done", "_number")
+    __slots__ = ("door", "is_done", "number")
 
     def __init__(self, door: Door, number: int) -> None:
-        self._door, self._number, self._is_done = door, number, False
+        self.door, self.number, self.is_done = door, number, False
 
     def done(self) -> bool:
         """Whether it was answered, or nobody waits any more."""
-        return self._is_done or not self._door.connection.is_open
+        return self.is_done or not self.door.connection.is_open
 
     def set_result(self, answer: Answer) -> None:
-        self._is_done = True
-        self._door.answer(self._number, answer)
+        tell([(self, answer)])
 
     def set_exception(self, error: BaseException) -> None:
-        """Where the device is lost nothing is sent: this process ends, and the door asks its successor."""
-        self._is_done = True
-        if not isinstance(error, DeviceLost):
-            self._door.refuse(self._number, error)
+        tell([(self, error)])
 
 
 class Doors:
@@ -286,6 +311,13 @@ class Doors:
         """Runs what must wait."""
         self._tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._tasks.discard)
+
+
+def _refused(error: BaseException) -> bytes:
+    """Why there is no answer, as a door reads it."""
+    if not isinstance(error, ApiError):
+        error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)  # the batcher logged it
+    return orjson.dumps({"error": _fields(error)})
 
 
 def _fields(error: ApiError) -> list[Any]:

@@ -169,7 +169,8 @@ class EngineLink(Executor):
         given = memoryview(inputs).cast("B")
         for first, end in _between(holes, len(given)):
             self._held[at + first : at + end] = given[first:end]
-        for begin, said in ((messages.described_at(ask), description), (messages.parts_at(ask), parts)):
+        described_at, parts_at, _ = messages.places_of(ask)
+        for begin, said in ((described_at, description), (parts_at, parts)):
             self._held[begin : begin + len(said)] = said
         asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), done)
         self._send(asked)

@@ -22,9 +22,10 @@ from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
 from tableside.serving.engine_process.described import Layouts, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
-from tableside.serving.engine_process.doors import AnswerMemory, Doors
+from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
 from tableside.serving.errors import ServingError, not_found
 from tableside.serving.placement import Placer
+from tableside.serving.places import Buffer
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervised import answer
@@ -72,7 +73,7 @@ class EngineHost:
         await loop.run_in_executor(None, self._placer.open)
         gpu, s = self._placer.gpu, self._settings
         assert gpu is not None, "an engine process has a device"
-        self.batcher = Batcher(gpu, s.max_batch, s.batch_delay_ms / 1e3, max_waiting=s.max_waiting, max_wait_s=s.max_wait_s)
+        self.batcher = Batcher(gpu, s.max_batch, s.batch_delay_ms / 1e3, s.max_waiting, s.max_wait_s, tell=tell)
         self.regions = DeviceRegions(self._registry, gpu)
         answers = AnswerMemory(s.answer_memory)
         gpu.write_answers_to(answers.memory.bytes, answers.take)
@@ -104,6 +105,14 @@ class EngineHost:
         key = model_key(name)
         self._engines[key], self._served[key], self._was_usable[key] = engine, engine.served(), True
         return engine
+
+    def read_inputs_in(self, memory: Buffer) -> None:
+        """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are copied twice."""
+        assert self._placer.gpu is not None, "an engine process has a device"
+        try:
+            self._placer.gpu.read_inputs_in(memory)
+        except QuantError as error:
+            logger.warning("requests of a worker are copied twice: %s", error)
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]:
         """Serves these models as well; what the door that wants them is told first. ApiError: one of them cannot be served."""

@@ -20,8 +20,9 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
 LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
+_ROOM = 1 << 17  # bytes for a message that is received
 _BACKLOG = 512
 
 
@@ -67,14 +69,11 @@ class Answered(NamedTuple):
 ASK, NUMBER, ANSWER = struct.Struct("<QQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
-def described_at(ask: Ask) -> int:
-    """Where the description of a request begins."""
-    return -(-(ask.at + ask.size) // 8) * 8
-
-
-def parts_at(ask: Ask) -> int:
-    """Where it begins which tensors of a request lie on the device."""
-    return -(-(described_at(ask) + ask.described) // 8) * 8
+def places_of(ask: Ask) -> tuple[int, int, int]:
+    """Where a request's description and its parts on the device begin, and where its part of the memory ends."""
+    begin = (ask.at + ask.size + 7) // 8 * 8
+    parts = (begin + ask.described + 7) // 8 * 8
+    return begin, parts, parts + ask.parts
 
 
 def read_asks(message: bytes) -> list[Ask]:
@@ -145,8 +144,11 @@ def _check_peer(connection: socket.socket) -> None:
 
 
 class Connection:
-    """One end of a connection on an event loop. `on_message` gets each message and the descriptors that came with it; `on_end` is
-    called once, when the other end is gone or sends what is no message."""
+    """One end of a connection on an event loop; any thread may call `send_now`.
+
+    on_message: gets each message and the descriptors that came with it. on_end: is called once, when the other end is gone or
+    sends what is no message.
+    """
 
     def __init__(self, sock: socket.socket, on_message: Callable[[bytes, list[int]], None], on_end: Callable[[], None]) -> None:
         self._sock, self._on_message, self._on_end = sock, on_message, on_end
@@ -155,7 +157,9 @@ class Connection:
         self._outbox: dict[Kind, list[bytes]] = {}
         self._late: dict[Kind, list[bytes]] = {}
         self._parts = b""
+        self._room = memoryview(bytearray(_ROOM))
         self._is_open, self._is_blocked = True, False
+        self._closing = threading.Lock()  # held while the socket is closed, and used by another thread
         self._loop.add_reader(sock.fileno(), self._read)
 
     @property
@@ -195,7 +199,8 @@ class Connection:
             self._is_open = False
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
-            self._sock.close()
+            with self._closing:
+                self._sock.close()
 
     def flush(self) -> None:
         """Sends what `post` was given."""
@@ -203,16 +208,25 @@ class Connection:
         for kind, records in outbox.items():
             self._send_all(kind, records)
 
+    def send_now(self, kind: Kind, records: Sequence[bytes]) -> None:
+        """Sends records at once, whatever waits to be sent; what the other end has no room for is left to the event loop."""
+        for message in _joined(kind, records):
+            with self._closing:
+                if not self._is_open:
+                    return
+                try:
+                    self._sock.send(message)
+                    continue
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return  # the reader learns that the other end is gone
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._send, message, [])
+
     def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
-        message = [bytes([kind])]
-        size = 1
-        for record in records:
-            if size + len(record) > LARGEST and len(message) > 1:
-                self._send(b"".join(message), [])
-                message, size = [bytes([kind])], 1
-            message.append(record)
-            size += len(record)
-        self._send(b"".join(message), [])
+        for message in _joined(kind, records):
+            self._send(message, [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
@@ -246,7 +260,7 @@ class Connection:
         if not self._is_open:
             return
         try:
-            message, descriptors = _receive(self._sock)
+            message, descriptors = _receive(self._sock, self._room)
         except BlockingIOError:
             return
         except OSError:
@@ -263,14 +277,27 @@ class Connection:
         self._on_message(message, descriptors)
 
 
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """A message and its descriptors; b"" at the end of the connection."""
+def _joined(kind: Kind, records: Sequence[bytes]) -> Iterator[bytes]:
+    """The messages that records of a kind make."""
+    message = [bytes([kind])]
+    size = 1
+    for record in records:
+        if size + len(record) > LARGEST and len(message) > 1:
+            yield b"".join(message)
+            message, size = [bytes([kind])], 1
+        message.append(record)
+        size += len(record)
+    yield b"".join(message)
+
+
+def _receive(sock: socket.socket, room: memoryview) -> tuple[bytes, list[int]]:
+    """A message and its descriptors; b"" at the end of the connection. room: that it is received in."""
     descriptors = array.array("i")
-    message, ancillary, _, _ = sock.recvmsg(1 << 17, socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    size, ancillary, _, _ = sock.recvmsg_into([room], socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return message, list(descriptors)
+    return bytes(room[:size]), list(descriptors)
 
 
 def close_all(descriptors: Sequence[int]) -> None:

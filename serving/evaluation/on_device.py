@@ -22,7 +22,8 @@ from tableside.serving.scoring import ScoreStage
 from tableside.serving.version import ServedVersion
 
 if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import Begun, GpuBackend  # imports torch
+    from tableside.quant.gpu.backend import GpuBackend  # both import torch
+    from tableside.quant.gpu.batches import Begun
 
 GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,

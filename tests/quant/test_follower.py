@@ -149,8 +149,8 @@ def test_outputs_that_stay_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     asked = [Asked(rng, bags) for bags in (4, 8, 5, 9)]
     backend: Any = gpu_backend()
     sizes: list[int] = []
-    host = backend._free[0].host
-    monkeypatch.setattr(backend._free[0], "host", lambda size: sizes.append(size) or host(size))
+    host = backend._batches._free[0].host
+    monkeypatch.setattr(backend._batches._free[0], "host", lambda size: sizes.append(size) or host(size))
     found, follower = look_up(asked, [True, False, True, False])
     assert sizes[-1] == sum((a.out_bytes + 15) // 16 * 16 for a in asked[1::2])
     start = 0
@@ -172,7 +172,7 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
     asked = [Asked(rng, bags) for bags in (6, 7, 8)]
     backend: Any = gpu_backend()
     look_up(asked, [True] * 3)
-    backend._free[0].device_out.fill_(255)  # NaN, read as numbers
+    backend._batches._free[0].device_out.fill_(255)  # NaN, read as numbers
     if what == "id":
         asked[1].ids[0] = 10**9
     else:
@@ -200,7 +200,7 @@ def test_batches_begin_before_others_are_finished() -> None:
             check_sums(backend.finish(begun[n - 2])[0], table, drawn[n - 2])
     for one, ids in zip(begun[3:], drawn[3:], strict=True):
         check_sums(backend.finish(one)[0], table, ids)
-    assert len({id(b) for b in backend._free}) == len(backend._free) == 3
+    assert len({id(b) for b in backend._batches._free}) == len(backend._batches._free) == 3
 
 
 def registered(table: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tableside.quant.gpu import lookup_kernel as k
 from tableside.quant.gpu import reference
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import Job, JobField
-from tableside.quant.gpu.layout import LaunchConfigs
+from tableside.quant.gpu.launch_config import LaunchConfigs
 
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
 LENGTHS = np.array([2, 0, 5], np.int32)

@@ -107,15 +107,24 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     """Its requests get the error; those under way beside it, and those that wait, run."""
-    device = Device()
+    device, failed = Device(), threading.Event()
     batcher = Batcher(device, 2, 0.0)  # type: ignore[arg-type]
 
+    def go_on(requests: list[Any]) -> Any:
+        assert failed.wait(20)  # until the error was told
+        return Device().answer(requests)
+
     def fail_once(requests: list[Any]) -> Any:
-        device.answer = Device().answer
+        device.answer = go_on
         raise ValueError("a short buffer")
 
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(batcher.run(Request(), b"")) for _ in range(7)]  # type: ignore[arg-type]
+        asked[0].add_done_callback(lambda _: failed.set())
+        return await asyncio.gather(*asked, return_exceptions=True)
+
     device.answer = fail_once
-    found = asyncio.run(answers(batcher, [Request() for _ in range(7)]))
+    found = asyncio.run(run())
     assert [type(f).__name__ for f in found] == ["ValueError"] * 2 + ["Answer"] * 5
     assert device.batches == [2, 2, 2, 1] and not kills
 
@@ -210,6 +219,28 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
         return await asyncio.gather(*asked)
 
     assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.batches == [1, 1, 2]
+
+
+def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
+    """Where the futures allow that; the event loop has no part in it. What cannot be told does not stop the batches after it."""
+    device, told, all_told = Device(), [], threading.Event()
+
+    def tell(results: Any) -> None:
+        told.append((threading.current_thread(), [result for _, result in results]))
+        if len(told) == 1:
+            raise OSError("no door")
+        all_told.set()
+
+    async def run() -> None:
+        batcher = Batcher(device, 2, 0.0, tell=tell)  # type: ignore[arg-type]
+        batcher.submit_all([(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
+        await asyncio.sleep(0)  # the threads are woken
+        assert all_told.wait(20)  # while the event loop does nothing
+        batcher.close()
+
+    asyncio.run(run())
+    assert [len(results) for _, results in told] == [2, 2] == device.batches
+    assert all(thread is not threading.main_thread() for thread, _ in told)
 
 
 def test_a_closed_batcher_refuses() -> None:

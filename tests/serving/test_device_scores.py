@@ -94,7 +94,7 @@ def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tm
     gpu: Any = both.placer.gpu
     asked = [Asked("picked", rows, rows) for rows in (6, 5, 7)]
     check(asked, both)
-    gpu._free[0].device_out.fill_(255)
+    gpu._batches._free[0].device_out.fill_(255)
     asked[1].parts[1][0] += 1
     calls: list[int] = []
     own = both.device["picked"].scorer.calls
@@ -112,8 +112,8 @@ def test_scores_alone_bring_no_vectors_to_the_host(root: Path, tmp_path: Path, m
     both = Both(root, "ctr")
     gpu: Any = both.placer.gpu
     sizes: list[int] = []
-    host = gpu._free[0].host
-    monkeypatch.setattr(gpu._free[0], "host", lambda size: sizes.append(size) or host(size))
+    host = gpu._batches._free[0].host
+    monkeypatch.setattr(gpu._batches._free[0], "host", lambda size: sizes.append(size) or host(size))
     check([Asked("ctr", 5, 0), Asked("ctr", 6, 1)], both)
     assert sizes == [0]
     check([Asked("ctr", 5, 0), Asked("ctr", 6, 1, alone=False)], both)

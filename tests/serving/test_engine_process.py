@@ -1,5 +1,6 @@
 """The engine process and its doors: what either survives of the other's end, versions, memory, and messages that are none."""
 
+import asyncio
 import os
 import random
 import re
@@ -245,6 +246,29 @@ def test_memory_that_could_be_truncated_is_not_taken() -> None:
 def test_answers_are_read_as_they_were_written(fields: list[tuple[int, int, int, bytes]]) -> None:
     sent = [messages.Answered(*f) for f in fields]
     assert messages.read_answers(bytes([messages.Kind.ANSWERS]) + b"".join(map(messages.write_answer, sent))) == sent
+
+
+def test_what_another_thread_sends_at_once_arrives() -> None:
+    """Also what the other end had no room for, in whatever order; and nothing once the connection is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    theirs.settimeout(20)
+    records = [number.to_bytes(8, "big") * 2000 for number in range(200)]
+
+    async def run() -> list[bytes]:
+        connection = messages.Connection(ours, lambda *_: None, lambda: None)
+        await asyncio.to_thread(connection.send_now, messages.Kind.ANSWERS, records)  # far more than a socket holds
+        received: list[bytes] = []
+        while sum(map(len, received)) < sum(map(len, records)):
+            received.append((await asyncio.to_thread(theirs.recv, 1 << 17))[1:])
+        connection.close()
+        connection.send_now(messages.Kind.ANSWERS, records)
+        return received
+
+    found = b"".join(asyncio.run(run()))
+    assert sorted(found[at : at + 16_000] for at in range(0, len(found), 16_000)) == records
+    assert theirs.recv(1) == b""
+    theirs.close()
 
 
 @pytest.fixture

@@ -1,0 +1,75 @@
+"""The buffers that batches go through, on the host and on the device. They belong to one device, and to one batch at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+SMALLEST = 4096  # bytes of a buffer
+
+Buffer = NDArray[np.uint8]
+
+
+class Buffers:
+    """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
+
+    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
+    int32; flags: int32 a job, on the host. All but the flags lie on the device. *_array: the host's side as numpy has it.
+    done: an event behind a batch's work; None in the interpreter. In the interpreter the host's side is the device's.
+    """
+
+    def __init__(self, device: torch.device, answers: Callable[[int], Buffer] | None = None) -> None:
+        """answers: gives page-locked room for what callers get; None: torch does."""
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._inputs(SMALLEST)
+        self.host_rows, self.device_rows = self._pair(SMALLEST)
+        self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
+        self._flags(SMALLEST)
+        self._answers = answers
+        # Whoever waits sleeps: a thread that spins takes the time of those that parse and send.
+        self.done: Any = torch.cuda.Event(blocking=True) if self._is_cuda else None  # type: ignore[no-untyped-call]
+
+    def host(self, size: int) -> torch.Tensor:
+        """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+
+    def answer(self, size: int, is_copied: bool = True) -> Buffer:
+        """Room for what a caller gets. is_copied: the device copies to it."""
+        if self._answers is not None:
+            return self._answers(size)
+        return self.host(size).numpy() if is_copied else np.empty(size, np.uint8)
+
+    def on_device(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def fit(self, *, inputs: int = 0, rows: int = 0, outputs: int = 0, scratch: int = 0, flags: int = 0) -> None:
+        """Makes room for so many bytes of each."""
+        if inputs > self.host_in.numel():
+            self._inputs(_grown(inputs))
+        if rows > self.host_rows.numel():
+            self.host_rows, self.device_rows = self._pair(_grown(rows))
+        if outputs > self.device_out.numel():
+            self.device_out = self.on_device(_grown(outputs))
+        if scratch > self.scratch.numel():
+            self.scratch = self.on_device(_grown(scratch))
+        if flags > self.flags.numel():
+            self._flags(_grown(flags))
+
+    def _inputs(self, size: int) -> None:
+        self.host_in, self.device_in = self._pair(size)
+        self.host_in_array: Buffer = self.host_in.numpy()  # asking for it takes microseconds
+
+    def _flags(self, size: int) -> None:
+        self.flags = self.host(size)
+        self.flags_array: NDArray[np.int32] = self.flags.numpy().view(np.int32)
+
+    def _pair(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = self.host(size)
+        return host, self.on_device(size) if self._is_cuda else host
+
+
+def _grown(n: int) -> int:
+    return 1 << (n - 1).bit_length()
