@@ -5,6 +5,8 @@ a state means one set of rows. The record says which state is live, and flips as
 """
 
 import contextlib
+import fcntl
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 KEPT_STATES = 8
+UNPUBLISHED = ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
 _APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
@@ -143,12 +146,27 @@ def writing(folder: Folder, wait_s: float) -> Iterator[None]:
 
 
 def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
-    """Removes what a killed apply left: unfinished deltas, and one that was never live. Caller holds both locks."""
-    names = [n for n in folder.names() if n.endswith(".delta.partial")]
+    """Removes what a killed apply left: unfinished deltas and merges, and deltas that were never live. Caller holds both locks."""
+    names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
     names += [n for n in folder.names() if (parsed := parse_delta_name(n)) and parsed[1] > record.latest_sequence]
     for name in names:
         folder.unlink(name)
     return [folder.path / name for name in names]
+
+
+def _is_held(folder: Folder, name: str) -> bool:
+    """Whether a process holds the lock of a file."""
+    try:
+        fd = folder.open(name)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def forget_states(model: Model, folder: Folder, record: Record, keep: int) -> list[Path]:
