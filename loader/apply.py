@@ -24,7 +24,16 @@ from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.merging import Merges, UnpublishedDelta
 from tableside.loader.pack import PackedChanges
 from tableside.loader.segment import Segment
-from tableside.loader.states import KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of, writing
+from tableside.loader.states import (
+    KEPT_STATES,
+    UNPUBLISHED,
+    State,
+    attach_state,
+    clear_unpublished,
+    forget_states,
+    state_of,
+    writing,
+)
 from tableside.loader.versions import Model
 
 COMPACT_LOCK = "compact.lock"
@@ -120,9 +129,10 @@ class _Apply:
         if not packed.rows and batch.position in (None, batch.after):
             size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
             return Applied(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
-        below: _Below | None
-        if (merged := self._finished_merge()) is not None:
-            tables = self._planned((), merged.since, packed.tables)
+        merged, below = None, None
+        if self.merges is not None and (finished := self.merges.finished(self.folder, self.segment)) is not None:
+            merged, since = finished
+            tables = self._planned((), since, packed.tables)
             below = _Below(self.before.latest_sequence + 1, merged.entries, merged.writer.size)
         else:
             own, above = self._split(packed)
@@ -132,7 +142,7 @@ class _Apply:
         change = self._change(batch, packed.rows, sequence, below)
         size = self._publish(tables, change, merged)
         state = State(self.before.current, sequence)
-        self._merge_beside(state, packed)
+        self._merge_beside(state)
         entries = sum(int(t.rows.size) for t in tables.values()) + (0 if below is None else below.entries)
         return Applied(
             self.model.name,
@@ -177,8 +187,9 @@ class _Apply:
         return live[-1], live[:-1]
 
     def _outgrows(self, newer_bytes: int, older_bytes: int) -> bool:
-        """Whether a newest delta is to be merged with the one below it."""
-        return newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes) and not self._is_compacted()
+        """Whether a newest delta is to be merged with the one below it, which no compaction reads and nobody merges."""
+        is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
+        return is_large and not self._is_compacted() and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
 
     def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[Entries]]) -> dict[str, MergedTable]:
         """The tables of a delta that holds what these deltas do, the newest first, and then what is newer."""
@@ -188,17 +199,12 @@ class _Apply:
         tables = self.segment.base.tables
         return {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
 
-    def _finished_merge(self) -> UnpublishedDelta | None:
-        return None if self.merges is None else self.merges.finished(self.folder, state_of(self.before))
-
-    def _merge_beside(self, state: State, packed: PackedChanges) -> None:
-        """Tells who merges beside that a batch was applied, and begins the next merge where it is time."""
-        if self.merges is None:
-            return
-        self.merges.applied(state_of(self.before), state, packed.tables)
-        segment = attach_state(self.model, state, "header", self.segment)
-        if len(segment.deltas) > 1 and self._outgrows(*(d.segment.size for d in segment.deltas)):
-            self.merges.begin(self.folder, state, segment)
+    def _merge_beside(self, state: State) -> None:
+        """Begins the next merge where it is time for one."""
+        if self.merges is not None:
+            segment = attach_state(self.model, state, "header", self.segment)
+            if len(segment.deltas) > 1 and self._outgrows(*(d.segment.size for d in segment.deltas)):
+                self.merges.begin(self.folder, state, segment)
 
     def _is_compacted(self) -> bool:
         """Whether a compaction reads the delta below, which stays then."""

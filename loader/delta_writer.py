@@ -18,6 +18,7 @@ from tableside.quant.ids import IdIndex, bits_at, set_bits
 from tableside.quant.overlay import Level, fill_filter, filter_words
 
 _IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
+_BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 
 class Entries(NamedTuple):
@@ -131,7 +132,9 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     slots = kept.view(np.int64)
     slots[table.rows] = ids
     keep_zero_apart(table.index, slots, not ids.all())
-    fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
+    words = filter_part(at, data, stored.ids.has_bits)
+    for start in range(0, ids.size, _BLOCK_ROWS):
+        fill_filter(ids[start : start + _BLOCK_ROWS], words)
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
         set_bits(bits, table.rows[deleted])
@@ -140,5 +143,8 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     for part in table.parts:
         counts = table.kept[first : first + part.ids.size]
         rows = table.rows[done : done + int(counts.sum())]
-        items[rows] = part.packed.view(f"V{stored.row_bytes}")[:, 0][part.rows[counts]]
+        packed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
+        for start in range(0, rows.size, _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            items[rows[block]] = packed.take(sources[block])
         first, done = first + part.ids.size, done + rows.size

@@ -1,43 +1,47 @@
 """Merges of deltas beside a follower: both deltas of a state become one while batches are applied over them.
 
-A merge writes every row of both deltas again, which would keep a batch that waits for it from being visible. So a thread writes
-the merged delta to a file that no state names, and the entries of the batches that come meanwhile are kept in memory. The first
-batch after the merge is written as a delta of these entries over the merged one, and the record flips to it: the merged delta is
-published with that batch, under a sequence of its own.
+A merge writes every row of both deltas again, and a batch that waited for it would not be visible meanwhile. So a thread writes
+the merged delta to a file that no state names. The first batch after it is written as a delta over the merged one, and the record
+flips to it: so the merged delta is published with that batch, under a sequence of its own.
 
-What another process does to the model makes a merge void: it is dropped, and a later batch begins the next one. The file belongs
-to a process that holds its lock; `loader.states.clear_unpublished` removes one that nobody holds.
+What came over both deltas meanwhile, from whomever, lies in the newest one, which holds all that the merged newest one did. Of
+it that batch's delta takes the entries that differ from the merged ones. Where the older delta is another one by then, or an id
+is missing in the newer one, the state does not follow from the one that was merged, and the merge is dropped.
+
+The file belongs to a process that holds its lock; `loader.states.clear_unpublished` removes one that nobody holds.
 """
 
 import fcntl
 import os
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from tableside.loader.delta_writer import Entries, merge, own_entries, write_unsealed
+import numpy as np
+
+from tableside.loader.delta_writer import Entries, entries_of, merge, own_entries, write_unsealed
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import UNPUBLISHED, State
 from tableside.loader.versions import Model
+from tableside.quant.ids import bits_at
+from tableside.quant.overlay import Level
 
-_NICE = 10  # of the thread, so that a batch and the servers beside it come first
-Tables = Mapping[str, list[Entries]]
+_NICE = 5  # of the thread, so that a batch and the servers beside it come first
+_BLOCK_ROWS = 1 << 14  # that are compared at once
 
 
 @dataclass(frozen=True, eq=False)
 class UnpublishedDelta:
-    """A merged delta without its header. file: its name in the model's folder. entries: ids that it has. since: name of a table
-    -> what was applied to it after the state that was merged."""
+    """A merged delta without its header. file: its name in the model's folder. change: of the state that was merged. entries:
+    ids that it has."""
 
     file: str
     writer: SegmentWriter
     change: Change
     entries: int
-    since: dict[str, list[Entries]]
 
     def seal(self, sequence: int) -> None:
         """Writes the header of a whole delta, with this sequence."""
@@ -51,34 +55,24 @@ class UnpublishedDelta:
 
 
 class Merges:
-    """The merges of one process over one model, one at a time. Its methods are called by who holds the apply lock, but for
-    `close`. threads: as in `ApplySettings`."""
+    """The merges of one process over one model, one at a time. `begin` and `finished` are for who holds the apply lock. threads:
+    as in `ApplySettings`."""
 
     def __init__(self, model: Model, threads: int = 0) -> None:
         self._model, self._threads = model, threads
         self._pool = ThreadPoolExecutor(1, "tableside-merge", _yield_to_others)
         self._running: Future[UnpublishedDelta] | None = None
-        self._live: State | None = None  # that the merge leads to with `_since`; None: what runs is void
-        self._since: dict[str, list[Entries]] = {}
+        self._merged: Segment | None = None  # the state that the merge is of
 
     def begin(self, folder: Folder, state: State, segment: Segment) -> None:
-        """Begins to merge both deltas of the live state, unless another merge still runs."""
+        """Begins to merge both deltas of the live state, unless another merge of this process was not published yet."""
         if self.is_running():
             return
         file = f"{state}{UNPUBLISHED}"
         fd = folder.create(file)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is new, so nobody else has it
-        self._live, self._since = state, {}
+        self._merged = segment
         self._running = self._pool.submit(self._merge, file, fd, segment)
-
-    def applied(self, before: State, after: State, tables: Tables) -> None:
-        """A batch made another state of the live one."""
-        if self._live != before:
-            self._live = None
-            return
-        self._live = after
-        for name, entries in tables.items():
-            self._since.setdefault(name, []).extend(entries)
 
     def is_running(self) -> bool:
         """Whether a merge has begun that no batch has published or dropped yet."""
@@ -88,19 +82,21 @@ class Merges:
         """Whether such a merge waits for the next batch."""
         return self._running is not None and self._running.done()
 
-    def finished(self, folder: Folder, live: State) -> UnpublishedDelta | None:
-        """The merge that has ended and leads to the live state, which the caller publishes or drops; None: there is none.
+    def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[Entries]]] | None:
+        """A merge that has ended, which the caller publishes or drops, and what the live state has beside it, by table.
 
-        Raises what the merge raised: NoSpace, SegmentError.
+        None: there is none. Raises what the merge raised: NoSpace, SegmentError.
         """
         if self._running is None or not self._running.done():
             return None
-        running, self._running = self._running, None
+        assert self._merged is not None
+        running, merged, self._running, self._merged = self._running, self._merged, None, None
         delta = running.result()
-        if live != self._live or not folder.exists(delta.file):
+        since = changes_since(merged, live) if folder.exists(delta.file) else None
+        if since is None:
             delta.drop(folder)
             return None
-        return replace(delta, since=self._since)
+        return delta, since
 
     def _merge(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
         """An error leaves a file that nobody holds."""
@@ -115,7 +111,7 @@ class Merges:
         change = replace(segment.deltas[0].change, below=0, changed=0)
         keys = {t.name: t.key for t in header.tables}
         writer = write_unsealed(self._model.folder / file, fd, header.model, header.version, change, tables, keys)
-        return UnpublishedDelta(file, writer, change, sum(int(t.rows.size) for t in tables.values()), {})
+        return UnpublishedDelta(file, writer, change, sum(int(t.rows.size) for t in tables.values()))
 
     def close(self) -> None:
         """Waits for the merge that runs, and drops it."""
@@ -123,13 +119,54 @@ class Merges:
         if self._running is not None and self._running.exception() is None:
             with self._model.opened() as folder:
                 self._running.result().drop(folder)
-        self._running = None
+        self._running = self._merged = None
 
     def __enter__(self) -> "Merges":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def changes_since(merged: Segment, live: Segment) -> dict[str, list[Entries]] | None:
+    """What the newest delta of `live` has beside that of `merged`, by table, where both lie over the same delta.
+
+    None: they do not, or an id is in that of `merged` alone, so that its row would come back.
+    """
+    bases = [(segment.header.version, segment.deltas[-1].sequence) for segment in (merged, live) if len(segment.deltas) > 1]
+    if len(bases) < 2 or bases[0] != bases[1]:
+        return None
+    old, new = merged.deltas[0], live.deltas[0]
+    if set(old.tables) - set(new.tables):
+        return None
+    since: dict[str, list[Entries]] = {}
+    for name in new.tables:
+        entries = entries_of(new.own_level(name))
+        if name in old.tables:
+            level = old.own_level(name)
+            same, shared = _same(entries, level)
+            if shared != old.tables[name].id_count:
+                return None
+            entries = Entries(entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same])
+        since[name] = [entries]
+    return since
+
+
+def _same(entries: Entries, level: Level) -> tuple[np.ndarray, int]:
+    """Which entries a level has as they are, bool [n]; and of how many ids it has an entry."""
+    from tableside.quant.cpu.index_builder import find_rows
+
+    slots = np.empty(entries.ids.size, np.int64)
+    find_rows(level.index, entries.ids, slots)
+    there = np.flatnonzero((slots >= 0) & (level.index.ids[slots] == entries.ids))
+    same = np.zeros(entries.ids.size, np.bool_)
+    for start in range(0, there.size, _BLOCK_ROWS):
+        which = there[start : start + _BLOCK_ROWS]
+        at = slots[which]
+        is_same = (entries.packed[entries.rows[which]] == level.packed[at]).all(1)
+        was_deleted = np.zeros(at.size, np.bool_) if level.deleted is None else bits_at(level.deleted, at)
+        same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
+    return same, there.size
 
 
 def _yield_to_others() -> None:

@@ -65,7 +65,7 @@ def follow(
             window = Window(PackedChanges(segment, settings.backend), after, after)
             window.read(source, rows, due, is_stopping)
             read = time.monotonic()
-            due = max(due + every_s, read + every_s / 2)  # what an apply takes is no longer waited for; one that lags still reads
+            due = max(due + every_s, read)  # what an apply takes is not waited for once more
             if not window.has_come:
                 continue
             assert window.position is not None

@@ -23,20 +23,21 @@ class Window:
     made_at: float | None = None
 
     def read(self, source: Source, rows: int, until: float, is_stopping: IsStopping) -> None:
-        """Reads until there are some `rows`, or it is `until`, of time.monotonic(), or the follower shall stop.
+        """Reads until there are some `rows`, or it is `until`, of time.monotonic(), or the follower shall stop. What is there by
+        then is read as well.
 
         SourceError: changes are gone, out of order, or not what they must be. Where others came before them, these are a window,
         and the error comes with the next one.
         """
         while True:
-            wait_s = min(_SLICE_S, max(0.0, until - time.monotonic()))
+            left, asked = until - time.monotonic(), min(_SLICE_ROWS, rows - self.packed.rows)
             try:
-                self._add(source, min(_SLICE_ROWS, rows - self.packed.rows), wait_s)
+                is_behind = self._add(source, asked, min(_SLICE_S, max(0.0, left))) >= asked
             except SourceError:
                 if not self.has_come:
                     raise
                 return
-            if self.packed.rows >= rows or time.monotonic() >= until or is_stopping():
+            if self.packed.rows >= rows or (left <= 0 and not is_behind) or is_stopping():
                 return
 
     @property
@@ -48,10 +49,11 @@ class Window:
         """What `loader.apply` is told beside the packed changes. kept: the place that the model's state has."""
         return Batch((), source.name, self.position, kept, self.made_at)
 
-    def _add(self, source: Source, rows: int, wait_s: float) -> None:
-        part = source.read(self.position, rows, wait_s)
+    def _add(self, source: Source, rows: int, wait_s: float) -> int:
+        """Reads some rows and packs them; returns how many."""
+        part, before = source.read(self.position, rows, wait_s), self.packed.rows
         if part is None:
-            return
+            return 0
         try:
             self.packed.add(part.changes)
         except ChangeError as error:
@@ -61,3 +63,4 @@ class Window:
         if not self.has_come:
             self.made_at = part.made_at
         self.position = part.position
+        return self.packed.rows - before

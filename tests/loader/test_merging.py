@@ -77,19 +77,38 @@ def test_the_merged_delta_is_the_state_that_was_merged(oracle: Oracle, merges: M
     assert State(1, last.state.sequence - 1) in kept_states(oracle.model, 1)
 
 
-@pytest.mark.parametrize("what", ["apply", "compact", "activate"])
-def test_what_another_process_does_makes_a_merge_void(oracle: Oracle, merges: Merges, what: str) -> None:
-    """Its file goes, what the other did counts, and a later merge is published."""
+def test_changes_of_others_meanwhile_are_carried_over(oracle: Oracle, merges: Merges) -> None:
+    """They lie over both deltas while these are merged, however many they are, and over the merged one then."""
     file = begun(oracle, merges)
-    match what:
-        case "apply":
-            apply(oracle.model, Batch(oracle.change(20)))
-        case "compact":
-            compact(oracle.model)
-        case "activate":
-            oracle.model.activate(1, 0)
-            oracle.model.activate(1)
-            apply(oracle.model, Batch(oracle.change(1)))
+    for rows in (20, 500, 1):
+        assert not apply(oracle.model, Batch(oracle.change(rows))).is_merged
+    assert file in files(oracle)
+    assert apply(oracle.model, Batch(oracle.change(20)), merges=merges).is_merged and file not in files(oracle)
+    oracle.check(attach_state(oracle.model))
+
+
+def test_another_process_does_not_merge_what_is_merged_already(oracle: Oracle, merges: Merges) -> None:
+    begun(oracle, merges)
+    with Merges(oracle.model) as others:
+        apply(oracle.model, Batch(oracle.change(500)), merges=others)
+        assert not others.is_running()
+    oracle.check(attach_state(oracle.model))
+
+
+@pytest.mark.parametrize("what", ["compacted", "went back", "went back and on"])
+def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges: Merges, what: str) -> None:
+    """Its file goes, and a later merge is published."""
+    apply(oracle.model, Batch(oracle.change(600)), merges=merges)
+    apply(oracle.model, Batch(oracle.change(5)), merges=merges)  # which lies over the first one, as the merged state does
+    rows = dict(oracle.rows)
+    file = begun(oracle, merges)
+    if what == "compacted":
+        compact(oracle.model)
+    else:
+        oracle.model.activate(1, 2)
+        oracle.rows = rows
+    if what == "went back and on":
+        apply(oracle.model, Batch(oracle.change(30)))
     applied = apply(oracle.model, Batch(oracle.change(20)), merges=merges)
     assert not applied.is_merged and file not in files(oracle)
     oracle.check(attach_state(oracle.model))
