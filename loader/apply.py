@@ -20,9 +20,9 @@ from tableside.loader.delta_writer import Entries, MergedTable, merge, own_entri
 from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
-from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.merging import Merges, UnpublishedDelta
 from tableside.loader.pack import PackedChanges
+from tableside.loader.record import flip, reserve_room, write_next
 from tableside.loader.segment import Segment
 from tableside.loader.states import (
     KEPT_STATES,
@@ -181,7 +181,8 @@ class _Apply:
         live = self.segment.deltas
         if not live:
             return None, ()
-        size = sum(part.packed.size for parts in packed.tables.values() for part in parts) + sum(d.segment.size for d in live[:-1])
+        size = sum(part.packed.size for parts in packed.tables.values() for part in parts)
+        size += sum(d.segment.size for d in live[:-1])
         if self.merges is None and self._outgrows(size, live[-1].segment.size):
             return None, live
         return live[-1], live[:-1]

@@ -146,7 +146,7 @@ def writing(folder: Folder, wait_s: float) -> Iterator[None]:
 
 
 def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
-    """Removes what a killed apply left: unfinished deltas and merges, and deltas that were never live. Caller holds both locks."""
+    """Removes what a killed apply left: unfinished deltas, merges, and deltas that were never live. Caller holds both locks."""
     names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
     names += [n for n in folder.names() if (parsed := parse_delta_name(n)) and parsed[1] > record.latest_sequence]
     for name in names:

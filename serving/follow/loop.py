@@ -40,7 +40,10 @@ def follow(
     settings: ApplySettings = ApplySettings(),  # noqa: B008  (frozen)
     reset: bool = False,
 ) -> None:
-    """Applies batches of about `rows` changes, or of `every_s` seconds, until `is_stopping`; the one under way is finished.
+    """Applies batch after batch until `is_stopping`; the one under way is finished.
+
+    A batch ends with about `rows` changes, or so early that its first one is visible `every_s` seconds after it could be read,
+    by how long the last batch took from its end on; but not before half of that time.
 
     Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each change is applied
     once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept.
@@ -65,7 +68,7 @@ def follow(
             window = Window(PackedChanges(segment, settings.backend), after, after)
             window.read(source, rows, due, is_stopping)
             read = time.monotonic()
-            due = max(due + every_s, read)  # what an apply takes is not waited for once more
+            due = read + every_s
             if not window.has_come:
                 continue
             assert window.position is not None
@@ -78,8 +81,9 @@ def follow(
                     raise
                 is_again = True
                 continue
-            visible = time.time()
+            visible, took_s = time.time(), time.monotonic() - read
+            due = read + max(every_s - took_s, every_s / 2)  # the next one will take about as long
             reset = is_again = False
             lag_s = None if window.made_at is None else visible - window.made_at
             last = window.position
-            told(Step(applied, last, read - began, time.monotonic() - read, lag_s))
+            told(Step(applied, last, read - began, took_s, lag_s))
