@@ -22,14 +22,13 @@ from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.merging import Merges, UnpublishedDelta
 from tableside.loader.pack import PackedChanges
-from tableside.loader.record import flip, reserve_room, write_next
+from tableside.loader.record import flip, write_next
 from tableside.loader.segment import Segment
 from tableside.loader.states import (
     KEPT_STATES,
     UNPUBLISHED,
     State,
     attach_state,
-    clear_unpublished,
     forget_states,
     state_of,
     writing,
@@ -93,10 +92,7 @@ def apply(
     what it was.
     """
     started = time.monotonic()
-    with model.opened() as folder, writing(folder, settings.wait_s):
-        with folder.lock("record.lock"):
-            clear_unpublished(folder, model.record())
-            reserve_room(folder)
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         packed = PackedChanges(segment, settings.backend) if packed is None else packed
         return _Apply(model, folder, settings, segment, merges).run(batch, packed, started)
@@ -104,7 +100,7 @@ def apply(
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
     """Makes one delta of two that are live: the next state, with the same rows. Raises as `apply`."""
-    with model.opened() as folder, writing(folder, settings.wait_s):
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
             _Apply(model, folder, settings, segment).merge(segment.deltas)
@@ -228,11 +224,11 @@ class _Apply:
                 self._check_is_live()
                 record = replace(self.before, sequence=change.sequence, latest_sequence=change.sequence)
                 write_next(self.folder, record)
-                if merged is not None:
-                    merged.seal(change.below)
-                    self.folder.rename(merged.file, below)
-                self.folder.rename(partial, name)
                 try:
+                    if merged is not None:
+                        merged.seal(change.below)
+                        self.folder.rename(merged.file, below)
+                    self.folder.rename(partial, name)
                     flip(self.folder)
                 except OSError:
                     for made in (name, below)[: 1 if merged is None else 2]:
