@@ -85,9 +85,11 @@ class Merges:
     def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[Entries]]] | None:
         """A merge that has ended, which the caller publishes or drops, and what the live state has beside it, by table.
 
-        None: there is none. Raises what the merge raised: NoSpace, SegmentError.
+        Where the newest delta has outgrown the one below it meanwhile, a merge that runs is waited for: else batches would become
+        slower and slower to write. None: there is none. Raises what the merge raised: NoSpace, SegmentError.
         """
-        if self._running is None or not self._running.done():
+        sizes = [delta.segment.size for delta in live.deltas]
+        if self._running is None or not (self._running.done() or (len(sizes) > 1 and sizes[0] > sizes[1])):
             return None
         assert self._merged is not None
         running, merged, self._running, self._merged = self._running, self._merged, None, None

@@ -109,6 +109,8 @@ def test_every_step(story: Story, root: Path, name: str, what: What, monkeypatch
         model = Model(root, "demo")
         was_ended = run_until(step, what, lambda m=model: WORKS[name](story, m), (NoSpace, OSError))  # type: ignore[misc]
         story.check(model)
+        if what == "full":
+            assert not [n for n in os.listdir(model.folder) if n.endswith((".partial", ".merged"))]
         if step % 2:
             story.collect(model)
         if name == "compact" and step % 4 < 2:

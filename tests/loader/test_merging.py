@@ -11,6 +11,7 @@ from changing import Oracle
 
 from campaigns.common import until
 from tableside.loader import apply as applying
+from tableside.loader import merging
 from tableside.loader.apply import Applied, apply
 from tableside.loader.changes import Batch
 from tableside.loader.compact import compact
@@ -154,4 +155,20 @@ def test_a_full_file_system_ends_a_merge(oracle: Oracle, merges: Merges, monkeyp
     oracle.check(attach_state(oracle.model))
     apply(oracle.model, Batch(oracle.change(5)))
     assert not set(files(oracle)) & {n for n in there if n.endswith(".merged")}
+    oracle.check(attach_state(oracle.model))
+
+
+def test_a_merge_that_is_slow_is_waited_for(oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest delta outgrows the one below it by a batch at most, however long the merge takes."""
+    is_released, write = threading.Event(), merging.write_unsealed
+    monkeypatch.setattr(merging, "write_unsealed", lambda *given: is_released.wait(60) and write(*given))
+    apply(oracle.model, Batch(oracle.change(200)), merges=merges)
+    while not merges.is_running():
+        apply(oracle.model, Batch(oracle.change(30)), merges=merges)
+    threading.Timer(1.0, is_released.set).start()
+    is_merged = False
+    while not is_merged:
+        sizes = [d.segment.size for d in attach_state(oracle.model).deltas]
+        assert sizes[0] < sizes[1] + (1 << 15), sizes
+        is_merged = apply(oracle.model, Batch(oracle.change(30)), merges=merges).is_merged
     oracle.check(attach_state(oracle.model))
