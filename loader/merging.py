@@ -101,7 +101,14 @@ class Merges:
         return delta, since
 
     def _merge(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
-        """An error leaves a file that nobody holds."""
+        try:
+            return self._write(file, fd, segment)
+        except BaseException:
+            with self._model.opened() as folder:
+                folder.unlink(file)
+            raise
+
+    def _write(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
         header, parts = segment.header, dict[str, list[Entries]]()
         try:
             for name, entries in own_entries(segment.deltas):
