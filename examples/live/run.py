@@ -201,7 +201,7 @@ class Looks:
 
 
 def look(client: Client, world: World, first: Towers, began: float, seconds: float) -> Looks:
-    """Scores fresh clicks and reads the clock, again and again. Where rows come late it looks on until it saw them a few times."""
+    """Scores fresh clicks and reads the clock, again and again. Where rows come late it looks on until it saw some."""
     found, rng, clock = Looks(), np.random.default_rng(8), {"clock": np.zeros((1, 1), np.int64)}
     while (now := time.time() - began) < seconds or (len(found.at_s) < LEAST_LOOKS and now < seconds + LATE_S):
         users, items, clicked = world.events(CHECKED, now, rng)
