@@ -236,7 +236,7 @@ def to_folder(folder: Path) -> Send:
 def to_redis(client: Any) -> Send:
     def send(_: int, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> float:
         made = time.time()
-        client.xadd("rows", {"ids": ids.tobytes(), "vectors": vectors.tobytes()}, maxlen=2000)
+        client.xadd("rows", {"ids": ids.tobytes(), "vectors": vectors.tobytes()}, maxlen=5000)
         return made
 
     return send

@@ -201,7 +201,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         readers = []
         for work, given in works:
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=work, args=(*given, end, theirs), daemon=work is not evaluate)
+            process = spawn.Process(target=work, args=(*given, end, theirs), daemon=True)
             process.start()
             readers.append((process, ours))
         while time.monotonic() < end or not counts["compactions"]:
