@@ -169,10 +169,11 @@ def _same(entries: Entries, level: Level) -> tuple[np.ndarray, int]:
     find_rows(level.index, entries.ids, slots)
     there = np.flatnonzero((slots >= 0) & (level.index.ids[slots] == entries.ids))
     same = np.zeros(entries.ids.size, np.bool_)
+    new, old = entries.packed.view(np.uint64), level.packed.view(np.uint64)  # rows are multiples of 16 bytes
     for start in range(0, there.size, _BLOCK_ROWS):
         which = there[start : start + _BLOCK_ROWS]
         at = slots[which]
-        is_same = (entries.packed[entries.rows[which]] == level.packed[at]).all(1)
+        is_same = (new.take(entries.rows[which], 0) == old.take(at, 0)).all(1)
         was_deleted = np.zeros(at.size, np.bool_) if level.deleted is None else bits_at(level.deleted, at)
         same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
     return same, there.size
