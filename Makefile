@@ -97,6 +97,7 @@ test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's addre
 	@$(WATCHED) -k native tests/quant/test_bags.py
 	@$(WATCHED) tests/quant/test_gpu_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/test_raw_lookups.py tests/quant/test_index_builder.py
+	@$(WATCHED) -k "not fbgemm" tests/quant/test_overlay.py tests/loader/test_apply.py tests/loader/test_compact.py
 	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples

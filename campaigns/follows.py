@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from campaigns.common import DIM, ROWS, TABLES, Goal, at_least, folders, none, publish, random_of, standalone, told, until
+from tableside.loader import apply as applying
 from tableside.loader.apply import ApplySettings, position_of
 from tableside.loader.compact import compact
 from tableside.loader.states import attach_state
@@ -32,6 +33,7 @@ from tableside.serving.follow.sources import open_source
 
 KEY, SOURCE = "rows", "redis:rows"
 LONGEST_S = 0.4  # that a follower lives
+MERGED_BYTES = 1 << 10  # of a newest delta that followers merge beside, as if that were much
 NEVER = (
     *("states with wrong rows", "positions that went back", "entries that were not applied in the end"),
     "followers that ended by themselves",
@@ -126,6 +128,7 @@ def fork_follower(root: Path, url: str, every_s: float, rows: int) -> int:
     if pid := os.fork():
         return pid
     code = 1
+    applying.SMALL_BYTES = MERGED_BYTES
     try:
         source = open_source(url, None, None, "start", lambda: False)
         follow(Model(root, "demo"), source, rows, every_s, lambda: False, lambda _: None, settings=ApplySettings(threads=1))

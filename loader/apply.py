@@ -8,29 +8,35 @@
 One process applies at a time; others wait for it. Readers take no lock and wait for nothing.
 """
 
-import contextlib
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import numpy as np
-
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import Batch
 from tableside.loader.delta import Delta, delta_name
-from tableside.loader.delta_writer import Entries, MergedTable, entries_of, merge, write_delta
+from tableside.loader.delta_writer import Entries, MergedTable, merge, own_entries, write_delta
 from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
-from tableside.loader.record import flip, reserve_room, write_next
+from tableside.loader.merging import Merges, UnpublishedDelta
+from tableside.loader.pack import PackedChanges
+from tableside.loader.record import flip, write_next
 from tableside.loader.segment import Segment
-from tableside.loader.states import KEPT_STATES, State, attach_state, clear_unpublished, forget_states, state_of, writing
+from tableside.loader.states import (
+    KEPT_STATES,
+    UNPUBLISHED,
+    State,
+    attach_state,
+    forget_states,
+    state_of,
+    writing,
+)
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, Source, Table, choose
-from tableside.quant.errors import NotRepresentable
 
 COMPACT_LOCK = "compact.lock"
 SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one below it, however small that is
-_SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16}
 
 
 @dataclass(frozen=True)
@@ -69,24 +75,32 @@ def position_of(model: Model, source: str) -> str | None:
     return None if change is None else change.positions.get(source)
 
 
-def apply(model: Model, batch: Batch, settings: ApplySettings = DEFAULTS) -> Applied:
+def apply(
+    model: Model,
+    batch: Batch,
+    settings: ApplySettings = DEFAULTS,
+    packed: PackedChanges | None = None,
+    merges: Merges | None = None,
+) -> Applied:
     """Publishes the changes of a batch as the next state of `model`.
+
+    packed: changes that come before those of `batch`, packed over the live version. merges: of a process that applies batch after
+    batch; deltas are merged beside it then, and not while the batch waits.
 
     ChangeError: a change does not fit the model, or the batch does not follow what was applied of its source. VersionError: no
     version is live, or another one became so meanwhile. NoSpace: shared memory is full. Whatever is raised, the live state is
     what it was.
     """
     started = time.monotonic()
-    with model.opened() as folder, writing(folder, settings.wait_s):
-        with folder.lock("record.lock"):
-            clear_unpublished(folder, model.record())
-            reserve_room(folder)
-        return _Apply(model, folder, settings, attach_state(model, None, "header")).run(batch, started)
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
+        segment = attach_state(model, None, "header")
+        packed = PackedChanges(segment, settings.backend) if packed is None else packed
+        return _Apply(model, folder, settings, segment, merges).run(batch, packed, started)
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
     """Makes one delta of two that are live: the next state, with the same rows. Raises as `apply`."""
-    with model.opened() as folder, writing(folder, settings.wait_s):
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
             _Apply(model, folder, settings, segment).merge(segment.deltas)
@@ -95,53 +109,57 @@ def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
 class _Apply:
     """One batch over one state. The caller holds the apply lock."""
 
-    def __init__(self, model: Model, folder: Folder, settings: ApplySettings, segment: Segment) -> None:
-        self.model, self.folder, self.settings, self.segment = model, folder, settings, segment
+    def __init__(
+        self, model: Model, folder: Folder, settings: ApplySettings, segment: Segment, merges: Merges | None = None
+    ) -> None:
+        self.model, self.folder, self.settings, self.segment, self.merges = model, folder, settings, segment, merges
         self.before = model.record()
-        self.backend = choose(settings.backend)
 
-    def run(self, batch: Batch, started: float) -> Applied:
+    def run(self, batch: Batch, packed: PackedChanges, started: float) -> Applied:
         """Checks, merges, writes and publishes."""
+        if packed.version != self.before.current:
+            raise self._changed(state_of(self.before), State(packed.version))
         self._check_position(batch)
-        new: dict[str, list[Entries]] = {}
-        rows = 0
-        for block in batch.changes:
-            rows += block.rows
-            if block.rows:
-                new.setdefault(block.table, []).append(pack_changes(self.segment, block, self.backend))
+        packed.add(batch.changes)
         live = self.segment.deltas
-        if not new and batch.position in (None, batch.after):
-            size = sum(d.segment.size for d in live)
-            state = state_of(self.before)
-            return Applied(self.model.name, state, 0, sum(d.entries for d in live), size, False, time.monotonic() - started)
-        merged, below = self._merged(new)
-        positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
-        if batch.source is not None and batch.position is not None:
-            positions[batch.source] = batch.position
-        sequence = self.before.latest_sequence + 1
-        change = Change(sequence, 0 if below is None else below.sequence, rows, positions, batch.made_at or 0.0, time.time())
-        size = self._publish(merged, change)
-        entries = sum(int(t.rows.size) for t in merged.values()) + (0 if below is None else below.entries)
+        if not packed.rows and batch.position in (None, batch.after):
+            size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
+            return Applied(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
+        merged, below = None, None
+        if self.merges is not None and (finished := self.merges.finished(self.folder, self.segment)) is not None:
+            merged, since = finished
+            tables = self._planned((), since, packed.tables)
+            below = _Below(self.before.latest_sequence + 1, merged.entries, merged.writer.size)
+        else:
+            own, above = self._split(packed)
+            tables = self._planned(above, packed.tables)
+            below = None if own is None else _Below(own.sequence, own.entries, own.segment.size)
+        sequence = self.before.latest_sequence + (1 if merged is None else 2)
+        change = self._change(batch, packed.rows, sequence, below)
+        size = self._publish(tables, change, merged)
+        state = State(self.before.current, sequence)
+        self._merge_beside(state)
+        entries = sum(int(t.rows.size) for t in tables.values()) + (0 if below is None else below.entries)
         return Applied(
             self.model.name,
-            State(self.before.current, sequence),
-            rows,
+            state,
+            packed.rows,
             entries,
-            size + (0 if below is None else below.segment.size),
-            bool(live) and below is None,
+            size + (0 if below is None else below.bytes),
+            merged is not None or (bool(live) and below is None),
             time.monotonic() - started,
         )
 
+    def _change(self, batch: Batch, rows: int, sequence: int, below: "_Below | None") -> Change:
+        positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
+        if batch.source is not None and batch.position is not None:
+            positions[batch.source] = batch.position
+        return Change(sequence, 0 if below is None else below.sequence, rows, positions, batch.made_at or 0.0, time.time())
+
     def merge(self, deltas: Sequence[Delta]) -> None:
         """Publishes what these deltas, the newest first, hold together as one."""
-        parts: dict[str, list[Entries]] = {}
-        for delta in reversed(deltas):
-            for name in delta.tables:
-                parts.setdefault(name, []).append(entries_of(delta.own_level(name)))
-        tables = self.segment.base.tables
-        merged = {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
         sequence = self.before.latest_sequence + 1
-        self._publish(merged, replace(deltas[0].change, sequence=sequence, below=0, changed=0))
+        self._publish(self._planned(deltas), replace(deltas[0].change, sequence=sequence, below=0, changed=0))
 
     def _check_position(self, batch: Batch) -> None:
         if batch.source is None:
@@ -154,23 +172,36 @@ class _Apply:
                 f"{found or 'none'}: another process applies this source, or the model went back; read on from there"
             )
 
-    def _merged(self, new: Mapping[str, list[Entries]]) -> tuple[dict[str, MergedTable], Delta | None]:
-        """The tables of the next delta, and the delta that it lies over."""
+    def _split(self, packed: PackedChanges) -> tuple[Delta | None, Sequence[Delta]]:
+        """The live delta that the next one lies over, and those that are merged into the next one, the newest first."""
         live = self.segment.deltas
-        is_frozen = self._is_compacted()
-        size = sum(part.packed.size for parts in new.values() for part in parts)
-        base, above = (live[-1], live[:-1]) if live else (None, ())
-        candidate = size + sum(d.segment.size for d in above)
-        if base is not None and not is_frozen and candidate > max(SMALL_BYTES, self.settings.merge_share * base.segment.size):
-            base, above = None, live
+        if not live:
+            return None, ()
+        size = sum(part.packed.size for parts in packed.tables.values() for part in parts)
+        size += sum(d.segment.size for d in live[:-1])
+        if self.merges is None and self._outgrows(size, live[-1].segment.size):
+            return None, live
+        return live[-1], live[:-1]
+
+    def _outgrows(self, newer_bytes: int, older_bytes: int) -> bool:
+        """Whether a newest delta is to be merged with the one below it, which no compaction reads and nobody merges."""
+        is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
+        return is_large and not self._is_compacted() and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
+
+    def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[Entries]]) -> dict[str, MergedTable]:
+        """The tables of a delta that holds what these deltas do, the newest first, and then what is newer."""
         parts: dict[str, list[Entries]] = {}
-        for delta in reversed(above):
-            for name in delta.tables:
-                parts.setdefault(name, []).append(entries_of(delta.own_level(name)))
-        for name, more in new.items():
-            parts.setdefault(name, []).extend(more)
+        for name, entries in itertools.chain(own_entries(deltas), *(tables.items() for tables in newer)):
+            parts.setdefault(name, []).extend(entries)
         tables = self.segment.base.tables
-        return {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}, base
+        return {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
+
+    def _merge_beside(self, state: State) -> None:
+        """Begins the next merge where it is time for one."""
+        if self.merges is not None:
+            segment = attach_state(self.model, state, "header", self.segment)
+            if len(segment.deltas) > 1 and self._outgrows(*(d.segment.size for d in segment.deltas)):
+                self.merges.begin(self.folder, state, segment)
 
     def _is_compacted(self) -> bool:
         """Whether a compaction reads the delta below, which stays then."""
@@ -180,10 +211,10 @@ class _Apply:
         except VersionError:
             return True
 
-    def _publish(self, tables: Mapping[str, MergedTable], change: Change) -> int:
-        """Writes the delta and flips to it; returns its bytes."""
+    def _publish(self, tables: Mapping[str, MergedTable], change: Change, merged: UnpublishedDelta | None = None) -> int:
+        """Writes the delta and flips to it; returns its bytes. merged: the delta below it, where that is not published yet."""
         version = self.before.current
-        name = delta_name(version, change.sequence)
+        name, below = delta_name(version, change.sequence), delta_name(version, change.below)
         partial = f"{name}.partial"
         keys = {t.name: t.key for t in self.segment.header.tables}
         try:
@@ -193,95 +224,40 @@ class _Apply:
                 self._check_is_live()
                 record = replace(self.before, sequence=change.sequence, latest_sequence=change.sequence)
                 write_next(self.folder, record)
-                self.folder.rename(partial, name)
                 try:
+                    if merged is not None:
+                        merged.seal(change.below)
+                        self.folder.rename(merged.file, below)
+                    self.folder.rename(partial, name)
                     flip(self.folder)
                 except OSError:
-                    self.folder.unlink(name)
+                    for made in (name, below)[: 1 if merged is None else 2]:
+                        self.folder.unlink(made)
                     raise
                 forget_states(self.model, self.folder, record, self.settings.keep)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                self.folder.unlink(partial)
+            self.folder.unlink(partial)
+            if merged is not None:
+                merged.drop(self.folder)
             raise
         return size
 
     def _check_is_live(self) -> None:
         record = self.model.record()
         if state_of(record) != state_of(self.before):
-            raise VersionError(
-                f"state {state_of(record)} of model {self.model.name!r} became live while changes were applied over "
-                f"{state_of(self.before)}; nothing was applied: apply them again"
-            )
+            raise self._changed(state_of(record), state_of(self.before))
         self.before = record
 
-
-def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> Entries:
-    """A block as rows of its table. ChangeError: it does not fit the model."""
-    table = _table(segment, block)
-    deleted = np.zeros(block.rows, np.bool_) if block.deleted is None else block.deleted
-    _check_ids(table, block, deleted)
-    packed = np.zeros((block.rows, table.row_bytes), np.uint8)
-    given = ~deleted
-    values = block.vectors if given.all() else block.vectors[given]
-    rows = packed if given.all() else np.zeros((len(values), table.row_bytes), np.uint8)
-    if len(values):
-        try:
-            backend.quantize(np.ascontiguousarray(values), _SOURCES[values.dtype], table.row_format, rows)
-        except NotRepresentable as error:
-            at = int(np.flatnonzero(given)[error.row])
-            raise ChangeError(
-                f"table {block.table!r}, id {block.ids[at]}, change {at}: a value that {table.row_format.label} cannot represent "
-                "(not finite, or too large); nothing of the batch was applied"
-            ) from error
-    if rows is not packed:
-        packed[given] = rows
-    return Entries(np.ascontiguousarray(block.ids), packed, np.arange(block.rows), deleted)
+    def _changed(self, live: State, expected: State) -> VersionError:
+        return VersionError(
+            f"state {live} of model {self.model.name!r} became live while changes were applied over {expected}; nothing was "
+            "applied: apply them again"
+        )
 
 
-def _table(segment: Segment, block: TableChanges) -> Table:
-    """The table of the version that a block changes, after checking its shapes."""
-    if (table := segment.base.tables.get(block.table)) is None:
-        raise ChangeError(
-            f"model {segment.header.model!r} has no table {block.table!r}; it has: {', '.join(segment.base.tables)}"
-        )
-    ids, vectors, deleted = block.ids, block.vectors, block.deleted
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise ChangeError(f"table {block.table!r}: ids are {ids.dtype} {list(ids.shape)}; expected int64 [n]")
-    has_vectors = deleted is None or not deleted.all()
-    if has_vectors and (vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim)):
-        raise ChangeError(
-            f"table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected float32 or float16 "
-            f"[{block.rows}, {table.dim}]"
-        )
-    if deleted is not None and (deleted.dtype != np.bool_ or deleted.shape != ids.shape):
-        raise ChangeError(
-            f"table {block.table!r}: deleted is {deleted.dtype} {list(deleted.shape)}; expected bool [{block.rows}]"
-        )
-    return table
+class _Below(NamedTuple):
+    """The delta that the next one lies over."""
 
-
-def _check_ids(table: Table, block: TableChanges, deleted: np.ndarray) -> None:
-    row_map = table.row_map
-    if row_map is not None and row_map.index is not None:
-        index = row_map.index
-        outside = np.zeros(0, np.int64)
-        if index.bucket_ids or len(index.directory) - 1 < index.buckets:
-            outside = np.flatnonzero(index.bucket_of(block.ids) < 0)
-        if outside.size:
-            at = int(outside[0])
-            raise ChangeError(f"table {block.table!r}, change {at}: id {block.ids[at]} is in no bucket of this version")
-        return
-    first, count = (0, table.rows) if row_map is None else (row_map.first, row_map.count)
-    if (outside := np.flatnonzero((block.ids < first) | (block.ids >= first + count))).size:
-        at = int(outside[0])
-        raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} is outside the table's ids [{first}, {first + count}); "
-            'rows can be added to tables of raw ids (ids = "raw" in model.toml)'
-        )
-    if (row_map is None or row_map.default_row is None) and deleted.any():
-        at = int(np.flatnonzero(deleted)[0])
-        raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} cannot be deleted, since the table refuses ids that it "
-            "lacks; load it with a policy for missing ids"
-        )
+    sequence: int
+    entries: int
+    bytes: int

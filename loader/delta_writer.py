@@ -1,6 +1,6 @@
 """Writes a delta's file: entries of several sources, of which the last one of each id counts, become one table each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.loader.delta import Delta
 from tableside.loader.header import Change, Header, plan_tables
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, plan_index
@@ -17,6 +18,7 @@ from tableside.quant.ids import IdIndex, bits_at, set_bits
 from tableside.quant.overlay import Level, fill_filter, filter_words
 
 _IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
+_BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 
 class Entries(NamedTuple):
@@ -39,6 +41,13 @@ def entries_of(level: Level) -> Entries:
     slots = slots[found == slots]
     deleted = np.zeros(slots.size, np.bool_) if level.deleted is None else bits_at(level.deleted, slots)
     return Entries(kept[slots], level.packed, slots, deleted)
+
+
+def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[Entries]]]:
+    """What deltas, the newest first, have of each of their tables; the oldest first."""
+    for delta in reversed(deltas):
+        for name in delta.tables:
+            yield name, [entries_of(delta.own_level(name))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +88,19 @@ def merge(base: Table, parts: Sequence[Entries], threads: int) -> MergedTable:
 def write_delta(
     path: Path, fd: int, model: str, version: int, change: Change, tables: Mapping[str, MergedTable], keys: Mapping[str, str]
 ) -> int:
-    """Writes and seals a delta of at least one table; returns its bytes. fd: an open, empty file at `path`, closed here.
+    """Writes and seals a delta; returns its bytes. Arguments and errors as those of `write_unsealed`."""
+    writer = write_unsealed(path, fd, model, version, change, tables, keys)
+    try:
+        writer.seal({})
+    finally:
+        writer.close()
+    return writer.size
+
+
+def write_unsealed(
+    path: Path, fd: int, model: str, version: int, change: Change, tables: Mapping[str, MergedTable], keys: Mapping[str, str]
+) -> SegmentWriter:
+    """Writes all of a delta but its header, which the caller seals. fd: an open, empty file at `path`, which the writer closes.
 
     keys: of the tables, as the version has them. NoSpace: nothing stays at `path` but an empty file.
     """
@@ -93,10 +114,10 @@ def write_delta(
         for rows in writer.header.stored:
             for chunk in range(rows.chunks):
                 writer.finish_chunk(rows, chunk)
-        writer.seal({})
-    finally:
+    except BaseException:
         writer.close()
-    return writer.size
+        raise
+    return writer
 
 
 def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
@@ -111,7 +132,9 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     slots = kept.view(np.int64)
     slots[table.rows] = ids
     keep_zero_apart(table.index, slots, not ids.all())
-    fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
+    words = filter_part(at, data, stored.ids.has_bits)
+    for start in range(0, ids.size, _BLOCK_ROWS):
+        fill_filter(ids[start : start + _BLOCK_ROWS], words)
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
         set_bits(bits, table.rows[deleted])
@@ -120,5 +143,8 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     for part in table.parts:
         counts = table.kept[first : first + part.ids.size]
         rows = table.rows[done : done + int(counts.sum())]
-        items[rows] = part.packed.view(f"V{stored.row_bytes}")[:, 0][part.rows[counts]]
+        packed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
+        for start in range(0, rows.size, _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            items[rows[block]] = packed.take(sources[block])
         first, done = first + part.ids.size, done + rows.size

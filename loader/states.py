@@ -5,6 +5,8 @@ a state means one set of rows. The record says which state is live, and flips as
 """
 
 import contextlib
+import fcntl
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,12 +15,13 @@ from typing import NamedTuple
 from tableside.loader.delta import Delta, delta_name, overlaid, parse_delta_name
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.folder import Folder
-from tableside.loader.record import Record
+from tableside.loader.record import Record, reserve_room
 from tableside.loader.segment import Segment, Verify
 from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 KEPT_STATES = 8
+UNPUBLISHED = ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
 _APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
@@ -131,24 +134,47 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
 
 
 @contextlib.contextmanager
-def writing(folder: Folder, wait_s: float) -> Iterator[None]:
-    """Holds what one process at a time holds to write deltas. Who comes back at once waits for those that came meanwhile.
+def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
+    """Holds what one process at a time holds to write deltas; what killed ones left is gone then. Who comes back at once waits
+    for those that came meanwhile.
 
     VersionError: others held it for `wait_s` seconds.
     """
     with contextlib.ExitStack() as held:
         with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
             held.enter_context(folder.lock(_APPLY_LOCK, wait_s))
+        with folder.lock("record.lock"):
+            clear_unpublished(folder, model.record())
+            reserve_room(folder)
         yield
 
 
 def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
-    """Removes what a killed apply left: unfinished deltas, and one that was never live. Caller holds both locks."""
-    names = [n for n in folder.names() if n.endswith(".delta.partial")]
-    names += [n for n in folder.names() if (parsed := parse_delta_name(n)) and parsed[1] > record.latest_sequence]
+    """Removes what killed applies and compactions left: unfinished deltas and merges, and deltas that were never live. Caller
+    holds both locks."""
+    names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
+    for name in folder.names():
+        version, sequence = parse_delta_name(name) or (0, 0)
+        if sequence > record.latest_sequence or (sequence and not folder.exists(f"{version}.segment")):
+            names.append(name)
     for name in names:
         folder.unlink(name)
     return [folder.path / name for name in names]
+
+
+def _is_held(folder: Folder, name: str) -> bool:
+    """Whether a process holds the lock of a file."""
+    try:
+        fd = folder.open(name)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def forget_states(model: Model, folder: Folder, record: Record, keep: int) -> list[Path]:

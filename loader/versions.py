@@ -186,6 +186,8 @@ class Model:
             after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
             if activate:
                 after = replace(after, current=version, sequence=sequence)
+            for stale in set(deltas_of(folder, version)) - {sequence}:  # of a killed compaction to another version of this number
+                folder.unlink(delta_name(version, stale))
             write_next(folder, after)
             folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
             try:

@@ -95,7 +95,7 @@ class ServerSettings(RootSettings):
         description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
         "until the scrubber or `tableside verify` finds it",
     )
-    poll_s: float = Field(0.2, gt=0, le=10, description="seconds between looks at which version is live")
+    poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
     max_response_bytes: Bytes = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
     max_scorer_bytes: Bytes = Field(

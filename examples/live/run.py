@@ -5,7 +5,7 @@ on, and its rows reach the server through Redis (or through a folder of files, w
 second fresh clicks are scored over HTTP, by the served rows and by those of the beginning, and the trainer's clock is looked up:
 a row that holds the time at which the trainer wrote it, so that its age is the lag from training to answer. Draws both to a PNG.
 
-Exit code 0 only if the served model ends with the better AUC, no clock goes back, and 99 of 100 lags are at most 1.5 s.
+Exit code 0 only if the served model ends with the better AUC, no clock goes back, and 99 of 100 lags are at most --lag-s.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tableside.serving.evaluation.quality import quality
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 STEP_S, BATCH, EVERY_S, LOOK_S, CHECKED = 0.1, 4096, 0.5, 0.5, 4_000
-MOST_LAG_S = 1.5
+LEAST_LOOKS, LATE_S = 5, 60.0
 USERS, ITEMS, DIM, HIDDEN = 2_000, 1_000, 16, 6
 TURN_S = 25.0  # after so long what users liked is what they dislike
 Ids = NDArray[np.int64]
@@ -201,9 +201,9 @@ class Looks:
 
 
 def look(client: Client, world: World, first: Towers, began: float, seconds: float) -> Looks:
-    """Scores fresh clicks and reads the clock, again and again."""
+    """Scores fresh clicks and reads the clock, again and again. Where rows come late it looks on until it saw some."""
     found, rng, clock = Looks(), np.random.default_rng(8), {"clock": np.zeros((1, 1), np.int64)}
-    while (now := time.time() - began) < seconds:
+    while (now := time.time() - began) < seconds or (len(found.at_s) < LEAST_LOOKS and now < seconds + LATE_S):
         users, items, clicked = world.events(CHECKED, now, rng)
         scores = client.score("live", {"user": users[:, None], "item": items[:, None]})
         written = float(client.lookup("live", clock)["clock"][0, 0])
@@ -236,7 +236,7 @@ def follower(source: str, root: Path) -> Iterator[list[dict[str, Any]]]:
         steps.extend(map(json.loads, said))
 
 
-def draw(found: Looks, path: Path) -> None:
+def draw(found: Looks, most_lag_s: float, path: Path) -> None:
     """Lag and AUC over time."""
     import matplotlib
 
@@ -249,7 +249,7 @@ def draw(found: Looks, path: Path) -> None:
     above.set_ylabel("AUC of fresh clicks")
     above.legend()
     below.plot(found.at_s, found.lag_s)
-    below.axhline(MOST_LAG_S, color="grey", linestyle=":")
+    below.axhline(most_lag_s, color="grey", linestyle=":")
     below.set_ylim(bottom=0)
     below.set_ylabel("lag, trained to answered, s")
     below.set_xlabel("seconds")
@@ -262,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=15.0, help="how long tastes drift (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/live.png"), help="the plot (default: %(default)s)")
+    parser.add_argument("--lag-s", type=float, default=1.5, help="that 99 of 100 lags may have (default: %(default)s)")
     options = parser.parse_args()
     world, towers, rng = World(), Towers(), np.random.default_rng(6)
     for _ in range(150):
@@ -289,14 +290,14 @@ def main() -> None:
                     trainer.join(30)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    tell(found, steps, options.out)
+    tell(found, steps, options.lag_s, options.out)
 
 
-def tell(found: Looks, steps: list[dict[str, Any]], out: Path) -> None:
+def tell(found: Looks, steps: list[dict[str, Any]], most_lag_s: float, out: Path) -> None:
     """Draws, prints, and judges."""
-    if len(found.at_s) < 5 or not steps:
+    if len(found.at_s) < LEAST_LOOKS or not steps:
         raise SystemExit(f"FAILED: {len(found.at_s)} looks at updated rows, {len(steps)} batches; give it more --seconds")
-    draw(found, out)
+    draw(found, most_lag_s, out)
     lag = np.quantile(found.lag_s, [0.5, 0.99])
     rows = sum(step["rows"] for step in steps)
     console.print(f"{rows:,} rows in {len(steps)} batches; lag from training to answer p50 {lag[0]:.2f} s, p99 {lag[1]:.2f} s")
@@ -304,7 +305,7 @@ def tell(found: Looks, steps: list[dict[str, Any]], out: Path) -> None:
         f"AUC in the end: served {found.live_auc[-1]:.3f}, as it was published {found.first_auc[-1]:.3f}; drawn to {out}"
     )
     went_back = bool((np.diff(found.clock_s) < 0).any())
-    if lag[1] > MOST_LAG_S or found.live_auc[-1] < found.first_auc[-1] + 0.02 or went_back:
+    if lag[1] > most_lag_s or found.live_auc[-1] < found.first_auc[-1] + 0.02 or went_back:
         raise SystemExit(f"FAILED: {lag[1]=:.2f}, {found.live_auc[-1]=:.3f}, {found.first_auc[-1]=:.3f}, {went_back=}")
 
 

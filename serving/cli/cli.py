@@ -155,8 +155,9 @@ def _add_updates(command: _AddCommand) -> None:
     p.add_argument("model")
     p.add_argument("source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
     _add_changes(p)
-    p.add_argument("--every-s", type=seconds, default=1.0, help="seconds between two batches, at most (default: %(default)s)")
-    p.add_argument("--rows", type=count(1), default=100_000, help="rows after which a batch ends, about (default: %(default)s)")
+    told = "seconds within which changes are visible, where applying them takes less than half of that (default: %(default)s)"
+    p.add_argument("--every-s", type=seconds, default=1.0, help=told)
+    p.add_argument("--rows", type=count(1), default=1_000_000, help="rows after which a batch ends, about (default: %(default)s)")
     p.add_argument(
         "--from",
         dest="start",

@@ -2,13 +2,17 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tableside.loader.apply import Applied, ApplySettings, apply, position_of
+from tableside.loader.apply import Applied, ApplySettings, apply
 from tableside.loader.errors import ChangeError, VersionError
+from tableside.loader.merging import Merges
+from tableside.loader.pack import PackedChanges
+from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import IsStopping, Source
+from tableside.serving.follow.window import Window
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,10 @@ def follow(
     settings: ApplySettings = ApplySettings(),  # noqa: B008  (frozen)
     reset: bool = False,
 ) -> None:
-    """Applies batches of about `rows` changes, or of `every_s` seconds, until `is_stopping`; the one under way is finished.
+    """Applies batch after batch until `is_stopping`; the one under way is finished.
+
+    A batch ends with about `rows` changes, or so early that its first one is visible `every_s` seconds after it could be read,
+    by how long the last batch took from its end on; but not before half of that time.
 
     Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each change is applied
     once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept.
@@ -44,33 +51,39 @@ def follow(
     is visible.
     """
     last: str | None = None
-    is_again = False  # another state became live while the batch was applied
-    while not is_stopping():
-        kept = position_of(model, source.name)
-        if last is not None and kept != last:
-            raise SourceError(
-                f"{source.name}: this follower applied it up to {last}, and the model's state says {kept or 'nothing of it'}; "
-                "another follower applies it too, or another version was activated: end one of them, and start this one again"
-            )
-        began = time.monotonic()
-        batch = source.read(None if reset else kept, rows, every_s)
-        if batch is None:
-            continue
-        assert batch.position is not None
-        read = time.monotonic()
-        try:
-            applied = apply(model, replace(batch, after=kept), settings)
-        except ChangeError as error:
-            raise SourceError(
-                f"{source.name}: what lies behind {batch.after or 'its begin'}, up to {batch.position}, was refused: {error}"
-            ) from error
-        except VersionError:
-            if is_again:
-                raise
-            is_again = True
-            continue
-        visible = time.time()
-        reset = is_again = False
-        lag_s = None if batch.made_at is None else visible - batch.made_at
-        last = batch.position
-        told(Step(applied, batch.position, read - began, time.monotonic() - read, lag_s))
+    is_again = False  # another version became live while the batch was read or applied
+    due = time.monotonic() + every_s
+    with Merges(model, settings.threads) as merges:
+        while not is_stopping():
+            segment = attach_state(model, None, "header")
+            kept = None if segment.change is None else segment.change.positions.get(source.name)
+            if last is not None and kept != last:
+                raise SourceError(
+                    f"{source.name}: this follower applied it up to {last}, and the model's state says "
+                    f"{kept or 'nothing of it'}; another follower applies it too, or another version was activated: end one of "
+                    "them, and start this one again"
+                )
+            began = time.monotonic()
+            after = None if reset else kept
+            window = Window(PackedChanges(segment, settings.backend), after, after)
+            window.read(source, rows, due, is_stopping)
+            read = time.monotonic()
+            due = read + every_s
+            if not window.has_come:
+                continue
+            assert window.position is not None
+            try:
+                applied = apply(model, window.batch(source, kept), settings, window.packed, merges)
+            except ChangeError as error:
+                raise SourceError(f"{source.name}: up to {window.position}, it was refused: {error}") from error
+            except VersionError:
+                if is_again:
+                    raise
+                is_again = True
+                continue
+            visible, took_s = time.time(), time.monotonic() - read
+            due = read + max(every_s - took_s, every_s / 2)  # the next one will take about as long
+            reset = is_again = False
+            lag_s = None if window.made_at is None else visible - window.made_at
+            last = window.position
+            told(Step(applied, last, read - began, took_s, lag_s))

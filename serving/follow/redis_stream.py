@@ -47,7 +47,7 @@ class RedisStream:
         self._client = _connect(self._url)
         self._most_rows = 0.0  # of one entry
         self._away_since: float | None = None
-        self._again_s = _AGAIN_S
+        self._again_s, self._again_at = _AGAIN_S, 0.0  # while it is away: the next pause, and when it is asked again
 
     def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
@@ -83,6 +83,9 @@ class RedisStream:
 
     def _ask(self, position: str | None, count: int, wait_s: float) -> list[tuple[str, list[bytes]]] | None:
         """Entries behind a position, checked for gaps; None: Redis is away, which was waited for."""
+        if (left := self._again_at - time.monotonic()) > 0 and self._away_since is not None:
+            pause(min(left, wait_s), self._is_stopping)
+            return None
         try:
             if position is None and self._begin is None:
                 self._begin = self._last()
@@ -90,7 +93,7 @@ class RedisStream:
         except redis.AuthenticationError as error:
             raise SourceError(f"{self._where}: {error}; name the user as redis://USER:PASSWORD@HOST?stream=KEY") from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
-            self._away(error, wait_s)
+            self._away(error)
             return None
         except redis.RedisError as error:
             raise SourceError(f"{self._where}: {error}; expected a stream that this user may read") from error
@@ -151,12 +154,12 @@ class RedisStream:
                 f"the stream was trimmed before it was read, or is another one; let it keep more, and {remedy}"
             )
 
-    def _away(self, error: Exception, wait_s: float) -> None:
-        """Redis was not reached: says so once, and waits before it is asked again."""
+    def _away(self, error: Exception) -> None:
+        """Redis was not reached: says so once, and when it is asked again."""
         if self._away_since is None:
             self._away_since = time.monotonic()
             _log.warning("%s cannot be reached (%s); trying again", self._where, error)
-        pause(min(self._again_s, wait_s), self._is_stopping)
+        self._again_at = time.monotonic() + self._again_s
         self._again_s = min(2 * self._again_s, _LONGEST_S)
 
     def _back(self) -> None:

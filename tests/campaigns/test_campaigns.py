@@ -7,6 +7,7 @@ from campaigns.common import Result
 from campaigns.goals import CAMPAIGNS
 
 SEED = 1
+WAYS = ("attached", "by a module", "over HTTP", "by evaluations")
 SHORT = {
     "kills": (4, ("kills", "requests checked")),
     "engines": (4, ("doors killed", "engines killed", "clients killed that held a region", "requests checked in regions")),
@@ -14,7 +15,7 @@ SHORT = {
     "requests": (12, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
-    "states": (4, ("rows read", "batches applied", "kills of the writer", "compactions")),
+    "states": (4, (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions")),
     "soak": (6, ("requests", "swaps")),
 }
 

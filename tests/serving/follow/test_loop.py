@@ -10,6 +10,7 @@ import pytest
 from campaigns.follows import rows_now
 from tableside.loader.apply import apply, position_of
 from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.compact import compact
 from tableside.loader.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.loop import Step, follow
@@ -88,8 +89,9 @@ def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[.
     assert model.current() == 2 and position_of(model, "counting") is None
 
 
-def test_a_batch_is_applied_again_where_another_state_became_live(model: Model) -> None:
-    """As one does when an operator goes back by a file that was applied, in the moment before the batch is visible."""
+def test_another_state_becomes_live_meanwhile(model: Model) -> None:
+    """As one does when an operator goes back by a file that was applied, in the moment before the batch is visible: the batch
+    lies over that state."""
     run(model, Counting(), 1)
     apply(model, Batch([TableChanges("user", np.array([9]), np.ones((1, 4), np.float32))]))
 
@@ -101,8 +103,49 @@ def test_a_batch_is_applied_again_where_another_state_became_live(model: Model) 
 
     source = Crossed()
     steps = run(model, source, 2)
-    assert source.asked == ["1", "1", "2"] and [s.position for s in steps] == ["2", "3"]
+    assert source.asked == ["1", "2"] and [s.position for s in steps] == ["2", "3"]
     assert rows_now(model, "user")[:, 0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_batch_is_read_again_where_a_compaction_ended_meanwhile(model: Model) -> None:
+    """Its rows were packed for the version before, and the new one keeps the positions."""
+    run(model, Counting(), 1)
+
+    class Crossed(Counting):
+        def _changes(self, number: int) -> Any:
+            if len(self.asked) == 1:
+                compact(model)
+            yield from super()._changes(number)
+
+    source = Crossed()
+    steps = run(model, source, 2)
+    assert source.asked == ["1", "1", "2"] and [s.position for s in steps] == ["2", "3"]
+    assert [s.applied.state.version for s in steps] == [2, 2]
+    assert rows_now(model, "user")[:, 0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_window_takes_several_reads_and_packs_what_comes(model: Model) -> None:
+    """One state for all that came until it was time, with the place of the last read and the time of the first."""
+    source = Counting()
+    steps: list[Step] = []
+    follow(model, source, 5, 60.0, lambda: bool(steps), steps.append)
+    assert source.asked == [None, "1", "2", "3", "4"]
+    (step,) = steps
+    assert (step.applied.rows, step.applied.state.sequence, step.position) == (5, 1, "5") and step.lag_s > 1e8
+    assert rows_now(model, "user")[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 0]
+
+
+def test_what_came_before_a_bad_read_is_applied(model: Model) -> None:
+    """Be it refused by the source or by the model; then the follower ends and names the bad part alone."""
+
+    class Wrong(Counting):
+        def _changes(self, number: int) -> list[TableChanges]:
+            good = super()._changes(number)
+            return good if number != 3 else [*good, TableChanges("user", np.array([99]), np.zeros((1, 4), np.float32))]
+
+    with pytest.raises(SourceError, match=r"what lies behind 2, up to 3, was refused: .*id 99 is outside"):
+        follow(model, Wrong(), 100, 60.0, lambda: False, lambda _: None)
+    assert position_of(model, "counting") == "2" and rows_now(model, "user")[:4, 0].tolist() == [0, 1, 2, 0]
 
 
 def test_a_reset_begins_anew_once(model: Model) -> None:

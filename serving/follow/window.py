@@ -1,0 +1,66 @@
+"""What comes from a source until a batch ends: read slice by slice and packed while the rest is waited for."""
+
+import time
+from dataclasses import dataclass
+
+from tableside.loader.changes import Batch
+from tableside.loader.errors import ChangeError
+from tableside.loader.pack import PackedChanges
+from tableside.serving.errors import SourceError
+from tableside.serving.follow.source import IsStopping, Source
+
+_SLICE_S, _SLICE_ROWS = 0.1, 100_000  # that are read before they are packed, about
+
+
+@dataclass
+class Window:
+    """The changes of one batch. after, position: the places in the source before the first and behind the last one; a position
+    that is `after` still says that nothing came. made_at: when the oldest was made, of time.time(); None: not known."""
+
+    packed: PackedChanges
+    after: str | None
+    position: str | None
+    made_at: float | None = None
+
+    def read(self, source: Source, rows: int, until: float, is_stopping: IsStopping) -> None:
+        """Reads until there are some `rows`, or it is `until`, of time.monotonic(), or the follower shall stop. What is there by
+        then is read as well.
+
+        SourceError: changes are gone, out of order, or not what they must be. Where others came before them, these are a window,
+        and the error comes with the next one.
+        """
+        while True:
+            left, asked = until - time.monotonic(), min(_SLICE_ROWS, rows - self.packed.rows)
+            try:
+                is_behind = self._add(source, asked, min(_SLICE_S, max(0.0, left))) >= asked
+            except SourceError:
+                if not self.has_come:
+                    raise
+                return
+            if self.packed.rows >= rows or (left <= 0 and not is_behind) or is_stopping():
+                return
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is anything to apply, be it a place without changes."""
+        return self.position != self.after
+
+    def batch(self, source: Source, kept: str | None) -> Batch:
+        """What `loader.apply` is told beside the packed changes. kept: the place that the model's state has."""
+        return Batch((), source.name, self.position, kept, self.made_at)
+
+    def _add(self, source: Source, rows: int, wait_s: float) -> int:
+        """Reads some rows and packs them; returns how many."""
+        part, before = source.read(self.position, rows, wait_s), self.packed.rows
+        if part is None:
+            return 0
+        try:
+            self.packed.add(part.changes)
+        except ChangeError as error:
+            raise SourceError(
+                f"{source.name}: what lies behind {part.after or 'its begin'}, up to {part.position}, was refused: {error}"
+            ) from error
+        if not self.has_come:
+            self.made_at = part.made_at
+        self.position = part.position
+        return self.packed.rows - before
