@@ -131,7 +131,7 @@ def main() -> None:
     missed += [] if stash_times <= 1.1 else [f"--stash takes {stash_times:.2f} x the time without > 1.1"]
     missed += [] if two is None or two >= 1.9 else [f"two GPUs do {two:.2f} x one < 1.9"]
     more: dict[str, Any] = {
-        "rows": arguments.rows,
+        "data_rows": arguments.rows,
         "times": arguments.times,
         "stash_times": stash_times,
         "two_over_one": two,

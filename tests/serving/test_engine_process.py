@@ -101,7 +101,7 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     with Client(server.url) as client:
         for _ in range(3):
             before = client.lookup("demo", ids)
-    until(lambda: counted(server, "ids") >= 180, what="counts of the cache")
+    until(lambda: counted(server, "ids") >= 180 and counted(server, "fetched_rows") >= 60, what="counts of the cache")
     fetched, engines, (door,) = counted(server, "fetched_rows"), server.engines(), server.workers()
     os.kill(door, signal.SIGKILL)
     until(lambda: server.workers() not in ([], [door]), 60, "another door")
