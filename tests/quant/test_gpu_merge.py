@@ -19,6 +19,10 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.placed import LOCKED_FROM, Copy, Merged, NativeMerged, merged
 
+needs_interpreter = pytest.mark.skipif(
+    "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
+)
+
 
 def written(one: Merged | NativeMerged, inputs: list[bytes], with_header: bool) -> tuple[Any, bytes]:
     """What is launched, and the bytes that are sent to the device. Gaps between parts hold 0xEE."""
@@ -44,7 +48,7 @@ def check_alike(layouts: list[Layout], inputs: list[bytes], extras: list[int], s
             assert (launches.resolve, launches.probe) == (expected.resolve, expected.probe)
 
 
-@pytest.mark.skipif("__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered")
+@needs_interpreter
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_requests_of_several_planners(seed: int, count: int) -> None:
@@ -65,7 +69,7 @@ def test_requests_of_several_planners(seed: int, count: int) -> None:
     check_alike(layouts, inputs, [rng.choice([0, 16, 48]) for _ in layouts], [rng.random() < 0.3 for _ in layouts])
 
 
-@pytest.mark.skipif("__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered")
+@needs_interpreter
 @pytest.mark.parametrize("how", ["hbm", "cached"])
 def test_requests_whose_ids_become_row_numbers(how: str) -> None:
     """Those of a table with raw ids, beside one without, through a cache and not."""
