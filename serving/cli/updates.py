@@ -3,6 +3,7 @@
 import argparse
 import logging
 import logging.config
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -169,6 +170,7 @@ class _Told:
 def follow(options: argparse.Namespace) -> int:
     """Applies a stream until a signal ends it; the batch under way is finished."""
     logging.config.dictConfig(log_config("text"))
+    os.nice(options.nice)
     model, stop = published(options), _Stop()
     source = open_source(options.source, options.name, options.table or _only_table(model), options.start, stop)
     told, compactions = _Told(model.name, options.json), Compactions(model, options.compact_at)

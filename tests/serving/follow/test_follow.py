@@ -1,6 +1,7 @@
 """`tableside apply` and `tableside follow`, as processes: what they apply, what they say, and what a kill leaves behind."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -174,6 +175,15 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
     assert [(s["sequence"], s["rows"], s["position"]) for s in steps] == [(1, 1, "1"), (2, 1, "2")]
     assert keys_of(steps) == documented_keys("follow") and all(s["lag_s"] > 0 for s in steps)
     assert f"demo follows {name}, from start" in said and "no longer" in said
+
+
+@pytest.mark.parametrize(("options", "more"), [((), 10), (("--nice", 0), 0)], ids=["default", "none"])
+def test_servers_come_first(model: Model, tmp_path: Path, root: Path, options: tuple[Any, ...], more: int) -> None:
+    """A follower gives way to other processes; threads that it starts do as it does."""
+    put(tmp_path, 1, [5])
+    with following(root, str(tmp_path), "--every-s", 0.1, "--json", *options) as process:
+        assert process.stdout is not None and process.stdout.readline(), ended(process, 0)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, os.nice(0) + more)
 
 
 def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, root: Path) -> None:
