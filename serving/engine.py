@@ -5,6 +5,7 @@ replaced version stays mapped until its last request is done, and then goes.
 """
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -82,7 +83,7 @@ class Engine:
         self._max_response_bytes = max_response_bytes
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
-        self._refused: set[State] = set()  # that could not be attached since `_live` was made live
+        self._refused: dict[State, float] = {}  # since `_live` was made live: when each may be tried again, of time.monotonic
         self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
         self._last_warning = ""
@@ -250,10 +251,10 @@ class Engine:
         served = self._served.state if self._served is not None else State(0)
         is_damaged = served.version in damaged
         wanted = [current] if current.version and current.version not in damaged else good if is_damaged else []
-        wanted = [state for state in wanted if state not in self._refused]
+        wanted = [state for state in wanted if self._refused.get(state) != math.inf]
         if is_damaged and not wanted and self._unusable is None:
             self._give_up(served.version)
-        return wanted[0] if wanted and wanted[0] != served else None
+        return wanted[0] if wanted and wanted[0] != served and self.may_try(wanted[0]) else None
 
     def _note(self, live: State) -> None:
         """Notes since when the live state has been another one than the one that answers."""
@@ -265,9 +266,15 @@ class Engine:
         """For how many seconds the live state has been another one than the one that answers; 0: it is that one."""
         return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
-    def refuse(self, state: State) -> None:
-        """Remembers that `state` cannot be served. It is not tried again until another one is made live."""
-        self._refused.add(state)
+    def refuse(self, state: State, again_in_s: float = math.inf) -> bool:
+        """Remembers that `state` cannot be served: for some seconds, or until another one is made live. Whether that is new."""
+        is_new = state not in self._refused
+        self._refused[state] = time.monotonic() + again_in_s
+        return is_new
+
+    def may_try(self, state: State) -> bool:
+        """Whether a state was not refused, or the time has passed for which it was."""
+        return time.monotonic() >= self._refused.get(state, 0.0)
 
     def _give_up(self, version: int) -> None:
         logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)

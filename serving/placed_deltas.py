@@ -8,7 +8,7 @@ from tableside.loader.segment import Segment
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tables import DeviceTable
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import NoRoomYet, ServingError
 
 logger = logging.getLogger("tableside")
 
@@ -30,14 +30,14 @@ def with_deltas(gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTa
 
 
 def _leaves_rows_in_host(gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int) -> bool:
-    """Whether the rows of new deltas do not fit. ServingError: what finds them does not."""
+    """Whether the rows of new deltas do not fit. NoRoomYet: what finds them does not."""
     whole, least = (
         sum(gpu.overlay_bytes(table, segment.tables[name], rows_in_host=in_host) for name, table in tables.items())
         for in_host in (False, True)
     )
     path = segment.deltas[0].path
     if least > left_bytes:
-        raise ServingError(
+        raise NoRoomYet(
             f"{path} needs {least:,} bytes of HBM beside the version; the budget of this worker leaves {left_bytes:,}; "
             "raise --hbm-budget, or publish the changes as a version"
         )

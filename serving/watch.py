@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -10,10 +11,12 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
-from tableside.serving.errors import Kind, ServingError
+from tableside.serving.errors import Kind, NoRoomYet, ServingError
 from tableside.serving.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 
 logger = logging.getLogger("tableside")
+
+AGAIN_S = 1.0  # after which a state for which there was no room is tried again
 
 
 class Watch:
@@ -78,14 +81,15 @@ class Watch:
         logger.info("serving %s version %s from now on", engine.model.name, state)
 
     def _refuse(self, engine: Engine, state: State | None, error: Exception) -> None:
-        """Logs and counts that a state is not taken. The present one is served on."""
+        """Logs and counts that a state is not taken, once. The present one is served on."""
         if state is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
+        if not engine.refuse(state, AGAIN_S if isinstance(error, NoRoomYet) else math.inf):
+            return  # it was tried again, in vain
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
         logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)
         ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
-        engine.refuse(state)
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

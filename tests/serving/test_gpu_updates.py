@@ -1,6 +1,7 @@
 """States of a version on a GPU: each answers as a dictionary of rows says, and shares what the version has. The kernels run in
 Triton's interpreter, or on the GPU that --device names."""
 
+import asyncio
 import gc
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tableside.serving.placement import Placer
 from tableside.serving.request import FeatureInput
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import ServedVersion
+from tableside.serving.watch import Watch
 
 ASKED = {
     "raw": np.concatenate([IDS[::3], np.arange(0, 1000, 5) * 7919 + 1, [-1, 2**62]]),
@@ -120,6 +122,27 @@ def test_a_state_that_the_budget_does_not_hold_is_refused(root: Path) -> None:
     with pytest.raises(ServingError, match=r"1\+1\.delta needs [0-9,]+ bytes of HBM beside the version; .* leaves 1,000; raise"):
         worker.take()
     worker.check(worker.engine.served(), rows)
+
+
+def test_a_state_without_room_is_taken_once_there_is_some(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """States before it go after the last of their requests, and nothing else may be published. The log says it once."""
+    worker = Worker(root, "hbm")
+    worker.placer._budget = worker.placer._held + 1_000
+    worker.change()
+
+    async def follow() -> None:
+        watch = Watch(lambda: [worker.engine], 0.01, is_lost=lambda: False)
+        watch.start()
+        async with asyncio.timeout(60):
+            while "is not taken" not in caplog.text:
+                await asyncio.sleep(0.01)
+            worker.placer._budget += 10**6
+            while worker.engine.served().state != State(1, 1):
+                await asyncio.sleep(0.01)
+        await watch.stop()
+
+    asyncio.run(follow())
+    assert caplog.text.count("is not taken") == 1
 
 
 @pytest.mark.parametrize("placement", ["hbm", "cached"])

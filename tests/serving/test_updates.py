@@ -59,7 +59,7 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
             seen.append(int(min(values)))
 
 
-ENGINE = ("--devices", "interpreter")
+ENGINE = ("--devices", "interpreter", "--max-wait-s", 30)  # which is slow
 KERNELS = (*ENGINE, "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")  # every request goes to them
 
 
