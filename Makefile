@@ -57,7 +57,7 @@ live: dev        ## a trainer whose rows reach a server through Redis while it a
 test: dev        ## all tests
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
+QUICK := tests/test_rooms.py tests/campaigns/test_claims.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
 	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_client_forms.py \
 	tests/serving/test_client_reading.py tests/serving/test_templates.py tests/serving/test_admission.py tests/serving/test_watch.py

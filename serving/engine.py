@@ -18,7 +18,7 @@ from tableside.loader.segment import Segment, Verify
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, Precision, QuantError
-from tableside.serving.errors import ApiError, Kind, ServingError, not_found
+from tableside.serving.errors import ApiError, Kind, NoRoomYet, ServingError, not_found
 from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
@@ -29,6 +29,7 @@ logger = logging.getLogger("tableside")
 
 _VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
+_AGAIN_S = 1.0  # after which a state for which there was no room is tried again
 
 
 class _Clock:
@@ -266,10 +267,13 @@ class Engine:
         """For how many seconds the live state has been another one than the one that answers; 0: it is that one."""
         return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
-    def refuse(self, state: State, again_in_s: float = math.inf) -> bool:
-        """Remembers that `state` cannot be served: for some seconds, or until another one is made live. Whether that is new."""
+    def refuse(self, state: State, error: Exception) -> bool:
+        """Remembers that `state` cannot be served until another one is made live, or for want of room for a second.
+
+        Whether that is new.
+        """
         is_new = state not in self._refused
-        self._refused[state] = time.monotonic() + again_in_s
+        self._refused[state] = time.monotonic() + _AGAIN_S if isinstance(error, NoRoomYet) else math.inf
         return is_new
 
     def may_try(self, state: State) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -11,12 +10,10 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
-from tableside.serving.errors import Kind, NoRoomYet, ServingError
+from tableside.serving.errors import Kind, ServingError
 from tableside.serving.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 
 logger = logging.getLogger("tableside")
-
-AGAIN_S = 1.0  # after which a state for which there was no room is tried again
 
 
 class Watch:
@@ -85,7 +82,7 @@ class Watch:
         if state is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
-        if not engine.refuse(state, AGAIN_S if isinstance(error, NoRoomYet) else math.inf):
+        if not engine.refuse(state, error):
             return  # it was tried again, in vain
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
         logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)

@@ -118,8 +118,8 @@ class Published:
             try:
                 self._take(state, as_successor=True)
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                logger.error("version %s of %s is not taken by modules: %s", state, self.source.model, error)
-                self._engine.refuse(state)
+                if self._engine.refuse(state, error):
+                    logger.error("version %s of %s is not taken by modules: %s", state, self.source.model, error)
                 return False
         self.pending.sweep()
         is_new = before != state.version
