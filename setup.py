@@ -41,6 +41,14 @@ setup(
             py_limited_api=True,
             optional=OPTIONAL,
         ),
+        Extension(
+            "tableside.serving._mapping",
+            sources=["serving/_mapping.c"],
+            extra_compile_args=["-O2", "-std=gnu11"],
+            extra_link_args=["-s"],
+            py_limited_api=True,
+            optional=OPTIONAL,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -8,7 +8,8 @@ One worker has one core and the client another. Requests take turns between
     regions   ids and vectors in a region of shared memory, of which request and answer tell the places
 
 in three forms: all lengths the same (one tensor a feature), the named form, and the compact form, both with lengths of their own
-in every request. `call us` is a call of one client: it puts the ids where they are sent from, sends, and receives until the
+in every request. `call us` is a call of tritonclient, the client that has such regions: from arrays of ids to arrays of vectors.
+`bare us` is one without a client's work: the header is ready, ids are put where they are sent from, and the call ends when the
 vectors lie in memory. `requests/s` is what 4 connections get, with the ids put in place before. `cpu us` is what the worker uses
 for one of those. Vectors are compared with the lookups in process first, bit by bit.
 """
@@ -32,6 +33,7 @@ from common import console, report, shared_folder
 from http_cases import Case, InProcess, Server, line, serving, warm_up
 from make_model import publish_random
 from numpy.typing import NDArray
+from triton_calls import Tensors, TritonCalls, tensors, triton_calls
 
 from tableside.serving.cli import bench
 from tableside.serving.cli.generator import run
@@ -186,10 +188,14 @@ class Form:
     def __init__(self, name: str, server: Server, inside: InProcess) -> None:
         self.name, self._server, self._inside = name, server, inside
         rng = np.random.default_rng(3)
-        self._drawn = [bench.draw(rng, described(), CASE.shape(FORMS[name][0])) for _ in range(REQUESTS)]
+        same, on_wire = FORMS[name]
+        self._drawn = [bench.draw(rng, described(), CASE.shape(same)) for _ in range(REQUESTS)]
         self.layout = Layout(self._drawn)
         self._calls = calls(server.url, name, self._drawn, self.layout)
-        self.call_s: dict[str, list[float]] = {way: [] for way in WAYS}
+        encoded = (bench.encode(described(), values, lengths, same=same, form=on_wire) for values, lengths in self._drawn)
+        self.tensors: list[Tensors] = [tensors(*one) for one in encoded]
+        self.triton_s: dict[str, list[float]] = {way: [] for way in WAYS}
+        self.bare_s: dict[str, list[float]] = {way: [] for way in WAYS}
         self.rates: dict[str, list[float]] = {way: [] for way in WAYS}
         self.cpu_s: dict[str, list[float]] = {way: [] for way in WAYS}
 
@@ -197,6 +203,19 @@ class Form:
         """Puts the ids of all requests in place."""
         for call in self._calls["regions"]:
             memory[call.ids_at : call.ids_at + len(call.tensors)] = call.tensors
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """The vectors' names and shapes."""
+        if self.name == "compact":
+            return {"kjt": (CASE.batch, CASE.features * DIM)}
+        return {f"t{i}": (CASE.batch, DIM) for i in range(CASE.features)}
+
+    def check_triton(self, triton: TritonCalls) -> None:
+        """As `check`, of tritonclient's calls."""
+        for ask in _ways(triton).values():
+            for k in (0, 1, 2, 0, 1, 2):
+                np.testing.assert_array_equal(np.hstack(ask(self.tensors[k])), self._inside.expected(*self._drawn[k]))
 
     def check(self, connection: Connection, memory: memoryview) -> None:
         """The vectors of three requests, both ways, bit by bit; each comes a second time when its header was learnt."""
@@ -207,13 +226,12 @@ class Form:
                 found = vectors(ask(call), memory, call, way, self.name)
                 np.testing.assert_array_equal(found, self._inside.expected(values, lengths))
 
-    def measure(self, connection: Connection) -> None:
+    def measure(self, connection: Connection, triton: TritonCalls) -> None:
         """One round of both ways."""
+        for way, ask in _ways(triton).items():
+            self.triton_s[way].append(_seconds(ask, self.tensors))
         for way, ask in _ways(connection).items():
-            started = time.perf_counter()
-            for k in range(CALLS):
-                ask(self._calls[way][k % REQUESTS])
-            self.call_s[way].append((time.perf_counter() - started) / CALLS)
+            self.bare_s[way].append(_seconds(ask, self._calls[way]))
         for way in WAYS:
             before = self._server.cpu_s()
             load = run(self._server.url, self.requests(way), concurrency=CONNECTIONS, seconds=SECONDS)
@@ -226,14 +244,16 @@ class Form:
         return [call.head + (call.tensors if way == "body" else b"") for call in self._calls[way]]
 
     def rows(self) -> list[dict[str, Any]]:
-        medians = [{way: statistics.median(found[way]) for way in WAYS} for found in (self.call_s, self.rates, self.cpu_s)]
-        call_s, rates, cpu_s = medians
+        measured = self.triton_s, self.bare_s, self.rates, self.cpu_s
+        call_s, bare_s, rates, cpu_s = ({way: statistics.median(found[way]) for way in WAYS} for found in measured)
         return [
             {
                 "form": self.name,
                 "way": way,
                 "call us": 1e6 * call_s[way],
                 "calls/s over body": call_s["body"] / call_s[way],
+                "bare us": 1e6 * bare_s[way],
+                "bare over body": bare_s["body"] / bare_s[way],
                 "requests/s": rates[way],
                 "over body": rates[way] / rates["body"],
                 "cpu us": 1e6 * cpu_s[way],
@@ -244,21 +264,33 @@ class Form:
         ]
 
 
-def _ways(connection: Connection) -> dict[str, Callable[[Call], memoryview]]:
-    return {"body": connection.body, "regions": connection.regions}
+def _ways(client: Any) -> dict[str, Callable[[Any], Any]]:
+    return {"body": client.body, "regions": client.regions}
+
+
+def _seconds(ask: Callable[[Any], Any], requests: Sequence[Any]) -> float:
+    """Of a call, of which CALLS are made."""
+    started = time.perf_counter()
+    for k in range(CALLS):
+        ask(requests[k % REQUESTS])
+    return (time.perf_counter() - started) / CALLS
 
 
 def measure(name: str, server: Server, inside: InProcess) -> list[dict[str, Any]]:
     form = Form(name, server, inside)
-    with region(server.url, form.layout.bytes) as memory:
+    with (
+        region(server.url, form.layout.bytes) as memory,
+        triton_calls(server.url, CASE.model, form.outputs, form.tensors) as triton,
+    ):
         connection = Connection(server.url, memory)
         try:
             form.fill(memory)
             form.check(connection, memory)
+            form.check_triton(triton)
             for way in WAYS:
                 warm_up(server.url, form.requests(way), CONNECTIONS)
             for _ in range(ROUNDS):
-                form.measure(connection)
+                form.measure(connection, triton)
         finally:
             connection.close()
     return form.rows()

@@ -54,6 +54,7 @@ class Request:
         "ids",
         "is_small",
         "model",
+        "out",
         "out_bytes",
         "outputs",
         "plan",
@@ -83,15 +84,17 @@ class Request:
         scoring: Scoring | None = None,
         is_small: bool = False,
         sequence: int = 0,
+        out: Buffer | None = None,
     ) -> None:
         """features, tables: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are
         read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
         unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
-        beside a device looks it up. sequence: of the last change that the version holds."""
+        beside a device looks it up. sequence: of the last change that the version holds. out: the output buffer that `look_up`
+        fills; None: memory of its own."""
         self.model, self.version, self.features, self.tables = model, version, features, tables
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
-        self.unpooled_bags, self.is_small, self.sequence = unpooled_bags, is_small, sequence
+        self.unpooled_bags, self.is_small, self.sequence, self.out = unpooled_bags, is_small, sequence, out
 
     @property
     def staged_bytes(self) -> int:
@@ -108,7 +111,7 @@ class Request:
 
         ApiError: an id, or a length of a pooled feature, is wrong.
         """
-        out = np.empty(self.out_bytes, np.uint8)
+        out = np.empty(self.out_bytes, np.uint8) if self.out is None else self.out
         try:
             return Answer(out, self.plan.run(inputs, out))
         except BadIds as error:

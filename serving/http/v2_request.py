@@ -20,7 +20,7 @@ from tableside.serving.http import cuda_shm, kjt, shm
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
-from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Regions, Slice
+from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Place, Regions, Slice
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
@@ -44,6 +44,7 @@ class InferRequest(NamedTuple):
     follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
     outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the vectors and masks that are sent
     as JSON. into: which parts of the output buffer are written into regions. region_bytes: that inputs had in regions.
+    place: where all of `into` lies, which the request may use as its output buffer.
     """
 
     request: Request
@@ -57,6 +58,7 @@ class InferRequest(NamedTuple):
     request_id: str = ""
     into: tuple[Slice, ...] = ()
     region_bytes: int = 0
+    place: Place | None = None
 
     @property
     def is_inline(self) -> bool:
@@ -334,7 +336,10 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
     if infer.offsets is not None:
         at, values = infer.offsets
         buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
-    regions.write(infer.into, buffer.data)
+    if infer.place is not None and infer.place.bytes is buffer:
+        infer.place.settle()
+    else:
+        regions.write(infer.into, buffer.data)
     head = infer.head or orjson.dumps(
         _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )

@@ -1,6 +1,5 @@
 """Regions of shared memory in one process: which objects are taken, when they end, and the list that workers share."""
 
-import errno
 import gc
 import multiprocessing
 import os
@@ -38,6 +37,15 @@ def make() -> Iterator[Callable[..., Path]]:
     yield run
     for path in made:
         path.unlink(missing_ok=True)
+
+
+@pytest.fixture(params=["mapped", "files"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How regions are read and written: mapped, or as files, where that was not built."""
+    if request.param == "files":
+        monkeypatch.setattr(regions, "_mapping", None)
+    else:
+        pytest.importorskip("tableside.serving._mapping")
 
 
 def worker(registry: RegionRegistry, limits: RegionLimits = LIMITS) -> Regions:
@@ -171,6 +179,7 @@ def test_limits_hold_for_all_regions_together(make: Callable[..., Path]) -> None
 # ---- how long they last ----
 
 
+@pytest.mark.usefixtures("way")
 def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     """One registers it, another reads and writes it, a third unregisters it; descriptors go with it."""
     path, registry = make(64), RegionRegistry()
@@ -191,6 +200,7 @@ def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     assert not descriptors(path)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None:
     """Unregistering ends no request: its answer goes into the object that it named, and the descriptor goes after that."""
     path, one = make(64), worker(RegionRegistry())
@@ -266,6 +276,7 @@ def test_a_region_may_end_with_its_worker(make: Callable[..., Path]) -> None:
 # ---- truncated objects ----
 
 
+@pytest.mark.usefixtures("way")
 def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     """Found where the region is named, where it is read and where it is written; it is not made longer again by that."""
     path, one = make(8192), worker(RegionRegistry())
@@ -283,18 +294,44 @@ def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     region.read(0, memoryview(bytearray(8192)))
 
 
-def test_no_room(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object with holes takes memory when it is written; where there is none the request is refused."""
-    path, one = make(64), worker(RegionRegistry())
-    one.register("r", path.name, 0, 64)
+def test_vectors_are_written_where_they_lie(make: Callable[..., Path]) -> None:
+    """A place is the object's own memory. It is settled where the object has all of it, and is refused where it has not."""
+    pytest.importorskip("tableside.serving._mapping")
+    path, one = make(8192), worker(RegionRegistry())
+    one.register("r", path.name, 16, 8000)
+    region = one.find("r")
+    place = region.place(32, 64)
+    assert place is not None
+    place.bytes[:] = 7
+    place.settle()
+    assert path.read_bytes()[:128] == bytes(48) + b"\7" * 64 + bytes(16)
+    os.truncate(path, 4096)
+    late = region.place(4096, 64)
+    assert late is not None
+    for each in (place, late):  # one was torn, as was the mapping that both are of; for the other the object is too short as well
+        late.bytes[:] = 8
+        with pytest.raises(ApiError, match="its object is shorter"):
+            each.settle()
+    os.truncate(path, 8192)
+    with pytest.raises(ApiError, match="some of its pages were gone meanwhile"):
+        late.settle()
+    again = region.place(4096, 64)
+    assert again is not None
+    again.bytes[:] = 9
+    again.settle()
+    assert path.read_bytes()[4112 : 4112 + 65] == b"\t" * 64 + b"\0"
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ApiError, match=r"'r' takes no more bytes \(No space left on device\); free shared memory") as caught:
-        one.find("r").write(0, memoryview(b"x"))
-    assert caught.value.status == 507
+def test_which_answers_are_written_where_they_lie(make: Callable[..., Path]) -> None:
+    """One piece that is all of the buffer, at a multiple of 16 bytes."""
+    pytest.importorskip("tableside.serving._mapping")
+    one = worker(RegionRegistry())
+    one.register("r", make(256).name, 0, 256)
+    region = one.find("r")
+    assert regions.place_of_all([Slice(region, 16, 64, 0)], 64) is not None
+    for slices in ([], [Slice(region, 8, 64, 0)], [Slice(region, 16, 32, 0)], [Slice(region, 16, 64, 8)]):
+        assert regions.place_of_all(slices, 64) is None
+    assert regions.place_of_all([Slice(region, 0, 32, 0), Slice(region, 64, 32, 32)], 64) is None
 
 
 # ---- slices ----

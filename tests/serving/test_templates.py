@@ -6,8 +6,9 @@ Headers are drawn, varied in their numbers as clients vary them, and mutated as 
 import gc
 import random
 import re
+import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tableside.serving.http import templates, v2_request
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
+from tableside.serving.region_registry import RegionRegistry
+from tableside.serving.regions import RegionLimits, Regions
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
@@ -435,3 +438,63 @@ def test_a_hundred_thousand_features_are_refused_in_a_sentence(version: ServedVe
     assert Templates().match(version, body, len(header)) is None
     message = slowly(version, body, len(header))
     assert isinstance(message, str) and "'f0' is unknown" in message
+
+
+# ---- vectors in shared memory ----
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[Regions, Path]]:
+    """A region `r` of 64 KiB, and its object."""
+    path = Path(f"/dev/shm/test-{uuid.uuid4().hex[:12]}")
+    path.write_bytes(bytes(65536))
+    known = Regions(RegionRegistry(), RegionLimits(1, 1 << 20))
+    known.register("r", path.name, 0, 65536)
+    yield known, path
+    path.unlink()
+
+
+@pytest.mark.parametrize(("item_at", "is_placed"), [(16384 + 3 * 32, True), (16384 + 3 * 32 + 8, False)])
+def test_vectors_are_looked_up_into_their_region(
+    version: ServedVersion, shared: tuple[Regions, Path], item_at: int, is_placed: bool
+) -> None:
+    """Where they follow one another; ids are copied before, and where one is wrong nothing is written."""
+    pytest.importorskip("tableside.serving._mapping")
+    known, path = shared
+    version.scorer = None
+    ids = np.arange(12, dtype=np.int64).reshape(3, 4)
+
+    def at(offset: int, size: int) -> dict[str, Any]:
+        return {"shared_memory_region": "r", "shared_memory_byte_size": size, "shared_memory_offset": offset}
+
+    inputs = [{"name": n, "datatype": "INT64", "shape": [3, 4], "parameters": at(0, 96)} for n in ("user", "item")]
+    outputs = [
+        {"name": "user", "parameters": at(16384, 96)},
+        {"name": "item", "parameters": at(item_at, 72)},
+    ]
+    header = orjson.dumps({"inputs": inputs, "outputs": outputs})
+    with path.open("r+b") as file:
+        file.write(ids.tobytes())
+    expected = v2_request.understand(version, json_object(header), b"", known)
+    buffer = expected.request.run(expected.inputs)
+    memory = Templates()
+    for _ in range(2):
+        memory.learn(version, header, json_object(header), expected)
+    found = memory.match(version, header, len(header), known)
+    assert found is not None
+    with path.open("r+b") as file:
+        file.write(ids[::-1].tobytes())  # too late
+    answered = found.request.run(found.inputs)
+    assert (found.place is not None and answered is found.place.bytes) is is_placed
+    head, parts = v2_request.encode(found, answered)
+    assert (head, parts) == (expected.head, [])
+    written = path.read_bytes()
+    assert written[16384 : 16384 + 96] == buffer[:96].tobytes()
+    assert written[item_at : item_at + 72] == buffer[96:].tobytes()
+    with path.open("r+b") as file:
+        file.write((ids + 50).tobytes())
+    refused = memory.match(version, header, len(header), known)
+    assert refused is not None
+    with pytest.raises(ApiError, match="outside the table"):
+        refused.request.run(refused.inputs)
+    assert path.read_bytes()[16384:] == written[16384:]
