@@ -197,10 +197,10 @@ def test_forgotten_rows_are_gone() -> None:
 
 def test_hot_ids_come_hottest_first() -> None:
     t = CachedTables(30_000, settings(Policy.LFU), {"a": (300, 48)})
-    for count in (40, 20, 10):
-        t.look_up({0: run(count)})
+    for first in (0, 30, 30, 20, 0):  # the last use tells none of them apart
+        t.look_up({0: run(40 - first, first)})
     hot = t.cache.hot(0, 25).tolist()
-    assert set(hot[:10]) == set(range(10)) and set(hot[:20]) == set(range(20)) and len(hot) == 25
+    assert set(hot[:10]) == set(range(30, 40)) and set(hot[:20]) == set(range(20, 40)) and len(hot) == 25
 
 
 def test_warm_rows_are_there_before_they_are_asked_for() -> None:
