@@ -1,18 +1,22 @@
 """Lookups while deltas lie over a version, beside the same lookups without; what deltas take, and what compaction does.
 
 A table of row numbers, int8, D 64. Requests of 26 x 32 bags of 20 ids, uniform over all rows, by one thread of the native kernel.
-The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns, request by request. Every state's vectors are
-checked against rows that were put together apart from it, bit for bit, before anything is timed.
+The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns, request by request. Then the same requests over
+HTTP: a server of one worker on one core, 4 connections from another, the states in turns as the live one, 0.6 s each. Every
+state's vectors are checked against rows that were put together apart from it, bit for bit, before anything is timed.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 from common import console, report, shared_folder
+from http_cases import Server, line, serving, warm_up
 
 from tableside.loader.apply import ApplySettings, apply
 from tableside.loader.changes import Batch, TableChanges
@@ -23,8 +27,13 @@ from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import State, attach_state
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, RowFormat, Source, Table, choose
+from tableside.serving.cli import bench
+from tableside.serving.cli.generator import run
 
-DIM, BAG, BAGS = 64, 20, 26 * 32
+DIM, BAG, FEATURES, BATCH = 64, 20, 26, 32
+BAGS = FEATURES * BATCH
+CONNECTIONS, SECONDS, TURNS = 4, 0.6, 9  # over HTTP: of each state's turns
+SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 SHARES = (0.001, 0.01, 0.1)
 GOAL = 1.02  # times the time without deltas, at 1 %
 
@@ -36,7 +45,7 @@ def published(rows: int) -> Iterator[Model]:
         model = Model(root, "ads")
         with model.loading() as version:
             tables = plan_tables([("t", "t", RowFormat.INT8, rows, DIM)])
-            header = Header("ads", version, "", tables, (Feature("t", "t"),))
+            header = Header("ads", version, "", tables, tuple(Feature(f"f{i}", "t") for i in range(FEATURES)))
             writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
             some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))
             (table,) = writer.header.tables
@@ -119,6 +128,60 @@ def reads(states: States, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def over_http(states: States, turns: int) -> list[dict[str, Any]]:
+    """Requests a second, and the worker's processor time for one, by state: medians over turns; ratios to the state without
+    deltas."""
+    described = {
+        "name": "ads",
+        "tables": [{"name": "t", "rows": states.rows}],
+        "features": [{"name": f"f{i}", "table": "t"} for i in range(FEATURES)],
+    }
+    rates: dict[str, list[float]] = {name: [] for name in states.segments}
+    cpu_s: dict[str, list[float]] = {name: [] for name in states.segments}
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
+    with serving(
+        "-m", "tableside", "serve", "ads", "--root", states.model.root, "--port", 0, "--drain-s", 0, "--scrub-hours", 0
+    ) as server:
+        os.sched_setaffinity(0, {LOAD_CORE})
+        requests = bench.make_requests(described, server.url, bench.Shape(BATCH, BAG, same=True), "named")
+        warm_up(server.url, requests, CONNECTIONS)
+        for n in range(turns):
+            names = list(rates)
+            for name in names[n % len(names) :] + names[: n % len(names)]:
+                make_live(states, name, server)
+                before = server.cpu_s()
+                load = run(server.url, requests, concurrency=CONNECTIONS, seconds=SECONDS)
+                if load.failed:
+                    raise SystemExit(f"{load.failed} of {load.latencies_s.size} requests failed: {load.failure}")
+                rates[name].append(load.requests_per_s)
+                cpu_s[name].append((server.cpu_s() - before) / load.latencies_s.size)
+    os.sched_setaffinity(0, cores)
+    plain = np.median(rates["no delta"]), np.median(cpu_s["no delta"])
+    return [
+        {
+            "state": name,
+            "requests_per_s": float(np.median(rates[name])),
+            "times_fewer": float(plain[0] / np.median(rates[name])),
+            "cpu_us": float(np.median(cpu_s[name]) * 1e6),
+            "cpu_ratio": float(np.median(cpu_s[name]) / plain[1]),
+        }
+        for name in rates
+    ]
+
+
+def make_live(states: States, name: str, server: Server) -> None:
+    """Returns when the server answers from a state."""
+    deltas = states.segments[name].deltas
+    sequence = deltas[0].sequence if deltas else 0
+    states.model.activate(states.base.header.version, sequence)
+    until = time.monotonic() + 10
+    while httpx.get(f"{server.url}/v1/models").json()["models"][0]["sequence"] != sequence:
+        if time.monotonic() > until:
+            raise SystemExit(f"the server does not answer from the state {name}")
+        time.sleep(0.02)
+
+
 def memory(states: States) -> list[dict[str, Any]]:
     """Bytes of the files of each state's deltas for each byte of their rows."""
     found = []
@@ -152,6 +215,7 @@ def compaction(states: States) -> dict[str, Any]:
     copy_s = time.perf_counter() - started
     del copied
     name = list(states.segments)[-1]
+    states.model.activate(states.base.header.version, states.segments[name].deltas[0].sequence)
     rng = np.random.default_rng(3)
     asked = rng.integers(0, states.rows, 100_000)
     before = choose().lookup(states.segments[name].tables["t"], asked, pooling=Pooling.NONE)
@@ -172,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--turns", type=int, default=TURNS, help="of each state over HTTP (default: %(default)s)")
     options = parser.parse_args()
     with published(options.rows) as model:
         states = States(model, options.rows)
@@ -180,6 +245,9 @@ def main() -> None:
         console.print("every state's rows are right")
         found = reads(states, options.rounds)
         more = {"rows_of_the_table": options.rows, "goal": GOAL, "memory": memory(states), "attach_ms": taken(states)}
+        more["over_http"] = over_http(states, options.turns)
+        for row in more["over_http"]:
+            console.print(line(row))
         report("update_reads", f"lookups with deltas, int8 D {DIM}", found, **more, compaction=compaction(states))
 
 

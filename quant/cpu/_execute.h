@@ -77,7 +77,11 @@ enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
-static int64_t pieces_of(const job *j) { return refuses(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
+/* Whether all of a job's ids become row numbers before anything is looked up: one that has none may be refused, or nothing but an overlay
+ * says what row an id has, which takes less time for many at once. */
+static int goes_first(const job *j) { return j->map && (refuses(j) || (!j->map->directory && j->map->level_count)); }
+
+static int64_t pieces_of(const job *j) { return goes_first(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
 
 static void count_unfound(const resolving *r) {
     if (r->missing) __atomic_fetch_add(&r->job->unfound[0], r->missing, __ATOMIC_RELAXED);
@@ -86,41 +90,48 @@ static void count_unfound(const resolving *r) {
 
 static void begin(resolving *r, const job *j) {
     r->job = j, r->next = r->placed = r->checked = r->missing = r->backfilled = 0;
-    memset(r->maybe, 0, sizeof r->maybe); /* of levels that there are not */
 }
 
 typedef struct { runner with; const job *jobs; } resolution;
 
-/* Piece number `piece` over all jobs that refuse ids. */
-static void resolve_piece(const void *argument, int piece) {
-    const resolution *all = argument;
-    const job *j = all->jobs;
-    int64_t k = piece;
-    for (; k >= pieces_of(j); j++) k -= pieces_of(j);
+/* Piece number `k` of a job. */
+static void resolve_piece_of(runner with, const job *j, int64_t k) {
     job part = *j;
     const int64_t from = k * IDS_A_PIECE, left = j->n_ids - from;
     part.ids += 8 * from, part.numbers += from, part.n_ids = left < IDS_A_PIECE ? left : IDS_A_PIECE;
     if (part.found) part.found += from;
     resolving r = {.job = &part};
-    all->with.kernel->resolve(&r, part.n_ids);
+    with.kernel->resolve(&r, part.n_ids);
     count_unfound(&r);
 }
 
-/* Jobs that refuse ids get their row numbers. The verdict is of the first id that has none. */
+/* Piece number `piece` over all jobs that go first. */
+static void resolve_piece(const void *argument, int piece) {
+    const resolution *all = argument;
+    const job *j = all->jobs;
+    int64_t k = piece;
+    for (; k >= pieces_of(j); j++) k -= pieces_of(j);
+    resolve_piece_of(all->with, j, k);
+}
+
+/* Jobs that go first get their row numbers. The verdict is of the first id that has none. */
 static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
     int64_t ids = 0, pieces = 0;
     for (int64_t k = 0; k < n; k++) {
-        if (refuses(jobs + k)) ids += jobs[k].n_ids, pieces += pieces_of(jobs + k);
+        if (goes_first(jobs + k)) ids += jobs[k].n_ids, pieces += pieces_of(jobs + k);
         else if (!jobs[k].map && jobs[k].found) memset(jobs[k].found, 1, (size_t)jobs[k].n_ids);
     }
     if (pieces > INT32_MAX) return (verdict){0, NO_MEMORY, 0, ids};
     resolution all = {with, jobs};
-    if (pieces) run_parts((int)pieces, ids < SHARED_IDS ? 1 : (int)threads, resolve_piece, &all);
+    if (threads > 1 && ids >= SHARED_IDS) run_parts((int)pieces, (int)threads, resolve_piece, &all);
+    else
+        for (int64_t k = 0; pieces && k < n; k++)
+            for (int64_t piece = 0; piece < pieces_of(jobs + k); piece++) resolve_piece_of(with, jobs + k, piece);
     for (int64_t k = 0; k < n; k++) {
         job *j = jobs + k;
         int64_t at = 0;
-        if (!refuses(j)) continue;
-        if (j->unfound[0]) {
+        if (!goes_first(j)) continue;
+        if (refuses(j) && j->unfound[0]) {
             while (j->numbers[at] != -1) at++;
             return (verdict){k, MISSING_ID, at, load_i64(j->ids + 8 * at)};
         }

@@ -55,7 +55,8 @@ static inline uint64_t bucket_of(const row_map *m, uint64_t id, uint64_t hash) {
 }
 
 enum { ID_BLOCK = 16, PILOT_LAG = 3, BLOCKS = 4 }; /* lag: blocks by which the second step is behind the first */
-enum { MOST_LEVELS = 2 }; /* of an overlay */
+enum { STRETCH = 512 }; /* ids that an overlay is asked for at once; whole blocks */
+#define NOT_OVERLAID INT64_MIN /* the number of no row, as tables begin at addresses above 0 */
 
 /* Ids between two steps. */
 typedef struct {
@@ -72,6 +73,5 @@ typedef struct resolving {
     int64_t checked; /* ids before this one have their row, and are counted below where it is not their own */
     int64_t missing, backfilled;
     id_block blocks[BLOCKS];
-    uint32_t maybe[BLOCKS][MOST_LEVELS]; /* ids of a block that may be in a level, a bit each */
-    int64_t slots[BLOCKS][MOST_LEVELS][ID_BLOCK]; /* of these, the slot that each has there if it is there, or -1 */
+    int64_t overlay[STRETCH]; /* what an overlay says of the ids of the stretch that is being placed: a row, -1, or NOT_OVERLAID */
 } resolving;

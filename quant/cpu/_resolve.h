@@ -2,6 +2,7 @@
  *
  * Blocks of ids go through three steps, so that what a step reads was prefetched before: hashes and the places of pilots; some blocks
  * behind, row numbers; and, when the rows have come, the ids that they keep. A step's loops are plain, for the compiler's vectors.
+ * What an overlay says of ids is found for a stretch of some hundred at once, before these are placed.
  */
 #pragma once
 #include "_ids.h"
@@ -91,22 +92,9 @@ INLINE uint32_t lanes_set(lanes8 lanes) {
 #endif
 }
 
-enum { FILTER_LAG = 4, FILTER_NEAR_WORDS = 1 << 13 }; /* blocks that words are prefetched ahead, of filters that do not lie near */
-
 /* The word of each id in a level's filter. */
 INLINE void words_of(const level *l, const uint64_t *id, uint64_t *at) {
     EACH_EIGHT EIGHT(at) = (EIGHT(id) * ID_FILTER >> 32) * (uint64_t)l->filter_words >> 32;
-}
-
-/* Reads the words of ids to come. */
-INLINE void prefetch_words(const row_map *m, const uint64_t *id) {
-    const level *levels = (const level *)(intptr_t)m->levels;
-    uint64_t at[ID_BLOCK];
-    for (int64_t k = 0; k < m->level_count; k++) {
-        if (levels[k].filter_words <= FILTER_NEAR_WORDS) continue;
-        words_of(levels + k, id, at);
-        EACH_ID __builtin_prefetch((const uint64_t *)(intptr_t)levels[k].filter + at[i], 0, 3);
-    }
 }
 
 /* Which ids of a block may be in a level. */
@@ -129,64 +117,67 @@ INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
     return maybe;
 }
 
-/* An overlay's steps are some blocks apart as well, so that what one reads was prefetched by the one before it.
- *
- * First step, for block `k` of a job's ids: which of them may be in a level. Their pilots are prefetched. */
-INLINE void find_maybe(resolving *r, int64_t k) {
-    const job *j = r->job;
-    const row_map *m = j->map;
-    const level *levels = (const level *)(intptr_t)m->levels;
-    const int64_t left = j->n_ids - k * ID_BLOCK, n = left < ID_BLOCK ? left : ID_BLOCK;
-    const uint8_t *ids = j->ids + 8 * k * ID_BLOCK;
+/* ---- overlays, of some hundred ids at once: a pass that notes which ids may be in a level, then one over those ---- */
+
+enum { NOTED = 64 }; /* ids whose lines come in together */
+
+/* Notes which of `n` ids may be in a level; returns how many. */
+INLINE int64_t note(const level *l, const uint8_t *ids, int64_t n, int32_t *noted) {
+    int64_t count = 0;
     uint64_t id[ID_BLOCK] = {0};
-    if (left >= (FILTER_LAG + 1) * ID_BLOCK) {
-        __builtin_memcpy(id, ids + 8 * FILTER_LAG * ID_BLOCK, sizeof id);
-        prefetch_words(m, id);
+    for (int64_t at = 0; at < n; at += ID_BLOCK) {
+        const int is_whole = n - at >= ID_BLOCK;
+        __builtin_memcpy(id, ids + 8 * at, is_whole ? sizeof id : (size_t)(n - at) * 8);
+        uint32_t maybe = may_be_in(l, id);
+        if (!is_whole) maybe &= (1u << (n - at)) - 1;
+#if defined(ISA_AVX512) /* no branch that nobody foresees */
+        const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        _mm512_storeu_si512(noted + count, _mm512_maskz_compress_epi32((__mmask16)maybe, _mm512_add_epi32(each, _mm512_set1_epi32((int)at))));
+        count += __builtin_popcount(maybe);
+#else
+        for (; maybe; maybe &= maybe - 1) noted[count++] = (int32_t)at + __builtin_ctz(maybe);
+#endif
     }
-    if (n == ID_BLOCK) __builtin_memcpy(id, ids, sizeof id);
-    else __builtin_memcpy(id, ids, (size_t)n * 8);
-    for (int64_t l = 0; l < m->level_count; l++) {
-        const uint32_t maybe = may_be_in(levels + l, id) & ((1u << n) - 1);
-        r->maybe[k % BLOCKS][l] = maybe;
-        for (uint32_t bits = maybe; bits; bits &= bits - 1) {
-            __builtin_prefetch(place_in(levels + l, id[__builtin_ctz(bits)]).pilot, 0, 3);
+    return count;
+}
+
+/* Rows of a level take the place of those of the ids that it has, among the noted ones. Each step prefetches for the next. */
+INLINE void override_noted(const level *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+    const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
+    place_in_level places[NOTED];
+    int64_t slots[NOTED];
+    for (int64_t from = 0; from < count; from += NOTED, noted += NOTED) {
+        const int64_t n = count - from < NOTED ? count - from : NOTED;
+        for (int64_t k = 0; k < n; k++) {
+            places[k] = place_in(l, (uint64_t)load_i64(ids + 8 * noted[k]));
+            __builtin_prefetch(places[k].pilot, 0, 3);
+        }
+        for (int64_t k = 0; k < n; k++) {
+            slots[k] = slot_of_place(places + k);
+            __builtin_prefetch((const uint8_t *)(intptr_t)l->ids + slots[k] * l->id_step, 0, 3);
+        }
+        for (int64_t k = 0; k < n; k++) {
+            const int64_t slot = slots[k];
+            if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != load_i64(ids + 8 * noted[k])) continue;
+            numbers[noted[k]] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
         }
     }
 }
 
-/* Second step: their slots. The ids that these keep are prefetched. */
-INLINE void find_slots(resolving *r, int64_t k) {
-    const level *l = (const level *)(intptr_t)r->job->map->levels;
-    const uint8_t *ids = r->job->ids + 8 * k * ID_BLOCK;
-    for (int64_t n = 0; n < r->job->map->level_count; n++, l++)
-        for (uint32_t bits = r->maybe[k % BLOCKS][n]; bits; bits &= bits - 1) {
-            const int i = __builtin_ctz(bits);
-            const place_in_level p = place_in(l, (uint64_t)load_i64(ids + 8 * i));
-            const int64_t slot = slot_of_place(&p);
-            r->slots[k % BLOCKS][n][i] = slot;
-            __builtin_prefetch((const uint8_t *)(intptr_t)l->ids + slot * l->id_step, 0, 3);
-        }
+/* Rows of an overlay take the place of `numbers`, of `n` ids, STRETCH at most. */
+INLINE void override(const row_map *m, const uint8_t *ids, int64_t n, int64_t *numbers) {
+    const level *levels = (const level *)(intptr_t)m->levels;
+    int32_t noted[STRETCH + ID_BLOCK];
+    for (int64_t l = m->level_count; l-- > 0;) /* the newest last */
+        override_noted(levels + l, ids, noted, note(levels + l, ids, n, noted), numbers);
 }
 
-/* Third step: rows of the overlay take the place of the table's own. numbers: of each id of the block, where that of a row that
- * overrides is written, or -1. `left` are those that no newer level has. */
-static NOINLINE void NAME(override)(const resolving *r, int64_t k, int64_t *numbers) {
-    const row_map *m = r->job->map;
-    const level *l = (const level *)(intptr_t)m->levels;
-    const uint8_t *ids = r->job->ids + 8 * k * ID_BLOCK;
-    uint32_t left = ~0u;
-    for (int64_t n = 0; n < m->level_count; n++, l++)
-        for (uint32_t bits = r->maybe[k % BLOCKS][n] & left; bits; bits &= bits - 1) {
-            const int i = __builtin_ctz(bits);
-            const int64_t id = load_i64(ids + 8 * i), slot = r->slots[k % BLOCKS][n][i];
-            if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != id) continue;
-            const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
-            numbers[i] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
-            left &= ~(1u << i);
-        }
+/* What an overlay says of the ids of a job from number `at` on. */
+static NOINLINE void NAME(look_ahead)(resolving *r, int64_t at) {
+    const int64_t left = r->job->n_ids - at, n = left < STRETCH ? left : STRETCH;
+    for (int64_t i = 0; i < n; i++) r->overlay[i] = NOT_OVERLAID;
+    override(r->job->map, r->job->ids + 8 * at, n, r->overlay);
 }
-
-INLINE int is_overridden(const resolving *r, int64_t k) { return (r->maybe[k % BLOCKS][0] | r->maybe[k % BLOCKS][1]) != 0; }
 
 /* Rows. These are prefetched by the lookup, one for each that it pools; ids that are kept apart from them are prefetched here. */
 INLINE void place_block(const row_map *m, int kept_apart, const id_block *b, int64_t *numbers) {
@@ -211,14 +202,17 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
         if (k < count) {
             const int64_t at = k * ID_BLOCK, left = j->n_ids - at;
             hash_block(m, j->ids + 8 * at, left < ID_BLOCK ? left : ID_BLOCK, is_whole, &r->blocks[k % BLOCKS]);
-            if (m->level_count) find_maybe(r, k);
         }
-        if (m->level_count && k && k <= count) find_slots(r, k - 1);
         if (k >= PILOT_LAG) {
             const int64_t at = (k - PILOT_LAG) * ID_BLOCK;
             const id_block *b = &r->blocks[(k - PILOT_LAG) % BLOCKS];
             place_block(m, kept_apart, b, j->numbers + at);
-            if (m->level_count && is_overridden(r, k - PILOT_LAG)) NAME(override)(r, k - PILOT_LAG, j->numbers + at);
+            if (!m->level_count) continue;
+            if (at % STRETCH == 0) NAME(look_ahead)(r, at);
+            for (int64_t i = 0; i < b->n; i++) {
+                const int64_t row = r->overlay[at % STRETCH + i];
+                j->numbers[at + i] = row == NOT_OVERLAID ? j->numbers[at + i] : row;
+            }
         }
     }
     r->next = k;
@@ -283,32 +277,23 @@ static NOINLINE void NAME(check_ids)(resolving *r, int64_t until) {
     r->checked = until;
 }
 /* Ids that are row numbers, but for a first one and a default row: blocks up to number `until`. */
-INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
+static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     const job *j = r->job;
     const row_map *m = j->map;
-    const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK, lag = has_overlay ? PILOT_LAG : 0;
-    int64_t k = r->next, at;
+    const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK;
+    int64_t k = r->next;
     lanes8 lacks = {0}, late = {0}; /* counted in lanes over all blocks: a sum of eight costs as much as a block */
-    for (; k < count + lag && (k - lag) * ID_BLOCK < until; k++) {
-        if (has_overlay && k < count) find_maybe(r, k);
-        if (has_overlay && k && k <= count) find_slots(r, k - 1);
-        if (k < lag) continue;
-        at = (k - lag) * ID_BLOCK;
-        const int64_t n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
+    for (; k < count && k * ID_BLOCK < until; k++) {
+        const int64_t at = k * ID_BLOCK, n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
         int64_t *numbers = j->numbers + at, rows[ID_BLOCK];
         uint64_t id[ID_BLOCK];
         if (n == ID_BLOCK) __builtin_memcpy(id, j->ids + 8 * at, sizeof id);
         else EACH_ID id[i] = (uint64_t)(i < n ? load_i64(j->ids + 8 * (at + i)) : m->first);
         EACH_EIGHT {
-            const lanes8 row = EIGHT(id) - (uint64_t)m->first;
-            EIGHT(rows) = row | (lanes8)(row >= (uint64_t)m->id_count); /* -1 where there is none */
-        }
-        if (has_overlay && is_overridden(r, k - lag)) NAME(override)(r, k - lag, rows);
-        EACH_EIGHT {
-            const lanes8 row = EIGHT(rows), is_missing = (lanes8)(row == (uint64_t)-1);
+            const lanes8 row = EIGHT(id) - (uint64_t)m->first, is_missing = (lanes8)(row >= (uint64_t)m->id_count);
             EIGHT(rows) = (row & ~is_missing) | ((uint64_t)m->default_row & is_missing);
             lacks -= is_missing;
-            late -= (lanes8)(row >= (uint64_t)m->own) & (lanes8)(row < (uint64_t)m->id_count);
+            late -= (lanes8)(row >= (uint64_t)m->own) & ~is_missing;
         }
         for (int64_t i = n; i < ID_BLOCK; i++) { /* those beside the last id, which are all alike */
             r->missing -= rows[i] == m->default_row;
@@ -321,13 +306,37 @@ INLINE void resolve_rows(resolving *r, int64_t until, int has_overlay) {
     }
     for (int i = 0; i < 8; i++) r->missing += (int64_t)lacks[i], r->backfilled += (int64_t)late[i];
     r->next = k;
-    r->placed = k > lag ? (k - lag) * ID_BLOCK : 0;
-    if (r->placed > j->n_ids) r->placed = j->n_ids;
+    r->placed = k * ID_BLOCK < j->n_ids ? k * ID_BLOCK : j->n_ids;
     r->checked = r->placed;
 }
 
-static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) { resolve_rows(r, until, 0); }
-static NOINLINE void NAME(resolve_overridden_rows)(resolving *r, int64_t until) { resolve_rows(r, until, 1); }
+/* The same of all of a job's ids, over which an overlay lies. */
+static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
+    const job *j = r->job;
+    const row_map *m = j->map;
+    const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first; /* else ids were checked before */
+    for (int64_t from = 0; from < j->n_ids; from += STRETCH) {
+        const int64_t n = j->n_ids - from < STRETCH ? j->n_ids - from : STRETCH;
+        const uint8_t *ids = j->ids + 8 * from;
+        int64_t *numbers = j->numbers + from, missing = 0, late = 0;
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t row = (int64_t)((uint64_t)load_i64(ids + 8 * i) - (uint64_t)m->first);
+            numbers[i] = (uint64_t)row < (uint64_t)m->id_count ? row : -1;
+        }
+        override(m, ids, n, numbers);
+        if (is_counted)
+            for (int64_t i = 0; i < n; i++) {
+                const int is_missing = numbers[i] == -1;
+                missing += is_missing;
+                late += numbers[i] >= m->own && numbers[i] < m->id_count;
+                numbers[i] = is_missing ? m->default_row : numbers[i];
+            }
+        if (j->found)
+            for (int64_t i = 0; i < n; i++) j->found[from + i] = numbers[i] != m->default_row;
+        r->missing += missing, r->backfilled += late;
+    }
+    r->placed = r->checked = j->n_ids;
+}
 #undef EACH_ID
 #undef EACH_EIGHT
 #undef EIGHT
@@ -342,7 +351,7 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     if (r->placed >= until) return;
-    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r, until);
+    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r);
     else if (!m->directory || (!m->id_count && !m->level_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);

@@ -18,7 +18,7 @@ _native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportErro
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT8, 60), (RowFormat.INT4, 24), (RowFormat.FP16, 32), (RowFormat.FP32, 20)]
-COUNTS = (0, 1, 15, 16, 17, 31, 180, 2047, 2049, 6000)  # around blocks of 16 ids and pieces of 2048
+COUNTS = (0, 1, 15, 16, 17, 31, 180, 511, 513, 2047, 2049, 6000)  # around blocks of 16 ids, stretches of 512, pieces of 2048
 
 
 @pytest.fixture(params=BACKENDS)
