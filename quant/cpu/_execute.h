@@ -100,7 +100,8 @@ static void resolve_piece_of(runner with, const job *j, int64_t k) {
     const int64_t from = k * IDS_A_PIECE, left = j->n_ids - from;
     part.ids += 8 * from, part.numbers += from, part.n_ids = left < IDS_A_PIECE ? left : IDS_A_PIECE;
     if (part.found) part.found += from;
-    resolving r = {.job = &part};
+    resolving r;
+    begin(&r, &part);
     with.kernel->resolve(&r, part.n_ids);
     count_unfound(&r);
 }
