@@ -50,9 +50,9 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 SERVING = (
     *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "logs", "wire"),
-    *("shared_list", "model_list", "region_registry", "regions", "stash_metrics"),
+    *("shared_list", "model_list", "region_registry", "places", "regions", "stash_metrics"),
     *("scorer", "device_calls", "program", "scorers", "id_indexes", "compiled_kernels", "placed_deltas", "placement"),
-    *("places", "scores", "request", "version", "engine"),
+    *("scores", "request", "version", "engine"),
     *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batch_threads", "batching"),
     *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
