@@ -127,7 +127,9 @@ class Reader(threading.Thread):
         try:
             with httpx.Client(timeout=30) as client:
                 while not self.stopped.wait(0.005):
-                    self._note(client.post(f"{self.url}/v1/lookup", json=body).raise_for_status().json())
+                    answer = client.post(f"{self.url}/v1/lookup", json=body)
+                    assert answer.is_success, f"{answer.status_code} {answer.text[:500]}"
+                    self._note(answer.json())
         except Exception as error:
             self.error = error
             raise

@@ -9,7 +9,7 @@ state's vectors are checked against rows that were put together apart from it, b
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,13 +39,13 @@ GOAL = 1.02  # times the time without deltas, at 1 %
 
 
 @contextmanager
-def published(rows: int) -> Iterator[Model]:
+def published(rows: int, features: Sequence[str] = ("t",)) -> Iterator[Model]:
     """A model of one table of so many rows, of values that repeat."""
     with shared_folder() as root:
         model = Model(root, "ads")
         with model.loading() as version:
             tables = plan_tables([("t", "t", RowFormat.INT8, rows, DIM)])
-            header = Header("ads", version, "", tables, tuple(Feature(f"f{i}", "t") for i in range(FEATURES)))
+            header = Header("ads", version, "", tables, tuple(Feature(name, "t") for name in features))
             writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
             some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))
             (table,) = writer.header.tables
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each state over HTTP (default: %(default)s)")
     options = parser.parse_args()
-    with published(options.rows) as model:
+    with published(options.rows, [f"f{i}" for i in range(FEATURES)]) as model:
         states = States(model, options.rows)
         for name in states.segments:
             states.check(name, np.random.default_rng(2).integers(0, options.rows, 100_000))
