@@ -1,7 +1,7 @@
 """Lookups while deltas lie over a version, beside the same lookups without; what deltas take, and what compaction does.
 
 A table of row numbers, int8, D 64. Requests of 26 x 32 bags of 20 ids, uniform over all rows, by one thread of the native kernel.
-The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns, request by request. Then the same requests over
+The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns of 20 requests. Then the same requests over
 HTTP: a server of one worker on one core, 4 connections from another, the states in turns as the live one, 0.6 s each. Every
 state's vectors are checked against rows that were put together apart from it, bit for bit, before anything is timed.
 """
@@ -32,6 +32,7 @@ from tableside.serving.cli.generator import run
 
 DIM, BAG, FEATURES, BATCH = 64, 20, 26, 32
 BAGS = FEATURES * BATCH
+CALLS = 20  # of a state, until it is another one's turn
 CONNECTIONS, SECONDS, TURNS = 4, 0.6, 9  # over HTTP: of each state's turns
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 SHARES = (0.001, 0.01, 0.1)
@@ -105,17 +106,19 @@ class States:
 
 
 def reads(states: States, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a request, by state: medians over rounds, and each state's ratio to the one without deltas in the same round."""
+    """Seconds of a request, by state: medians over rounds, and each state's ratio to the one without deltas. States take turns of
+    some calls, as a server answers many requests from one state."""
     rng, lengths = np.random.default_rng(1), np.full(BAGS, BAG, np.int32)
     out = np.empty((BAGS, DIM), np.float32)
     seconds: dict[str, list[float]] = {name: [] for name in states.segments}
     for n in range(rounds):
         names = list(seconds)
         for name in names[n % len(names) :] + names[: n % len(names)]:
-            ids = rng.integers(0, states.rows, BAGS * BAG)
-            started = time.perf_counter()
-            choose().lookup(states.segments[name].tables["t"], ids, lengths, out=out)
-            seconds[name].append(time.perf_counter() - started)
+            for _ in range(CALLS):
+                ids = rng.integers(0, states.rows, BAGS * BAG)
+                started = time.perf_counter()
+                choose().lookup(states.segments[name].tables["t"], ids, lengths, out=out)
+                seconds[name].append(time.perf_counter() - started)
     plain = np.array(seconds["no delta"])
     return [
         {
@@ -235,7 +238,7 @@ def compaction(states: States) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--turns", type=int, default=TURNS, help="of each state over HTTP (default: %(default)s)")
     options = parser.parse_args()
     with published(options.rows, [f"f{i}" for i in range(FEATURES)]) as model:

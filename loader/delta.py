@@ -21,7 +21,7 @@ from tableside.loader.errors import SegmentError
 from tableside.loader.header import Change, checksum
 from tableside.loader.memory import Window
 from tableside.loader.segment import Segment, Verify, unpickled
-from tableside.loader.stored import StoredTable, filter_part
+from tableside.loader.stored import StoredTable, filter_part, marks_part
 from tableside.quant import Table
 from tableside.quant.ids import RowMap
 from tableside.quant.overlay import Level, Overlay
@@ -80,19 +80,29 @@ class Delta:
         window = Window(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
         packed = window.bytes.reshape(stored.rows, stored.row_bytes)
         distance = packed.ctypes.data - base.address
-        return self._level(stored, table, packed, distance // stored.row_bytes)
+        return self._level(stored, table, packed, distance // stored.row_bytes, base)
 
     def own_level(self, name: str) -> Level:
         """The same where nobody reads rows by their numbers, which begin with 0."""
         return self._level(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
 
-    def _level(self, stored: StoredTable, table: Table, packed: NDArray[np.uint8], first_row: int) -> Level:
+    def _level(
+        self, stored: StoredTable, table: Table, packed: NDArray[np.uint8], first_row: int, base: Table | None = None
+    ) -> Level:
         assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
         index = table.row_map.index
         assert index is not None
         at = stored.ids.index
-        words = filter_part(at, self.segment.mapping.bytes[at.offset : at.offset + at.bytes], stored.ids.has_bits)
-        return Level(index, packed, words, index.backfilled, first_row)
+        data = self.segment.mapping.bytes[at.offset : at.offset + at.bytes]
+        words, marks = filter_part(at, data, stored.ids.has_bits), None
+        if base is not None and at.marked:
+            first, count = base.row_numbers
+            if count != at.marked:
+                raise SegmentError(
+                    f"{self.path}: table {stored.name!r} has marks of {at.marked} rows; those of the version are {count}"
+                )
+            marks = marks_part(at, data, stored.ids.has_bits, first)
+        return Level(index, packed, words, index.backfilled, first_row, marks)
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:

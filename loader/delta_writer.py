@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from tableside.loader.delta import Delta
 from tableside.loader.header import Change, Header, plan_tables
 from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, plan_index
+from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, marks_part, plan_index
 from tableside.quant import Table
 from tableside.quant.ids import IdIndex, bits_at, set_bits
-from tableside.quant.overlay import Level, fill_filter, filter_words
+from tableside.quant.overlay import Level, are_marks_worth_it, fill_filter, fill_marks, filter_words
 
 _IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
 _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
@@ -79,8 +79,15 @@ def merge(base: Table, parts: Sequence[Entries], threads: int) -> MergedTable:
     rows = np.empty(int(kept.sum()), np.int64)
     find_rows(index, ids[kept], rows)
     deleted = int(np.concatenate([part.deleted for part in parts])[kept].sum())
+    _, numbers = base.row_numbers
     stored = plan_index(
-        base.row_format, base.dim, index.slots, buckets, has_backfilled=deleted > 0, filter_words=filter_words(rows.size)
+        base.row_format,
+        base.dim,
+        index.slots,
+        buckets,
+        has_backfilled=deleted > 0,
+        filter_words=filter_words(rows.size),
+        marked=numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0,
     )
     return MergedTable(base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows)
 
@@ -135,6 +142,8 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     words = filter_part(at, data, stored.ids.has_bits)
     for start in range(0, ids.size, _BLOCK_ROWS):
         fill_filter(ids[start : start + _BLOCK_ROWS], words)
+    if (marks := marks_part(at, data, stored.ids.has_bits, table.base.row_numbers[0])) is not None:
+        fill_marks(ids, table.rows, marks)
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
         set_bits(bits, table.rows[deleted])

@@ -106,8 +106,9 @@ class Header:
                 continue
             if not ids["deleted"]:
                 del ids["deleted"]
-            if ids["index"] is not None and not ids["index"]["filter_words"]:
-                del ids["index"]["filter_words"]
+            for name in ("filter_words", "marked"):
+                if ids["index"] is not None and not ids["index"][name]:
+                    del ids["index"][name]
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod

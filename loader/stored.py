@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
 from tableside.quant.ids import ID_BYTES, DirectoryField, IdIndex, RowMap, id_at, pilots_for
+from tableside.quant.overlay import Marks, mark_words
 from tableside.quant.row_format import RowFormat
 
 INDEX_UNIT_BYTES = 64  # parts of an index begin at multiples of this
@@ -49,7 +50,8 @@ class StoredIndex(StoredRows):
 
     buckets: of the whole table, of which `owned` from `first_bucket` on are here. bucket_ids: ids of a bucket, or 0: by hash.
     slots: rows of the table but for the default row. id_at: where an id lies in its row, or -1. filter_words: of a delta's filter
-    (`quant.overlay`), uint64, the last part, where its ids never lie in rows.
+    (`quant.overlay`), uint64, behind the bits, where its ids never lie in rows. marked: row numbers that its marks tell of,
+    which are the last parts; 0: it has none.
     """
 
     buckets: int
@@ -59,6 +61,7 @@ class StoredIndex(StoredRows):
     slots: int
     id_at: int
     filter_words: int = 0
+    marked: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,12 @@ class StoredTable(StoredRows):
 def plan_index(
     row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0, owned: int | None =
     None, has_backfilled: bool = False, filter_words: int = 0,
+    marked: int = 0,
 ) -> StoredIndex:  # fmt: skip
     """An index of so many slots; offset and first checksum are not known yet. owned None: all buckets."""
     owned = buckets if owned is None else owned
     index = StoredIndex(0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0, buckets, bucket_ids, first_bucket, owned, slots,
-                        -1 if filter_words else id_at(row_format, dim), filter_words)  # fmt: skip
+                        -1 if filter_words else id_at(row_format, dim), filter_words, marked)  # fmt: skip
     end = sum(-(-size // INDEX_UNIT_BYTES) for size in _part_bytes(index, has_backfilled))
     return replace(index, rows=end)
 
@@ -124,6 +128,14 @@ def filter_part(index: StoredIndex, data: NDArray[np.uint8], has_deleted: bool) 
     return _parts(index, data, has_deleted)[4].view("<u8")
 
 
+def marks_part(index: StoredIndex, data: NDArray[np.uint8], has_deleted: bool, first: int) -> Marks | None:
+    """The marks of a delta's index over its bytes. first: the id whose row number is 0."""
+    if not index.marked:
+        return None
+    bits, before, slots = _parts(index, data, has_deleted)[5:]
+    return Marks(first, index.marked, bits.view("<u8"), before.view("<u4"), slots.view("<u4"))
+
+
 def _parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) -> list[NDArray[np.uint8]]:
     parts, at = [], 0
     for size in _part_bytes(index, has_backfilled):
@@ -132,13 +144,16 @@ def _parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) ->
     return parts
 
 
-def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, int, int, int, int]:
+def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
     return (
         (index.owned + 1) * _ENTRY_BYTES,
         pilots_for(index.slots, index.owned),
         0 if index.id_at >= 0 else index.slots * ID_BYTES,
         -(-index.slots // 8) if has_backfilled else 0,
         8 * index.filter_words,
+        8 * mark_words(index.marked),
+        4 * mark_words(index.marked),
+        4 * index.slots if index.marked else 0,
     )
 
 
@@ -203,14 +218,16 @@ def check_ids(t: StoredTable) -> None:
         return
     index = ids.index
     named = (index.rows, index.row_bytes, index.offset, index.chunk_rows, index.first_chunk, index.buckets, index.bucket_ids)
-    more = (index.first_bucket, index.owned, index.slots, index.filter_words)
+    more = (index.first_bucket, index.owned, index.slots, index.filter_words, index.marked)
     if not all(type(n) is int and n >= 0 for n in (*named, *more)) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
     if not 1 <= index.buckets <= LARGEST_BUCKETS or index.buckets & (index.buckets - 1) or index.bucket_ids >= 2**63:
         raise SegmentError(f"the id index of {what} has {index.buckets} buckets; expected a power of two")
     if index.first_bucket + index.owned > index.buckets or index.owned < 1:
         raise SegmentError(f"the id index of {what} holds buckets [{index.first_bucket}, +{index.owned}) of {index.buckets}")
+    if index.marked and not index.slots:
+        raise SegmentError(f"the id index of {what} has marks of {index.marked} row numbers, and no slot that they could lead to")
     expected = plan_index(RowFormat.parse(t.row_format), t.dim, index.slots, index.buckets, index.bucket_ids, index.first_bucket,
-                          index.owned, ids.has_bits, index.filter_words)  # fmt: skip
+                          index.owned, ids.has_bits, index.filter_words, index.marked)  # fmt: skip
     if index.slots != t.rows - 1 or ids.count > index.slots or replace(index, offset=0, first_chunk=0) != expected:
         raise SegmentError(f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows")

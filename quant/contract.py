@@ -121,6 +121,13 @@ class Table:
         """Where the first row lies in this process's memory."""
         return self.packed.ctypes.data
 
+    @property
+    def row_numbers(self) -> tuple[int, int]:
+        """The id of row 0, and how many ids have a row of their own, where these ascend with the rows; (0, 0): ids are raw."""
+        if self.row_map is None:
+            return 0, self.rows
+        return (self.row_map.first, self.row_map.count) if self.row_map.index is None else (0, 0)
+
 
 @dataclass(frozen=True)
 class Lookup:

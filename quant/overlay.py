@@ -14,6 +14,13 @@ word are set. In 64-bit arithmetic without signs, with FILTER an odd constant:
     h = id * FILTER
     word = filter[(h >> 32) * words >> 32]
     may be there = the bits h >> 26 & 63, h >> 20 & 63 and h >> 14 & 63 of the word are all set
+
+Where a table's ids are row numbers, and a level has enough of them, it has *marks* as well. A bit for each number says whether
+the level has it, and its place among those that it has is where its slot stands. No id is hashed then, and none is compared:
+
+    number = id - first
+    has it = bits[number >> 6] >> (number & 63) & 1
+    slot = slots[before[number >> 6] + how many of the number & 63 lowest bits of bits[number >> 6] are set]
 """
 
 from collections.abc import Sequence
@@ -29,6 +36,8 @@ from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
 
 FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
+MARK_IDS = 64  # row numbers of a word of marks
+MARKS_SHARE = 4  # marks take at most so many times fewer bytes than the rows that they lead to
 MOST_LEVELS = 2
 NO_ROW = -1  # the number of no row: the id is missing
 FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each
@@ -54,13 +63,51 @@ def fill_filter(ids: Ids, words: U64) -> None:
     np.bitwise_or.at(words, at, bits)
 
 
+class Marks(NamedTuple):
+    """Which row numbers a level has, and where. first: the id whose number is 0; numbers: how many they tell of.
+
+    bits: uint64 [words]; before: uint32 [words], how many numbers the level has before each word's; slots: uint32 [slots of the
+    level], the slot of each number that it has, in ascending order.
+    """
+
+    first: int
+    numbers: int
+    bits: U64
+    before: NDArray[np.uint32]
+    slots: NDArray[np.uint32]
+
+
+def mark_words(numbers: int) -> int:
+    """Words of marks that tell of so many row numbers."""
+    return -(-numbers // MARK_IDS)
+
+
+def are_marks_worth_it(numbers: int, rows: int, row_bytes: int) -> bool:
+    """Whether a level of so many rows has marks, over a table of so many row numbers."""
+    return mark_words(numbers) * 12 * MARKS_SHARE <= rows * row_bytes
+
+
+def fill_marks(ids: Ids, slots: NDArray[np.int64], marks: Marks) -> None:
+    """Writes marks, which are zeros, of ids [n], all different, that have these slots [n]."""
+    numbers = ids - np.int64(marks.first)
+    order = np.argsort(numbers)
+    marks.slots[: ids.size] = slots[order]
+    numbers = numbers[order]
+    words, starts = np.unique(numbers >> 6, return_index=True)
+    each = np.uint64(1) << (numbers & 63).astype(np.uint64)
+    marks.bits[words] = np.bitwise_or.reduceat(each, starts) if ids.size else each
+    counts = np.zeros(marks.before.size, np.uint32)
+    counts[words] = np.diff(starts, append=ids.size)
+    np.cumsum(counts[:-1], out=marks.before[1:])
+
+
 @dataclass(frozen=True, eq=False)
 class Level:
     """Some rows of an overlay.
 
     index: of the ids that it has, whole, in buckets made by the hash. packed: uint8 [slots or more, row_bytes], the row of each
     slot. filter: uint64 [words]. deleted: bit `slot` says that the id has no row any more, uint8 [(slots + 7) // 8]; None: of
-    none. first_row: the number of the row in slot 0.
+    none. first_row: the number of the row in slot 0. marks: None: it has none.
     """
 
     index: IdIndex
@@ -68,6 +115,7 @@ class Level:
     filter: U64
     deleted: NDArray[np.uint8] | None
     first_row: int
+    marks: Marks | None = None
 
     def find(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Which ids [n] the level has, and the number of the row of each of these, NO_ROW of those that are deleted."""
@@ -89,6 +137,7 @@ class Level:
     @property
     def native(self) -> "NativeLevel":
         """The level with the addresses of its arrays in this process."""
+        m = self.marks
         return NativeLevel(
             filter=_address(self.filter),
             filter_words=self.filter.size,
@@ -99,11 +148,17 @@ class Level:
             ids=_address(self.index.ids),
             id_step=self.index.ids.strides[0],
             buckets=self.index.buckets,
+            slots=self.index.slots,
+            marks=0 if m is None else _address(m.bits),
+            marks_before=0 if m is None else _address(m.before),
+            marked_slots=0 if m is None else _address(m.slots),
+            first_marked=0 if m is None else m.first,
+            marked=0 if m is None else m.numbers,
         )
 
 
 class NativeLevel(NamedTuple):
-    """A level as kernels read it, int64 each; addresses are those of the fields of `Level` and its index. deleted: 0: none is."""
+    """A level as kernels read it, int64 each; addresses are of fields of `Level`, its index, its marks. deleted: 0: none is."""
 
     filter: int
     filter_words: int
@@ -114,6 +169,12 @@ class NativeLevel(NamedTuple):
     ids: int
     id_step: int  # bytes from one slot's id to the next
     buckets: int
+    slots: int
+    marks: int  # the bits; 0: it has no marks, and what is below means nothing
+    marks_before: int
+    marked_slots: int
+    first_marked: int
+    marked: int  # row numbers that marks tell of
 
 
 class Overlay:

@@ -12,7 +12,8 @@ typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
 
 /* A level of an overlay, as quant/overlay.py specifies it: the fields of its NativeLevel, int64 each. */
 #define LEVEL_FIELDS(F)                                                                                           \
-    F(filter) F(filter_words) F(first_row) F(deleted) F(entries) F(pilots) F(ids) F(id_step) F(buckets)
+    F(filter) F(filter_words) F(first_row) F(deleted) F(entries) F(pilots) F(ids) F(id_step) F(buckets)       \
+    F(slots) F(marks) F(marks_before) F(marked_slots) F(first_marked) F(marked)
 typedef struct level { LEVEL_FIELDS(ROW_MAP_MEMBER) } level;
 #undef ROW_MAP_MEMBER
 
@@ -55,7 +56,7 @@ static inline uint64_t bucket_of(const row_map *m, uint64_t id, uint64_t hash) {
 }
 
 enum { ID_BLOCK = 16, PILOT_LAG = 3, BLOCKS = 4 }; /* lag: blocks by which the second step is behind the first */
-enum { STRETCH = 512 }; /* ids that an overlay is asked for at once; whole blocks */
+enum { STRETCH = 2048 }; /* ids that an overlay is asked for at once; whole blocks */
 #define NOT_OVERLAID INT64_MIN /* the number of no row, as tables begin at addresses above 0 */
 
 /* Ids between two steps. */

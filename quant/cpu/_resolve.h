@@ -2,7 +2,7 @@
  *
  * Blocks of ids go through three steps, so that what a step reads was prefetched before: hashes and the places of pilots; some blocks
  * behind, row numbers; and, when the rows have come, the ids that they keep. A step's loops are plain, for the compiler's vectors.
- * What an overlay says of ids is found for a stretch of some hundred at once, before these are placed.
+ * What an overlay says of ids is found for a stretch of 2048 at once, before these are placed.
  */
 #pragma once
 #include "_ids.h"
@@ -104,11 +104,7 @@ INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
     uint32_t maybe = 0;
     words_of(l, id, at);
-#if defined(ISA_AVX512) /* written out, since a compiler takes lanes apart for this */
-    EACH_EIGHT _mm512_storeu_si512(word + i, _mm512_i64gather_epi64(_mm512_loadu_si512(at + i), filter, 8));
-#else
     EACH_ID word[i] = filter[at[i]];
-#endif
     EACH_EIGHT {
         const lanes8 h = EIGHT(id) * ID_FILTER;
         const lanes8 needed = one << (h >> 26 & 63) | one << (h >> 20 & 63) | one << (h >> 14 & 63);
@@ -117,26 +113,51 @@ INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
     return maybe;
 }
 
-/* ---- overlays, of some hundred ids at once: a pass that notes which ids may be in a level, then one over those ---- */
+/* Which ids of a block a level of row numbers has. */
+INLINE uint32_t are_marked(const level *l, const uint64_t *id) {
+    const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks, first = (uint64_t)l->first_marked, count = (uint64_t)l->marked;
+    uint64_t at[ID_BLOCK], word[ID_BLOCK];
+    uint32_t found = 0;
+    EACH_EIGHT {
+        const lanes8 number = EIGHT(id) - first;
+        EIGHT(at) = (number >> 6) & (lanes8)(number < count);
+    }
+    EACH_ID word[i] = marks[at[i]];
+    EACH_EIGHT {
+        const lanes8 number = EIGHT(id) - first;
+        found |= lanes_set(-(EIGHT(word) >> (number & 63) & 1) & (lanes8)(number < count)) << i;
+    }
+    return found;
+}
+
+/* ---- overlays, of many ids at once: a pass that notes which ids may be in a level, then one over those ---- */
 
 enum { NOTED = 64 }; /* ids whose lines come in together */
 
-/* Notes which of `n` ids may be in a level; returns how many. */
-INLINE int64_t note(const level *l, const uint8_t *ids, int64_t n, int32_t *noted) {
-    int64_t count = 0;
-    uint64_t id[ID_BLOCK] = {0};
-    for (int64_t at = 0; at < n; at += ID_BLOCK) {
-        const int is_whole = n - at >= ID_BLOCK;
-        __builtin_memcpy(id, ids + 8 * at, is_whole ? sizeof id : (size_t)(n - at) * 8);
-        uint32_t maybe = may_be_in(l, id);
-        if (!is_whole) maybe &= (1u << (n - at)) - 1;
+/* Adds those of a block's ids, from number `at` on, that `maybe` has bits for; returns how many are noted then. */
+INLINE int64_t note_block(uint32_t maybe, int64_t at, int32_t *noted, int64_t count) {
 #if defined(ISA_AVX512) /* no branch that nobody foresees */
-        const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        _mm512_storeu_si512(noted + count, _mm512_maskz_compress_epi32((__mmask16)maybe, _mm512_add_epi32(each, _mm512_set1_epi32((int)at))));
-        count += __builtin_popcount(maybe);
+    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_si512(noted + count, _mm512_maskz_compress_epi32((__mmask16)maybe, _mm512_add_epi32(each, _mm512_set1_epi32((int)at))));
+    count += __builtin_popcount(maybe);
 #else
-        for (; maybe; maybe &= maybe - 1) noted[count++] = (int32_t)at + __builtin_ctz(maybe);
+    for (; maybe; maybe &= maybe - 1) noted[count++] = (int32_t)at + __builtin_ctz(maybe);
 #endif
+    return count;
+}
+
+/* Notes which of `n` ids may be in a level, or are in one with marks; returns how many. */
+INLINE int64_t note(const level *l, int is_marked, const uint8_t *ids, int64_t n, int32_t *noted) {
+    int64_t count = 0, at = 0;
+    for (; at + ID_BLOCK <= n; at += ID_BLOCK) {
+        uint64_t id[ID_BLOCK];
+        __builtin_memcpy(id, ids + 8 * at, sizeof id);
+        count = note_block(is_marked ? are_marked(l, id) : may_be_in(l, id), at, noted, count);
+    }
+    if (at < n) {
+        uint64_t id[ID_BLOCK] = {0};
+        for (int64_t i = 0; i < n - at; i++) id[i] = (uint64_t)load_i64(ids + 8 * (at + i));
+        count = note_block((is_marked ? are_marked(l, id) : may_be_in(l, id)) & ((1u << (n - at)) - 1), at, noted, count);
     }
     return count;
 }
@@ -164,12 +185,37 @@ INLINE void override_noted(const level *l, const uint8_t *ids, const int32_t *no
     }
 }
 
+static inline int64_t below(int64_t x, int64_t count) { return x < count ? x : count - 1; } /* whatever a file holds */
+
+/* The same of a level with marks, which has all of the noted ids. */
+INLINE void override_marked(const level *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+    const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
+    const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks;
+    const uint32_t *before = (const uint32_t *)(intptr_t)l->marks_before, *slots = (const uint32_t *)(intptr_t)l->marked_slots;
+    const uint32_t *at[NOTED];
+    for (int64_t from = 0; from < count; from += NOTED, noted += NOTED) {
+        const int64_t n = count - from < NOTED ? count - from : NOTED;
+        for (int64_t k = 0; k < n; k++) {
+            const uint64_t number = (uint64_t)load_i64(ids + 8 * noted[k]) - (uint64_t)l->first_marked, word = number >> 6;
+            const uint64_t lower = marks[word] & (((uint64_t)1 << (number & 63)) - 1);
+            at[k] = slots + below((int64_t)before[word] + __builtin_popcountll(lower), l->slots);
+            __builtin_prefetch(at[k], 0, 3);
+        }
+        for (int64_t k = 0; k < n; k++) {
+            const int64_t slot = below(*at[k], l->slots);
+            numbers[noted[k]] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
+        }
+    }
+}
+
 /* Rows of an overlay take the place of `numbers`, of `n` ids, STRETCH at most. */
 INLINE void override(const row_map *m, const uint8_t *ids, int64_t n, int64_t *numbers) {
     const level *levels = (const level *)(intptr_t)m->levels;
     int32_t noted[STRETCH + ID_BLOCK];
-    for (int64_t l = m->level_count; l-- > 0;) /* the newest last */
-        override_noted(levels + l, ids, noted, note(levels + l, ids, n, noted), numbers);
+    for (const level *l = levels + m->level_count; l-- > levels;) { /* the newest last */
+        if (l->marks) override_marked(l, ids, noted, note(l, 1, ids, n, noted), numbers);
+        else override_noted(l, ids, noted, note(l, 0, ids, n, noted), numbers);
+    }
 }
 
 /* What an overlay says of the ids of a job from number `at` on. */
@@ -310,19 +356,22 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     r->checked = r->placed;
 }
 
-/* The same of all of a job's ids, over which an overlay lies. */
-static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
+/* The same of ids over which an overlay lies. */
+static NOINLINE void NAME(resolve_overridden_rows)(resolving *r, int64_t until) {
     const job *j = r->job;
     const row_map *m = j->map;
     const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first; /* else ids were checked before */
-    for (int64_t from = 0; from < j->n_ids; from += STRETCH) {
+    int64_t from = r->placed;
+    while (from < until) {
         const int64_t n = j->n_ids - from < STRETCH ? j->n_ids - from : STRETCH;
         const uint8_t *ids = j->ids + 8 * from;
         int64_t *numbers = j->numbers + from, missing = 0, late = 0;
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t row = (int64_t)((uint64_t)load_i64(ids + 8 * i) - (uint64_t)m->first);
-            numbers[i] = (uint64_t)row < (uint64_t)m->id_count ? row : -1;
-        }
+        if (!is_counted) memcpy(numbers, ids, (size_t)n * 8);
+        else
+            for (int64_t i = 0; i < n; i++) {
+                const int64_t row = (int64_t)((uint64_t)load_i64(ids + 8 * i) - (uint64_t)m->first);
+                numbers[i] = (uint64_t)row < (uint64_t)m->id_count ? row : -1;
+            }
         override(m, ids, n, numbers);
         if (is_counted)
             for (int64_t i = 0; i < n; i++) {
@@ -334,8 +383,9 @@ static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
         if (j->found)
             for (int64_t i = 0; i < n; i++) j->found[from + i] = numbers[i] != m->default_row;
         r->missing += missing, r->backfilled += late;
+        from += n;
     }
-    r->placed = r->checked = j->n_ids;
+    r->placed = r->checked = from;
 }
 #undef EACH_ID
 #undef EACH_EIGHT
@@ -351,7 +401,7 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     if (r->placed >= until) return;
-    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r);
+    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r, until);
     else if (!m->directory || (!m->id_count && !m->level_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);

@@ -67,6 +67,12 @@ class DeviceLevel:
             ids=at["ids"],
             id_step=ID_BYTES,
             buckets=level.index.buckets,
+            slots=slots,
+            marks=0,  # which are the CPU's
+            marks_before=0,
+            marked_slots=0,
+            first_marked=0,
+            marked=0,
         )
 
 

@@ -10,7 +10,7 @@ from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
 from tableside.quant import RowFormat, Table
 from tableside.quant.ids import RowMap, id_at, set_bits
-from tableside.quant.overlay import Level, Overlay, fill_filter, filter_words
+from tableside.quant.overlay import Level, Marks, Overlay, fill_filter, fill_marks, filter_words, mark_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +35,11 @@ Changed = tuple[np.ndarray, np.ndarray]
 """Ids of a level, int64 [n], all different, and which of them are deleted, bool [n]."""
 
 
-def level_of(base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray, memory: np.ndarray) -> Level:
+def level_of(
+    base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray, memory: np.ndarray, numbers: tuple[int, int]
+) -> Level:
     """A level of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole rows away from those of
-    `base`, uint8 [slots or more, row_bytes]."""
+    `base`, uint8 [slots or more, row_bytes]; numbers: as `Table.row_numbers`, for marks, of which (0, 0) has none."""
     index = built(ids, 4)
     slots = rows_in(index, ids)
     memory[slots] = rows
@@ -50,12 +52,28 @@ def level_of(base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray
     fill_filter(ids, words)
     distance = memory.ctypes.data - base.address
     assert distance % base.row_bytes == 0
-    return Level(replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes)
+    marks = marks_of(*numbers, ids, slots, index.slots) if numbers[1] and ids.size else None
+    return Level(replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes, marks)
 
 
-def overlaid(base: Table, plain: Table, numbers: dict[int, int], changes: Sequence[Changed], is_above: bool = True) -> Overlaid:
+def marks_of(first: int, count: int, ids: np.ndarray, slots: np.ndarray, most: int) -> Marks:
+    """Marks of ids that have these slots, of `most`, over row numbers of [0, count). first: the id of row 0."""
+    words = mark_words(count)
+    marks = Marks(first, count, np.zeros(words, np.uint64), np.zeros(words, np.uint32), np.zeros(most, np.uint32))
+    fill_marks(ids, slots, marks)
+    return marks
+
+
+def overlaid(
+    base: Table,
+    plain: Table,
+    numbers: dict[int, int],
+    changes: Sequence[Changed],
+    is_above: bool = True,
+    is_marked: bool = False,
+) -> Overlaid:
     """`base` with a level for each of `changes`, the newest last. plain, numbers: the oracle of `base`. is_above: the levels'
-    rows lie at higher addresses than the table's."""
+    rows lie at higher addresses than the table's. is_marked: levels of row numbers have marks."""
     default = None if base.row_map is None or base.row_map.default_row is None else len(plain.packed) - 1
     numbers = dict(numbers)
     most = sum(ids.size + ids.size // 16 + 8 for ids, _ in changes)
@@ -73,7 +91,7 @@ def overlaid(base: Table, plain: Table, numbers: dict[int, int], changes: Sequen
         rows = tables.table_of(base.row_format, base.dim, max(2, ids.size), seed=100 + n).packed[: ids.size]
         memory = whole[free : free + ids.size + ids.size // 16 + 8]
         free += len(memory)
-        levels.append(level_of(moved, ids, deleted, rows, memory))
+        levels.append(level_of(moved, ids, deleted, rows, memory, base.row_numbers if is_marked else (0, 0)))
         start = sum(map(len, packed))
         packed.append(rows)
         for k, (i, gone) in enumerate(zip(ids.tolist(), deleted.tolist(), strict=True)):
@@ -98,15 +116,15 @@ def raw(row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray =
     return overlaid(base.table, base.plain, base.numbers, [changed(ids, 1), changed(ids, 2, 5)], **how)
 
 
-def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, **how: Any) -> Overlaid:
-    """Rows [0, 300), and, where `default`, a default row behind them."""
+def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, first: int = 0, **how: Any) -> Overlaid:
+    """Rows [0, 300) of ids from `first` on, and, where `default`, a default row behind them."""
     plain = tables.table_of(row_format, dim, 301 if default else 300)
-    base = replace(plain, row_map=RowMap(300, 300 if default else None))
-    first, second = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
-    first, second = ((ids[ids < 300], gone[ids < 300]) for ids, gone in (first, second))
+    base = replace(plain, row_map=RowMap(300, 300 if default else None, first=first))
+    older, newer = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
+    older, newer = ((ids[ids < 300] + first, gone[ids < 300]) for ids, gone in (older, newer))
     if not default:
         base = replace(base, row_map=None)
-    return overlaid(base, plain, {i: i for i in range(300)}, [first, second], **how)
+    return overlaid(base, plain, {first + i: i for i in range(300)}, [older, newer], **how)
 
 
 def asked_of(made: Overlaid, ids: np.ndarray, count: int = 400) -> np.ndarray:

@@ -3,6 +3,7 @@
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from support import rows_of
 from tableside.loader import apply as applying
 from tableside.loader.apply import ApplySettings, apply, position_of
 from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.delta import Delta
 from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
 from tableside.loader.states import State, attach_state, kept_states, parse_state, state_of
+from tableside.loader.stored import StoredIndex
 from tableside.quant import Pooling, RowFormat, Source, choose
 
 
@@ -214,6 +217,22 @@ def test_a_damaged_delta_is_refused_whole(oracle: Oracle, at: int) -> None:
     with pytest.raises(SegmentError, match=r"1\+1\.delta"):
         attach_state(oracle.model)
     assert not attach_state(oracle.model, State(1)).deltas
+
+
+def test_deltas_of_many_rows_have_marks(oracle: Oracle) -> None:
+    """Of tables of row numbers alone; a delta whose marks are of another number of rows is refused."""
+    apply(oracle.model, Batch(oracle.change(100)))
+    apply(oracle.model, Batch(oracle.change(2)))
+    segment = attach_state(oracle.model)
+    marked = [{t.name: index.marked for t, index in zip(d.tables.values(), indexes_of(d), strict=True)} for d in segment.deltas]
+    assert marked == [{"raw": 0, "dense": 0, "policy": 0}, {"raw": 0, "dense": 1000, "policy": 1000}]
+    shorter = replace(segment.tables["dense"], packed=segment.tables["dense"].packed[:900], row_map=None)
+    with pytest.raises(SegmentError, match=r"1\+1\.delta: table 'dense' has marks of 1000 rows; those of the version are 900"):
+        segment.deltas[1].level("dense", shorter)
+
+
+def indexes_of(delta: Delta) -> list[StoredIndex]:
+    return [t.ids.index for t in delta.tables.values() if t.ids is not None and t.ids.index is not None]
 
 
 def test_a_delta_under_another_name(oracle: Oracle) -> None:

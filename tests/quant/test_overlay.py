@@ -12,7 +12,7 @@ from tables import check_vectors
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.errors import Problem
-from tableside.quant.overlay import fill_filter, filter_words
+from tableside.quant.overlay import Overlay, are_marks_worth_it, fill_filter, filter_words
 
 _native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
 
@@ -53,9 +53,10 @@ def test_raw_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
 
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
-def test_row_numbers(backend: CpuBackend, default: bool, is_above: bool) -> None:
+@pytest.mark.parametrize("is_marked", [True, False], ids=["marks", "filters"])
+def test_row_numbers(backend: CpuBackend, default: bool, is_above: bool, is_marked: bool) -> None:
     """Ids that are row numbers are overwritten, and deleted where there is a default row."""
-    made = dense(default=default, is_above=is_above)
+    made = dense(default=default, is_above=is_above, is_marked=is_marked)
     for count in COUNTS:
         check(backend, made, asked_of(made, np.arange(300), count))
 
@@ -106,15 +107,47 @@ def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend
     assert unfound is not None and tuple(unfound[0]) == (0, ids.size - 100)
 
 
+@pytest.mark.parametrize("is_marked", [True, False], ids=["marks", "filters"])
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
-def test_calls_that_threads_share(backend: CpuBackend, default: bool) -> None:
+def test_calls_that_threads_share(backend: CpuBackend, default: bool, is_marked: bool) -> None:
     """More ids than one thread resolves alone, of jobs beside each other."""
-    made = dense(RowFormat.INT4, 64, default)
+    made = dense(RowFormat.INT4, 64, default, is_marked=is_marked)
     asked = asked_of(made, np.arange(300), 40_000)
     lengths = np.full(2000, 20, np.int32)
     expected = backend.lookup(made.plain, made.expected_rows(asked), lengths)
     for threads in (1, 2, 4):
         np.testing.assert_array_equal(backend.lookup(made.table, asked, lengths, threads=threads), expected, f"{threads} threads")
+
+
+def test_row_numbers_from_another_first_id_on(backend: CpuBackend) -> None:
+    """Marks are by the number of the row, whatever its id is; ids below and above are missing."""
+    first = -(2**40) + 7
+    made = dense(first=first, is_marked=True)
+    asked = first + np.random.default_rng(0).integers(-20, 330, 3000)
+    check(backend, made, np.append(asked, [0, -(2**63), 2**63 - 1]))
+
+
+@pytest.mark.parametrize("part", ["before", "slots"])
+def test_marks_that_lie_lead_to_rows_of_their_level(backend: CpuBackend, part: str) -> None:
+    """Whatever a file holds, nothing outside a level's rows is read."""
+    made = dense(default=False, is_marked=True)
+    row_map = made.table.row_map
+    assert row_map is not None and isinstance(row_map.overlay, Overlay)
+    for level in row_map.overlay.levels:
+        assert level.marks is not None
+        getattr(level.marks, part)[:] = 2**32 - 1
+    numbers = made.expected_rows(np.arange(300))
+    found = backend.lookup(made.table, np.arange(300), pooling=Pooling.NONE)
+    own = numbers < 300
+    np.testing.assert_array_equal(found[own], backend.lookup(made.plain, numbers[own], pooling=Pooling.NONE))
+    there = backend.lookup(made.plain, np.arange(300, len(made.plain.packed)), pooling=Pooling.NONE)
+    assert {row.tobytes() for row in found[~own]} <= {row.tobytes() for row in there}
+
+
+def test_marks_are_for_levels_of_more_rows_than_they_take_memory() -> None:
+    assert are_marks_worth_it(10_000_000, 100_000, 80)
+    assert not are_marks_worth_it(10_000_000, 90_000, 80)
+    assert not are_marks_worth_it(10_000_000, 0, 80)
 
 
 FILTERED = {"consecutive": np.arange(10_000), "high bits": np.arange(10_000) << 32}
