@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 KERNEL, LAYERS = Path("quant/cpu"), Path("loader/program")
-PARTS = ("", "_bags", "_tensors", "_index", "_jobs", "_batch", "_avx512", "_avx2", "_portable")
+PARTS = ("", "_bags", "_tensors", "_index", "_overlay", "_jobs", "_batch", "_avx512", "_avx2", "_portable")
 OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
 
 setup(

@@ -15,7 +15,7 @@ from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, marks_part, plan_index
 from tableside.quant import Table
 from tableside.quant.ids import IdIndex, bits_at, set_bits
-from tableside.quant.overlay import Level, are_marks_worth_it, fill_filter, fill_marks, filter_words
+from tableside.quant.overlay import Level, are_marks_worth_it, filter_words
 
 _IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
 _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
@@ -128,6 +128,8 @@ def write_unsealed(
 
 
 def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
+    from tableside.quant.cpu.index_builder import fill_filter, fill_marks
+
     stored = next(t for t in writer.header.tables if t.name == name)
     assert stored.ids is not None and stored.ids.index is not None
     at = stored.ids.index
@@ -139,9 +141,7 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     slots = kept.view(np.int64)
     slots[table.rows] = ids
     keep_zero_apart(table.index, slots, not ids.all())
-    words = filter_part(at, data, stored.ids.has_bits)
-    for start in range(0, ids.size, _BLOCK_ROWS):
-        fill_filter(ids[start : start + _BLOCK_ROWS], words)
+    fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
     if (marks := marks_part(at, data, stored.ids.has_bits, table.base.row_numbers[0])) is not None:
         fill_marks(ids, table.rows, marks)
     if stored.ids.has_bits:

@@ -15,7 +15,7 @@
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
  * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
- * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c
+ * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  *
  * The interpreter's lock is released while rows are read or written.
@@ -388,6 +388,8 @@ static PyMethodDef methods[] = {
     {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},
     {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
     {"find_rows", (PyCFunction)(void (*)(void))py_find_rows, METH_FASTCALL, NULL},
+    {"fill_filter", py_fill_filter, METH_VARARGS, NULL},
+    {"fill_marks", py_fill_marks, METH_VARARGS, NULL},
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"place_batch", (PyCFunction)(void (*)(void))py_place_batch, METH_FASTCALL, NULL},
     {"write_batch", (PyCFunction)(void (*)(void))py_write_batch, METH_FASTCALL, NULL},

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.ids import NO_ROW_MAP, DirectoryField, IdIndex, RowMap, native_row_map, pilots_for, slots_for
+from tableside.quant.overlay import Marks
 
 try:
     from tableside.quant.cpu import _native
@@ -139,3 +140,13 @@ class IndexBuilder:
 def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps is not looked at."""
     _native.find_rows(np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows)
+
+
+def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
+    """As `quant.overlay.fill_filter`."""
+    _native.fill_filter(np.ascontiguousarray(ids), words)
+
+
+def fill_marks(ids: NDArray[np.int64], slots: NDArray[np.int64], marks: Marks) -> None:
+    """As `quant.overlay.fill_marks`. ValueError: an id has no mark, or comes twice."""
+    _native.fill_marks(ids - np.int64(marks.first), np.ascontiguousarray(slots), marks.bits, marks.before, marks.slots)

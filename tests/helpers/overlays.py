@@ -1,6 +1,6 @@
 """Tables with overlays in memory, and what a dictionary says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,11 +56,13 @@ def level_of(
     return Level(replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes, marks)
 
 
-def marks_of(first: int, count: int, ids: np.ndarray, slots: np.ndarray, most: int) -> Marks:
+def marks_of(
+    first: int, count: int, ids: np.ndarray, slots: np.ndarray, most: int, fill: Callable[..., None] = fill_marks
+) -> Marks:
     """Marks of ids that have these slots, of `most`, over row numbers of [0, count). first: the id of row 0."""
     words = mark_words(count)
     marks = Marks(first, count, np.zeros(words, np.uint64), np.zeros(words, np.uint32), np.zeros(most, np.uint32))
-    fill_marks(ids, slots, marks)
+    fill(ids, slots, marks)
     return marks
 
 

@@ -225,6 +225,17 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "distinct": (_native.distinct, _distinct()),
     "build": (_native.build, _built()),
     "find_rows": (_native.find_rows, {"row_map": row_map(), "ids": IDS, "rows": IDS}),
+    "fill_filter": (_native.fill_filter, {"ids": IDS, "words": np.zeros(1, np.uint64)}),
+    "fill_marks": (
+        _native.fill_marks,
+        {
+            "numbers": IDS * 16,
+            "slots": IDS,
+            "bits": np.zeros(2, np.uint64),
+            "before": np.zeros(2, np.uint32),
+            "order": np.zeros(5, np.uint32),
+        },
+    ),
 }
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("count_buckets", {"counts": np.zeros(1, np.int64)}),
@@ -263,6 +274,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("build", {"pilots": np.zeros(2, np.uint8)}),
     ("find_rows", {}),  # a map without addresses
     ("find_rows", {"rows": IDS[:4]}),
+    ("fill_filter", {"words": np.zeros(0, np.uint64)}),
+    ("fill_marks", {"numbers": IDS * 32}),
+    ("fill_marks", {"numbers": IDS - 1}),
+    ("fill_marks", {"numbers": IDS // 2}),  # twice
+    ("fill_marks", {"slots": IDS[:4]}),
+    ("fill_marks", {"slots": IDS << 32}),
+    ("fill_marks", {"bits": np.zeros(1, np.uint64)}),
+    ("fill_marks", {"bits": np.full(2, 1 << 63, np.uint64)}),  # not zeros
+    ("fill_marks", {"before": np.zeros(1, np.uint32)}),
+    ("fill_marks", {"order": np.zeros(4, np.uint32)}),
 ]
 
 

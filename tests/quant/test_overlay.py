@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_tables import raw_table
-from overlays import KINDS, Overlaid, asked_of, changed, dense, overlaid, raw
+from overlays import KINDS, Overlaid, asked_of, changed, dense, marks_of, overlaid, raw
 from tables import check_vectors
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
+from tableside.quant.cpu import index_builder
 from tableside.quant.errors import Problem
-from tableside.quant.overlay import Overlay, are_marks_worth_it, fill_filter, filter_words
+from tableside.quant.overlay import Overlay, are_marks_worth_it, fill_filter, fill_marks, filter_words
 
 _native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
 
@@ -166,3 +167,22 @@ def test_the_filter_lets_all_ids_of_a_level_pass_and_few_others(ids: np.ndarray)
 
     assert passes(ids).all()
     assert passes(np.random.default_rng(1).integers(0, 2**40, 100_000)).mean() < 0.005
+
+
+@pytest.mark.parametrize("ids", FILTERED.values(), ids=FILTERED)
+def test_the_native_kernel_fills_filters_as_specified(ids: np.ndarray) -> None:
+    expected, found = np.zeros((2, filter_words(ids.size)), np.uint64)
+    fill_filter(ids, expected)
+    index_builder.fill_filter(ids, found)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+def test_the_native_kernel_fills_marks_as_specified(share: float) -> None:
+    """Of ids from another first one on, in any order."""
+    rng, first, count = np.random.default_rng(0), -500, 10_001
+    ids = first + rng.permutation(count)[: int(share * count)]
+    slots = rng.permutation(ids.size + 7)[: ids.size]
+    expected, found = (marks_of(first, count, ids, slots, ids.size + 7, fill) for fill in (fill_marks, index_builder.fill_marks))
+    for of_found, of_expected in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(of_found, of_expected)
