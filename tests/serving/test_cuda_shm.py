@@ -38,12 +38,13 @@ class OnGpu:
         self.handle = cuda_shared_memory.get_raw_handle(self._region).decode()
 
     def put(self, values: np.ndarray, offset: int) -> None:
-        whole = self.get(np.uint8, (self._size,), 0)
+        whole = self.get(np.uint8, (self._size,), 0).copy()
         whole[offset : offset + values.nbytes] = np.frombuffer(values.tobytes(), np.uint8)
         self._shm.set_shared_memory_region(self._region, [whole])
 
     def get(self, dtype: Any, shape: tuple[int, ...], offset: int) -> np.ndarray:
-        return np.array(self._shm.get_contents_as_numpy(self._region, dtype, list(shape), offset))
+        whole = np.array(self._shm.get_contents_as_numpy(self._region, np.uint8, [self._size]))
+        return np.frombuffer(whole, dtype, int(np.prod(shape)), offset).reshape(shape)
 
     def close(self) -> None:
         self._shm.destroy_shared_memory_region(self._region)
