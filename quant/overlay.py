@@ -37,7 +37,7 @@ from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
 FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
 MARK_IDS = 64  # row numbers of a word of marks
-MARKS_SHARE = 4  # marks take at most so many times fewer bytes than the rows that they lead to
+MARKS_SHARE = 16  # marks take at most this part of the bytes of the rows that they lead to; with fewer rows filters are faster
 MOST_LEVELS = 2
 NO_ROW = -1  # the number of no row: the id is missing
 FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each

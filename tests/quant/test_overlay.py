@@ -146,8 +146,8 @@ def test_marks_that_lie_lead_to_rows_of_their_level(backend: CpuBackend, part: s
 
 
 def test_marks_are_for_levels_of_more_rows_than_they_take_memory() -> None:
-    assert are_marks_worth_it(10_000_000, 100_000, 80)
-    assert not are_marks_worth_it(10_000_000, 90_000, 80)
+    assert are_marks_worth_it(10_000_000, 375_000, 80)
+    assert not are_marks_worth_it(10_000_000, 374_999, 80)
     assert not are_marks_worth_it(10_000_000, 0, 80)
 
 
