@@ -147,7 +147,7 @@ def serve(
             preload = [
                 *(["tableside.quant.gpu.backend"] if settings.devices else []),
                 *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
-                *(["tableside.serving.program"] if runs_torch else []),
+                *(["tableside.serving.program", "torch._dynamo"] if runs_torch else []),  # which measuring a program imports
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

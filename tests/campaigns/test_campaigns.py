@@ -11,12 +11,12 @@ WAYS = ("attached", "by a module", "over HTTP", "by evaluations")
 SHORT = {
     "kills": (4, ("kills", "requests checked")),
     "engines": (4, ("doors killed", "engines killed", "clients killed that held a region", "requests checked in regions")),
-    "loads": (6, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
-    "requests": (12, ("cases in process", "raw sockets", "schemathesis cases")),
+    "loads": (4, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
+    "requests": (8, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
     "states": (4, (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions")),
-    "soak": (6, ("requests", "swaps")),
+    "soak": (4, ("requests", "swaps")),
 }
 
 

@@ -76,7 +76,7 @@ def test_schemathesis_finds_nothing(start: Any, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color", "--seed", "1"]
     command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
-    command += ["--max-examples", "10", "--max-time", "30", "--generation-database", "none", "--no-shrink"]
+    command += ["--max-examples", "5", "--max-time", "15", "--generation-database", "none", "--no-shrink"]
     command += ["--report", "json", "--report-json-path", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
     assert report.exists(), done.stdout + done.stderr

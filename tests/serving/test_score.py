@@ -14,6 +14,7 @@ from servers import Server, start_server
 from support import end, rows_of, run_tableside, until
 
 from tableside.loader.load import load
+from tableside.loader.memory import pss_bytes
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
@@ -77,6 +78,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert end(server.process) == 0
     finally:
         shutil.rmtree(root)
+
+
+def test_workers_share_what_opening_a_scorer_imports(served: Server) -> None:
+    """That is 100 MB, and each has less than 60 MB of its own."""
+    private = [pss_bytes(worker)["private"] for worker in served.workers()]
+    assert len(private) == 2
+    assert max(private) < 60e6, private
 
 
 def ask(server: Server, **change: Any) -> httpx.Response:

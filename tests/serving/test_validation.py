@@ -209,7 +209,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(features=json_values, where=st.sampled_from(["features", "inputs", "outputs"]))
 def test_no_json_breaks_the_server(server: Any, features: Any, where: str) -> None:
     """Whatever the JSON is, the answer is 200 or a 4xx with an error, never a 5xx."""
