@@ -260,7 +260,7 @@ def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path
     publish({"t": rows_of(100, 64)})
     path, model = _model_file(tmp_path, rows=400_000), Model(root, "demo")
     killed = 0
-    for _ in range(12):
+    for _ in range(8):
         process = _start_load(path, root)
         partial = model.folder
         until(lambda p=process, f=partial: p.poll() is not None or list(f.glob("*.partial")), what="the load to begin")

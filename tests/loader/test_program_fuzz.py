@@ -2,7 +2,7 @@
 
 from campaigns.programs import run
 
-CASES, SEED = 300, 7
+CASES, SEED = 200, 7
 
 
 def test_tampered_programs_are_refused_or_harmless() -> None:
