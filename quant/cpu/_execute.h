@@ -254,8 +254,12 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
     }
 }
 
-/* The bytes that a job reads and writes for each of its ids, lines that a row shares with others included. */
-static int64_t bytes_an_id(const job *j) { return j->row_bytes + 48 + (j->map ? 64 : 0) + (j->pooling == POOL_NONE ? j->out_row_bytes : 0); }
+/* The bytes that a job reads and writes for each of its ids, lines that a row shares with others included. How far apart its vectors are
+ * does not count: of one vector that may be any number. */
+static int64_t bytes_an_id(const job *j) {
+    const int64_t vector = j->is_gather ? j->row_bytes : j->dim * (j->out_half ? 2 : 4);
+    return j->row_bytes + 48 + (j->map ? 64 : 0) + (j->pooling == POOL_NONE ? vector : 0);
+}
 
 /* Jobs cut into parts of about as many bytes each: part p is pieces [first[p], first[p + 1]). */
 typedef struct { runner with; job *pieces; int64_t first[MAX_PARTS + 1]; } parts_of;
