@@ -1,10 +1,11 @@
-"""The native kernels, and the routine that understands headers, which pyproject.toml cannot declare without a warning.
+"""The native extensions, which pyproject.toml cannot declare without a warning.
 
 Everything else is there. TABLESIDE_NATIVE=required: the build fails where they do not compile. Else they are left out, and
 `tableside serve` says so.
 """
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,42 +14,33 @@ KERNEL, LAYERS = Path("quant/cpu"), Path("loader/program")
 PARTS = ("", "_bags", "_tensors", "_index", "_overlay", "_jobs", "_batch", "_avx512", "_avx2", "_portable")
 OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
 
+
+def extension(
+    name: str, sources: Iterable[Path | str], *flags: str, headers: Iterable[Path] = (), link: Iterable[str] = ()
+) -> Extension:
+    """A module of C for every Python from 3.11 on. headers: which it is compiled anew after."""
+    return Extension(
+        f"tableside.{name}",
+        sources=[*map(str, sources)],
+        depends=sorted(map(str, headers)),
+        extra_compile_args=[*flags, "-std=gnu11"],
+        extra_link_args=[*link, "-s"],
+        py_limited_api=True,
+        optional=OPTIONAL,
+    )
+
+
+kernel_sources = [KERNEL / f"_native{part}.c" for part in PARTS]
+layers_sources = [LAYERS / f"_layers{part}.c" for part in ("", "_avx512", "_avx2", "_portable")]
+kernel_headers, layers_headers = [*KERNEL.glob("*.h")], [*LAYERS.glob("*.h")]
+fast = ("-O3", "-fno-math-errno")
+
 setup(
     ext_modules=[
-        Extension(
-            "tableside.quant.cpu._native",
-            sources=[str(KERNEL / f"_native{part}.c") for part in PARTS],
-            depends=sorted(map(str, KERNEL.glob("*.h"))),
-            extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
-            extra_link_args=["-pthread", "-s"],
-            py_limited_api=True,
-            optional=OPTIONAL,
-        ),
-        Extension(
-            "tableside.loader.program._layers",
-            sources=[str(LAYERS / f"_layers{part}.c") for part in ("", "_avx512", "_avx2", "_portable")],
-            depends=sorted(map(str, (*LAYERS.glob("*.h"), *KERNEL.glob("*.h")))),
-            extra_compile_args=["-O3", "-std=gnu11", "-fno-math-errno"],
-            extra_link_args=["-pthread", "-s"],
-            py_limited_api=True,
-            optional=OPTIONAL,
-        ),
-        Extension(
-            "tableside.serving.http._headers",
-            sources=["serving/http/_headers.c"],
-            extra_compile_args=["-O3", "-std=gnu11"],
-            extra_link_args=["-s"],
-            py_limited_api=True,
-            optional=OPTIONAL,
-        ),
-        Extension(
-            "tableside.serving._mapping",
-            sources=["serving/_mapping.c"],
-            extra_compile_args=["-O2", "-std=gnu11"],
-            extra_link_args=["-s"],
-            py_limited_api=True,
-            optional=OPTIONAL,
-        ),
+        extension("quant.cpu._native", kernel_sources, *fast, headers=kernel_headers, link=["-pthread"]),
+        extension("loader.program._layers", layers_sources, *fast, headers=[*layers_headers, *kernel_headers], link=["-pthread"]),
+        extension("serving.http._headers", ["serving/http/_headers.c"], "-O3"),
+        extension("serving._mapping", ["serving/_mapping.c"], "-O2"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -37,6 +37,7 @@ from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
 FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
 MARK_IDS = 64  # row numbers of a word of marks
+MARK_BYTES = 8 + 4  # of a word of bits, and of the count before it
 MARKS_SHARE = 16  # marks take at most this part of the bytes of the rows that they lead to; with fewer rows filters are faster
 MOST_LEVELS = 2
 NO_ROW = -1  # the number of no row: the id is missing
@@ -84,7 +85,7 @@ def mark_words(numbers: int) -> int:
 
 def are_marks_worth_it(numbers: int, rows: int, row_bytes: int) -> bool:
     """Whether a level of so many rows has marks, over a table of so many row numbers."""
-    return mark_words(numbers) * 12 * MARKS_SHARE <= rows * row_bytes
+    return mark_words(numbers) * MARK_BYTES * MARKS_SHARE <= rows * row_bytes
 
 
 def fill_marks(ids: Ids, slots: NDArray[np.int64], marks: Marks) -> None:

@@ -19,6 +19,8 @@ from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
 from tableside.serving.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
+TORCH_MODULES = ("tableside.serving.program", "torch._dynamo")  # what a scorer by torch imports; the second when it is measured
+
 
 class Similarity(Scorer):
     """How alike two vectors are: their dot product, or their cosine. The cosine is 0 where one of the vectors is all zeros."""

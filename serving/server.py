@@ -21,7 +21,7 @@ from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
 from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
-from tableside.serving.scorers import needs_torch
+from tableside.serving.scorers import TORCH_MODULES, needs_torch
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
@@ -147,7 +147,7 @@ def serve(
             preload = [
                 *(["tableside.quant.gpu.backend"] if settings.devices else []),
                 *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
-                *(["tableside.serving.program", "torch._dynamo"] if runs_torch else []),  # which measuring a program imports
+                *(TORCH_MODULES if runs_torch else ()),
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)

@@ -34,31 +34,6 @@ enum { PILOTS = 256, SEEDS = 64, LARGEST_GROUP = 64, RECENT = 16 };
 
 /* ---- arguments ---- */
 
-enum { MOST_BUFFERS = 6 };
-typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;
-
-static void release(buffers *all) {
-    while (all->held) PyBuffer_Release(&all->b[--all->held]);
-}
-
-/* Takes buffers, those of `writable` (a bit each) to write to. */
-static int take(PyObject *const *args, int count, int writable, buffers *all) {
-    all->held = 0;
-    while (all->held < count) {
-        if (PyObject_GetBuffer(args[all->held], &all->b[all->held], writable >> all->held & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
-            release(all);
-            return 0;
-        }
-        all->held++;
-    }
-    return 1;
-}
-
-static PyObject *unsound(buffers *all, const char *what) {
-    release(all);
-    return PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
-}
-
 static int64_t int64s(const Py_buffer *b) { return b->len / 8; }
 
 /* A row map of an index, out of a buffer of its fields; null: it is none. */

@@ -4,10 +4,35 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
+enum { MOST_BUFFERS = 6 };
+typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;
+
+static inline void release(buffers *all) {
+    while (all->held) PyBuffer_Release(&all->b[--all->held]);
+}
+
+/* Takes buffers, those of `writable` (a bit each) to write to. */
+static inline int take(PyObject *const *args, int count, int writable, buffers *all) {
+    all->held = 0;
+    while (all->held < count) {
+        if (PyObject_GetBuffer(args[all->held], &all->b[all->held], writable >> all->held & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
+            release(all);
+            return 0;
+        }
+        all->held++;
+    }
+    return 1;
+}
+
+static inline PyObject *unsound(buffers *all, const char *what) {
+    release(all);
+    return PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
+}
+
 PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_find_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_fill_filter(PyObject *self, PyObject *args);
-PyObject *py_fill_marks(PyObject *self, PyObject *args);
+PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n);

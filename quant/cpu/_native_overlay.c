@@ -10,29 +10,21 @@
 #include <stdint.h>
 #include "_ids.h"
 
-static void release(Py_buffer *held, int count) {
-    while (count--) PyBuffer_Release(held + count);
-}
-
-static PyObject *unsound(Py_buffer *held, int count, const char *what) {
-    release(held, count);
-    return PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
-}
-
-PyObject *py_fill_filter(PyObject *self, PyObject *args) {
-    Py_buffer b[2];
+PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*w*", b, b + 1)) return NULL;
-    const int64_t n = b[0].len / 8, words = b[1].len / 8;
-    if (words < 1 || words > UINT32_MAX) return unsound(b, 2, "fill_filter");
-    uint64_t *filter = b[1].buf;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "fill_filter takes 2 arguments, got %zd", n);
+    if (!take(args, 2, 2, &all)) return NULL;
+    const int64_t ids = all.b[0].len / 8, words = all.b[1].len / 8;
+    if (words < 1 || words > UINT32_MAX) return unsound(&all, "fill_filter");
+    uint64_t *filter = all.b[1].buf;
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t i = 0; i < n; i++) {
-        const uint64_t h = (uint64_t)load_i64((const uint8_t *)b[0].buf + 8 * i) * ID_FILTER, one = 1;
+    for (int64_t i = 0; i < ids; i++) {
+        const uint64_t h = (uint64_t)load_i64((const uint8_t *)all.b[0].buf + 8 * i) * ID_FILTER, one = 1;
         filter[(h >> 32) * (uint64_t)words >> 32] |= one << (h >> 26 & 63) | one << (h >> 20 & 63) | one << (h >> 14 & 63);
     }
     Py_END_ALLOW_THREADS
-    release(b, 2);
+    release(&all);
     Py_RETURN_NONE;
 }
 
@@ -46,29 +38,30 @@ static int set_marks(const uint8_t *numbers, int64_t n, uint64_t *bits, int64_t 
     return 1;
 }
 
-PyObject *py_fill_marks(PyObject *self, PyObject *args) {
-    Py_buffer b[5];
+PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*w*w*w*", b, b + 1, b + 2, b + 3, b + 4)) return NULL;
-    const int64_t n = b[0].len / 8, words = b[2].len / 8;
-    const uint8_t *numbers = b[0].buf, *slots = b[1].buf;
-    uint64_t *bits = b[2].buf;
-    uint32_t *before = b[3].buf, *order = b[4].buf;
-    int is_sound = b[1].len == b[0].len && b[3].len / 4 == words && b[4].len / 4 >= n && n <= UINT32_MAX;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "fill_marks takes 5 arguments, got %zd", n);
+    if (!take(args, 5, 28, &all)) return NULL;
+    const int64_t ids = all.b[0].len / 8, words = all.b[2].len / 8;
+    const uint8_t *numbers = all.b[0].buf, *slots = all.b[1].buf;
+    uint64_t *bits = all.b[2].buf;
+    uint32_t *before = all.b[3].buf, *order = all.b[4].buf;
+    int is_sound = all.b[1].len == all.b[0].len && all.b[3].len / 4 == words && all.b[4].len / 4 >= ids && ids <= UINT32_MAX;
     Py_BEGIN_ALLOW_THREADS
-    is_sound = is_sound && set_marks(numbers, n, bits, words);
+    is_sound = is_sound && set_marks(numbers, ids, bits, words);
     for (int64_t word = 0, count = 0; is_sound && word < words; word++) {
         before[word] = (uint32_t)count;
         count += __builtin_popcountll(bits[word]);
     }
-    for (int64_t i = 0; is_sound && i < n; i++) {
+    for (int64_t i = 0; is_sound && i < ids; i++) {
         const uint64_t number = (uint64_t)load_i64(numbers + 8 * i), word = number >> 6, slot = (uint64_t)load_i64(slots + 8 * i);
         const int64_t at = before[word] + (int64_t)__builtin_popcountll(bits[word] & (((uint64_t)1 << (number & 63)) - 1));
-        is_sound = slot <= UINT32_MAX && at < n;
+        is_sound = slot <= UINT32_MAX && at < ids;
         if (is_sound) order[at] = (uint32_t)slot;
     }
     Py_END_ALLOW_THREADS
-    if (!is_sound) return unsound(b, 5, "fill_marks");
-    release(b, 5);
+    if (!is_sound) return unsound(&all, "fill_marks");
+    release(&all);
     Py_RETURN_NONE;
 }

@@ -356,13 +356,12 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     r->checked = r->placed;
 }
 
-/* The same of ids over which an overlay lies. */
-static NOINLINE void NAME(resolve_overridden_rows)(resolving *r, int64_t until) {
+/* The same of all of a job's ids, over which an overlay lies. */
+static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
     const job *j = r->job;
     const row_map *m = j->map;
     const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first; /* else ids were checked before */
-    int64_t from = r->placed;
-    while (from < until) {
+    for (int64_t from = 0; from < j->n_ids; from += STRETCH) {
         const int64_t n = j->n_ids - from < STRETCH ? j->n_ids - from : STRETCH;
         const uint8_t *ids = j->ids + 8 * from;
         int64_t *numbers = j->numbers + from, missing = 0, late = 0;
@@ -383,9 +382,8 @@ static NOINLINE void NAME(resolve_overridden_rows)(resolving *r, int64_t until) 
         if (j->found)
             for (int64_t i = 0; i < n; i++) j->found[from + i] = numbers[i] != m->default_row;
         r->missing += missing, r->backfilled += late;
-        from += n;
     }
-    r->placed = r->checked = from;
+    r->placed = r->checked = j->n_ids;
 }
 #undef EACH_ID
 #undef EACH_EIGHT
@@ -401,7 +399,7 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     if (r->placed >= until) return;
-    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r, until);
+    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r);
     else if (!m->directory || (!m->id_count && !m->level_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);

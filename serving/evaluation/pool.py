@@ -32,6 +32,7 @@ from tableside.serving.evaluation.parts import remove_partials, write_part
 from tableside.serving.evaluation.spent import WRITING, Spent
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
 from tableside.serving.kept_memory import keep_freed_memory
+from tableside.serving.scorers import TORCH_MODULES
 
 logger = logging.getLogger("tableside")
 
@@ -150,7 +151,7 @@ class Pool:
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
         self._context = multiprocessing.get_context("forkserver")
-        programs = ["tableside.serving.program", "torch._dynamo"] if job.needs_torch else []  # which measuring one imports
+        programs = TORCH_MODULES if job.needs_torch else ()
         self._context.set_forkserver_preload(["tableside.serving.evaluation.work", *programs])
         self._tries: dict[int, int] = {}
         self.spent = Spent().seconds
