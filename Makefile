@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
 
 .PHONY: help setup dev demo serve minilm dlrm torchrec live test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
-	campaign claims clean
+	campaign clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -57,7 +57,7 @@ live: dev        ## a trainer whose rows reach a server through Redis while it a
 test: dev        ## all tests
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-QUICK := tests/test_rooms.py tests/campaigns/test_claims.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
+QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
 	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
 	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_client_forms.py \
 	tests/serving/test_client_reading.py tests/serving/test_templates.py tests/serving/test_admission.py tests/serving/test_watch.py
@@ -133,9 +133,6 @@ figures: dev     ## writes the results' figures into README.md and docs/
 CAMPAIGN_S ?= 600
 campaign: dev    ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
-
-claims: dev      ## takes out the code behind each claim of docs/claims.md: its tests must fail; CLAIMS="--only http" for one area
-	@$(BIN)/python -m campaigns.claims $(CLAIMS)
 
 clean:           ## removes the virtual environment and build files
 	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so
