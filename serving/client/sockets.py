@@ -1,5 +1,6 @@
-"""Connections of blocking sockets, for any number of threads."""
+"""Connections of blocking sockets, for any number of threads. A forked child makes its own."""
 
+import os
 import time
 from collections import deque
 from contextlib import suppress
@@ -57,6 +58,7 @@ class Pool:
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
         self._idle: deque[_Connection] = deque()  # the one used last is on the right
+        self._process = os.getpid()  # whose the idle connections are
         self._is_closed = False
 
     def send(self, request: Request) -> Response:
@@ -76,6 +78,8 @@ class Pool:
     def _take(self) -> _Connection:
         if self._is_closed:
             raise RuntimeError("the client is closed")
+        if self._process != os.getpid():
+            self._drop_inherited()
         with suppress(IndexError):  # none is idle
             while not (connection := self._idle.pop()).is_usable():
                 connection.close()
@@ -92,6 +96,13 @@ class Pool:
             return  # other threads took them
         if self._is_closed:
             self.close()
+
+    def _drop_inherited(self) -> None:
+        """Closes a forked child's copies of its parent's connections, which go on being the parent's."""
+        inherited, self._idle = self._idle, deque()
+        self._process = os.getpid()
+        for connection in inherited:
+            connection.close()
 
     def close(self) -> None:
         self._is_closed = True

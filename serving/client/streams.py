@@ -1,7 +1,8 @@
-"""Connections of asyncio, for the tasks of one event loop."""
+"""Connections of asyncio, for the tasks of one event loop. A forked child makes its own."""
 
 import asyncio
 import functools
+import os
 from collections import deque
 from typing import Any
 
@@ -104,12 +105,25 @@ class Pool:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
+        self._inherited: list[deque[_Connection]] = []
+        self._is_closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()  # whose the connections are
         self._idle: deque[_Connection] = deque()
         self._room = asyncio.Semaphore(_CONNECTIONS)
-        self._is_closed = False
+
+    def _leave_inherited(self) -> None:
+        """A forked child leaves its parent's connections alone. Closing them would take them out of the parent's event loop as
+        well, since both processes have one epoll."""
+        if self._process != os.getpid():
+            self._inherited.append(self._idle)
+            self._begin()
 
     async def send(self, request: Request) -> Response:
         """The response to a request. OSError: the connection broke, or none could be made."""
+        self._leave_inherited()
         async with self._room:
             connection = self._take() or await self._connect()
             try:
@@ -145,5 +159,6 @@ class Pool:
 
     def close(self) -> None:
         self._is_closed = True
+        self._leave_inherited()
         while self._idle:
             self._idle.pop().close()
