@@ -35,6 +35,7 @@ from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.registration import Registration
+from tableside.loader.retention import Retention
 from tableside.loader.segment import Segment
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
@@ -187,7 +188,7 @@ def write(root: Path, ids: np.ndarray, stop: Any) -> None:
         sequence += 1
         rows = _written(sequence)
         values = np.full((rows.size, ORACLE_DIM), sequence, np.float32)
-        apply(model, Batch([TableChanges(table, ids[rows], values) for table in ORACLE_TABLES]), ApplySettings(keep=2))
+        apply(model, Batch([TableChanges(table, ids[rows], values) for table in ORACLE_TABLES]), ApplySettings(keep=Retention(2)))
 
 
 class _State(NamedTuple):

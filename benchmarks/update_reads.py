@@ -23,6 +23,7 @@ from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.header import Header, plan_tables
 from tableside.loader.model import Feature
+from tableside.loader.retention import Retention
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import State, attach_state
 from tableside.loader.versions import Model
@@ -86,7 +87,7 @@ class States:
         split = [ids] if parts == 1 else np.split(ids, [ids.size * 4 // 5])  # the newer one small beside the older
         self.changes[name] = [TableChanges("t", part, rng.standard_normal((part.size, DIM), dtype=np.float32)) for part in split]
         for change in self.changes[name]:
-            apply(self.model, Batch([change]), ApplySettings(keep=100, merge_share=0.3))
+            apply(self.model, Batch([change]), ApplySettings(keep=Retention(100), merge_share=0.3))
         self.segments[name] = attach_state(self.model, None, "header")
         assert len(self.segments[name].deltas) == parts, name
 

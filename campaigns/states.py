@@ -34,6 +34,7 @@ from tableside.loader.compact import compact
 from tableside.loader.errors import LoaderError
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
+from tableside.loader.retention import Retention
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
@@ -76,7 +77,7 @@ def write(root: Path) -> None:
         ids = changed_by(number)
         changes = TableChanges("t", ids, np.full((ids.size, DIM), number, np.float32))
         with contextlib.suppress(LoaderError):  # a compaction made another version live meanwhile
-            apply(model, Batch([changes], SOURCE, str(number), done), ApplySettings(keep=KEPT))
+            apply(model, Batch([changes], SOURCE, str(number), done), ApplySettings(keep=Retention(KEPT)))
 
 
 class Seen:

@@ -23,13 +23,13 @@ from tableside.loader.header import Change
 from tableside.loader.merging import Merges, UnpublishedDelta
 from tableside.loader.pack import PackedChanges
 from tableside.loader.record import flip, write_next
+from tableside.loader.retention import ALL, Retention, forget_states
+from tableside.loader.retention import DEFAULT as RETENTION
 from tableside.loader.segment import Segment
 from tableside.loader.states import (
-    KEPT_STATES,
     UNPUBLISHED,
     State,
     attach_state,
-    forget_states,
     state_of,
     writing,
 )
@@ -41,13 +41,13 @@ SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one bel
 
 @dataclass(frozen=True)
 class ApplySettings:
-    """How to apply. threads: 0 means one a core. keep: states beside the live one that can be gone back to. merge_share: the
+    """How to apply. threads: 0 means one a core. keep: the states that can be gone back to. merge_share: the
     newest delta is merged into the one below it where it has more than this share of that one's bytes. wait_s: for another
     process that applies."""
 
     threads: int = 0
     backend: str = "auto"
-    keep: int = KEPT_STATES
+    keep: Retention = RETENTION
     merge_share: float = 0.25
     wait_s: float = 600.0
 
@@ -99,11 +99,11 @@ def apply(
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
-    """Makes one delta of two that are live: the next state, with the same rows. Raises as `apply`."""
+    """Makes one delta of two that are live: the next state, with the same rows. No state goes. Raises as `apply`."""
     with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
-            _Apply(model, folder, settings, segment).merge(segment.deltas)
+            _Apply(model, folder, replace(settings, keep=ALL), segment).merge(segment.deltas)
 
 
 class _Apply:

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ from tableside.loader.segment import Segment, Verify
 from tableside.loader.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
-KEPT_STATES = 8
 UNPUBLISHED = ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
-_APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
+APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
 class State(NamedTuple):
@@ -142,7 +141,7 @@ def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
-            held.enter_context(folder.lock(_APPLY_LOCK, wait_s))
+            held.enter_context(folder.lock(APPLY_LOCK, wait_s))
         with folder.lock("record.lock"):
             clear_unpublished(folder, model.record())
             reserve_room(folder)
@@ -175,43 +174,3 @@ def _is_held(folder: Folder, name: str) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def forget_states(model: Model, folder: Folder, record: Record, keep: int) -> list[Path]:
-    """Removes deltas that no kept state needs: of each version its newest state stays, of the live one the live state and the
-    `keep` newest others. Who has them mapped keeps them. Caller holds the record lock."""
-    there = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
-    removed = []
-    for version in sorted({v for v, _ in there}):
-        sequences = sorted(s for v, s in there if v == version)
-        wanted = sequences[-1:]
-        if version == record.current:
-            others = [s for s in sequences if s != record.sequence]
-            wanted = others[len(others) - keep :] if keep else []
-            wanted += [record.sequence] if record.sequence else []
-        for sequence in set(sequences) - _needed(model, version, wanted):
-            folder.unlink(delta_name(version, sequence))
-            removed.append(folder.path / delta_name(version, sequence))
-    return sorted(removed)
-
-
-def collect_states(model: Model, keep: int) -> list[Path]:
-    """Removes what killed applies left, and deltas that no kept state needs, as `forget_states`. A model to which changes are
-    being applied, or that was never published, is left alone."""
-    with contextlib.ExitStack() as held:
-        try:
-            folder = held.enter_context(model.opened())
-            held.enter_context(folder.lock(_APPLY_LOCK, 0))
-        except (FileNotFoundError, VersionError):
-            return []
-        held.enter_context(folder.lock("record.lock"))
-        record = model.record()
-        return clear_unpublished(folder, record) + forget_states(model, folder, record, keep)
-
-
-def _needed(model: Model, version: int, sequences: Iterable[int]) -> set[int]:
-    needed = set(sequences)
-    for sequence in list(needed):
-        with contextlib.suppress(SegmentError, FileNotFoundError):  # a damaged one is kept for who looks into it
-            needed.add(open_delta(model, State(version, sequence), "header").change.below)
-    return needed

@@ -5,10 +5,12 @@ argparse puts the option's name before the error and the command's usage above i
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from tableside.loader.errors import VersionError
+from tableside.loader.retention import Retention
 from tableside.loader.states import parse_state
 from tableside.serving.client.address import Address
 from tableside.serving.sizes import parse_bytes
@@ -35,6 +37,15 @@ def state(text: str) -> tuple[int, int | None]:
         return parse_state(text)
     except VersionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def retention(text: str) -> Retention:
+    """A number of states, or an age such as 90s, 30m, 1h or 7d."""
+    if text.isdecimal() and text.isascii():
+        return Retention(int(text))
+    if found := re.fullmatch(r"([0-9]{1,9})([smhd])", text):
+        return Retention(0, int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]])
+    raise _unexpected(text, "a number of states from 0 on, or an age such as 90s, 30m, 1h or 7d")
 
 
 def finite(text: str) -> float:

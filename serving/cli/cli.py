@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.export import VALUE_FORMATS
-from tableside.loader.states import KEPT_STATES
+from tableside.loader.retention import DEFAULT as RETENTION
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli import compiling, evaluation, publishing, servers, shards, showing, updates
-from tableside.serving.cli.arguments import count, exponent, finite, rate, seconds, share, size, state, url
+from tableside.serving.cli.arguments import count, exponent, finite, rate, retention, seconds, share, size, state, url
 from tableside.serving.cli.bench import FORMS
 from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
@@ -132,13 +132,17 @@ def _add_publishing(command: _AddCommand) -> None:
     p = command("gc", publishing.gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument("--keep", type=_KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
-    p.add_argument(
-        "--keep-states", type=_KEEP, default=KEPT_STATES, help="states beside the live one that stay (default: %(default)s)"
-    )
+    _add_keep_states(p)
 
     p = command("compact", publishing.compact_model, "make the live version and the changes over it the next version")
     p.add_argument("model")
     p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")
+
+
+def _add_keep_states(p: argparse.ArgumentParser) -> None:
+    told = "states beside the live one that stay, so that one can go back to them: how many, or for how long, as 1h"
+    told += f" (default: {RETENTION.states})"
+    p.add_argument("--keep-states", type=retention, default=RETENTION, metavar="N|AGE", help=told)
 
 
 def _add_updates(command: _AddCommand) -> None:
@@ -182,6 +186,7 @@ def _add_updates(command: _AddCommand) -> None:
 def _add_changes(p: argparse.ArgumentParser) -> None:
     p.add_argument("--table", help="the table of all rows (default: the model's, where it has one, or what each row says)")
     p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    _add_keep_states(p)
 
 
 def _add_shards(command: _AddCommand) -> None:

@@ -15,7 +15,8 @@ from tableside.loader.manifest import write_manifest
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.model_text import write_model
 from tableside.loader.module_model import module_model
-from tableside.loader.states import collect_states, state_of
+from tableside.loader.retention import collect_states
+from tableside.loader.states import state_of
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged
 from tableside.quant import RowFormat

@@ -44,8 +44,9 @@ def apply(options: argparse.Namespace) -> int:
         changes = counted.passed(read_changes(path, options.table or _only_table(model)), rows_in(path), progress)
         position = None if options.number is None else str(options.number)
         made_at = path.stat().st_mtime if path.exists() else None
+        settings = ApplySettings(options.threads, keep=options.keep_states)
         try:
-            applied = apply_changes(model, Batch(changes, source, position, after, made_at), ApplySettings(options.threads))
+            applied = apply_changes(model, Batch(changes, source, position, after, made_at), settings)
         except ChangeError as error:
             raise error if str(path) in str(error) else ServingError(f"{path}: {error}") from error
     _say_applied(options, applied, counted, time.monotonic() - began)
@@ -180,7 +181,7 @@ def follow(options: argparse.Namespace) -> int:
         compactions.look(step.applied)
 
     kept = position_of(model, source.name)
-    settings = ApplySettings(options.threads)
+    settings = ApplySettings(options.threads, keep=options.keep_states)
     begin = f"behind {kept}" if kept and not options.reset else f"from {options.start}"
     _log.info("%s follows %s, %s", model.name, source.name, begin)
     try:

@@ -17,6 +17,7 @@ from tableside.loader.apply import ApplySettings, apply, position_of
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.delta import Delta
 from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
+from tableside.loader.retention import Retention
 from tableside.loader.states import State, attach_state, kept_states, parse_state, state_of
 from tableside.loader.stored import StoredIndex
 from tableside.quant import Pooling, RowFormat, Source, choose
@@ -163,7 +164,7 @@ def test_old_states_go(oracle: Oracle) -> None:
     """As many as asked stay beside the live one, with the deltas that they lie over; who has one mapped keeps it."""
     segments, rows = [], []
     for _ in range(12):
-        apply(oracle.model, Batch(oracle.change(40)), ApplySettings(keep=3))
+        apply(oracle.model, Batch(oracle.change(40)), ApplySettings(keep=Retention(3)))
         segments.append(attach_state(oracle.model))
         rows.append(dict(oracle.rows))
     for state, was in zip(range(9, 13), rows[8:], strict=True):

@@ -22,10 +22,11 @@ from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.errors import NoSpace
 from tableside.loader.merging import Merges
-from tableside.loader.states import attach_state, collect_states
+from tableside.loader.retention import Retention, collect_states
+from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 
-SETTINGS = ApplySettings(threads=1, keep=0)
+SETTINGS = ApplySettings(threads=1, keep=Retention(0))
 Changes = list[TableChanges]
 
 
@@ -61,7 +62,7 @@ class Story:
     def collect(self, model: Model) -> None:
         """`gc` leaves nothing but what is live, and locks."""
         model.collect(0)
-        collect_states(model, 0)
+        collect_states(model, Retention(0))
         segment = attach_state(model, None, "header")
         live = {segment.path.name, *(delta.path.name for delta in segment.deltas)}
         files = {n for n in os.listdir(model.folder) if not n.endswith(".lock")}

@@ -49,7 +49,7 @@ def fork(run: Callable[[], None]) -> int:
     try:
         run()
         code = 0
-    except BaseException:
+    except Exception:  # noqa: BLE001  (told by the exit code)
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -122,7 +122,7 @@ def test_a_fork_in_a_thread_while_others_ask(server: Any) -> None:
             try:
                 while not ending.is_set():
                     ask(client, number, 1)
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001  (told below)
                 wrong.append(error)
 
         threads = [threading.Thread(target=go_on, args=(n,)) for n in range(2)]
@@ -143,7 +143,7 @@ def test_a_fork_in_a_thread_while_others_ask(server: Any) -> None:
 
 
 def test_async_clients_in_forked_processes(server: Any) -> None:
-    """The parent's loop goes on with its connections, and a child's loop makes its own; closing in a child closes nothing else."""
+    """The parent's loop goes on with its connections. A child's loop makes its own, and closes none of the parent's."""
     client, loop = AsyncClient(server.url), asyncio.new_event_loop()
     with Client(server.url) as plain:
         learn_rows(plain)
