@@ -15,8 +15,11 @@ class NotRepresentable(QuantError):
     """A row holds a value that the row format cannot represent: not finite, or outside its range."""
 
     def __init__(self, row: int, row_format: str, largest: str) -> None:
+        super().__init__(row, row_format, largest)
         self.row, self.row_format, self.largest = row, row_format, largest
-        super().__init__(self.describe(row))
+
+    def __str__(self) -> str:
+        return self.describe(self.row)
 
     def describe(self, row: int) -> str:
         """The error as a sentence about row number `row`."""
@@ -45,8 +48,11 @@ class BadIds(QuantError):
     """
 
     def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:
+        super().__init__(problem, job, position, value, bound)
         self.problem, self.job, self.position, self.value, self.bound = problem, job, position, value, bound
-        super().__init__(self.describe("ids"))
+
+    def __str__(self) -> str:
+        return self.describe("ids")
 
     def describe(self, name: str) -> str:
         """The error as a sentence about the feature `name`."""

@@ -52,9 +52,12 @@ class ApiError(ServingError):
     def __init__(
         self, status: int, kind: Kind, message: str, lacking: str | None = None, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, kind, message, lacking, headers)
         self.headers = headers
         self.status, self.kind, self.message, self.lacking = status, kind, message, lacking
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class DeviceLost(ApiError):
@@ -62,6 +65,7 @@ class DeviceLost(ApiError):
 
     def __init__(self) -> None:
         super().__init__(503, Kind.INTERNAL, "the engine process lost its GPU and is being replaced; try again")
+        self.args = ()  # what it is made of anew behind a pickle
 
 
 def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:

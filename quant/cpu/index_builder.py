@@ -34,8 +34,11 @@ class DuplicateId(QuantError):
     """An id comes twice. first, second: numbers of the two rows in the source."""
 
     def __init__(self, id_: int, first: int, second: int) -> None:
+        super().__init__(id_, first, second)
         self.id, self.first, self.second = id_, first, second
-        super().__init__(f"id {id_} comes twice, in rows {first} and {second}")
+
+    def __str__(self) -> str:
+        return f"id {self.id} comes twice, in rows {self.first} and {self.second}"
 
 
 class IndexBuilder:

@@ -15,6 +15,10 @@ class BadFeatureIds(QuantError):
     """
 
     def __init__(self, feature: str, cause: BadIds) -> None:
+        super().__init__(feature, cause)
         self.feature, self.problem = feature, cause.problem
         self.position, self.value, self.bound = cause.position, cause.value, cause.bound
-        super().__init__(cause.describe(f"feature {feature!r}"))
+
+    def __str__(self) -> str:
+        feature, cause = self.args
+        return str(cause.describe(f"feature {feature!r}"))
