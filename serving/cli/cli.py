@@ -178,6 +178,8 @@ def _add_updates(command: _AddCommand) -> None:
     )
     told = "how far its processor time gives way to others', 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
     p.add_argument("--nice", type=int, choices=range(20), default=10, metavar="N", help=told)
+    told = "go on without changes that the model refuses, and write them to this file, a line of JSON each (default: end)"
+    p.add_argument("--skip-bad", type=Path, metavar="FILE", help=told)
     p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied; what lies between is left out")
     p.add_argument("--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)")
     _add_json(p)

@@ -1,6 +1,7 @@
 """Commands that change rows of a published model: a file of changes, or a stream of them."""
 
 import argparse
+import contextlib
 import logging
 import logging.config
 import os
@@ -25,6 +26,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.follow.compactions import Compactions
 from tableside.serving.follow.loop import Step
 from tableside.serving.follow.loop import follow as follow_source
+from tableside.serving.follow.skipped import Skipped
 from tableside.serving.follow.sources import open_source
 from tableside.serving.logs import log_config
 
@@ -146,12 +148,14 @@ class _Told:
         self._model, self._json = model, as_json
         self._since, self._rows, self._batches, self._lag_s = time.monotonic(), 0, 0, 0.0
         self._last: Step | None = None
+        self.skipped: Skipped | None = None  # counts what was left out
 
     def __call__(self, step: Step) -> None:
         self._rows, self._batches, self._last = self._rows + step.applied.rows, self._batches + 1, step
         self._lag_s = max(self._lag_s, step.lag_s or 0.0)
         if self._json:
             done = {"version": step.applied.state.version, "sequence": step.applied.state.sequence, "rows": step.applied.rows}
+            done |= {} if self.skipped is None else {"skipped": self.skipped.count}
             print_json({**done, "position": step.position, "lag_s": step.lag_s, "read_s": step.read_s, "apply_s": step.apply_s})
         elif time.monotonic() - self._since >= _TOLD_EVERY_S:
             self.flush()
@@ -184,11 +188,14 @@ def follow(options: argparse.Namespace) -> int:
     settings = ApplySettings(options.threads, keep=options.keep_states)
     begin = f"behind {kept}" if kept and not options.reset else f"from {options.start}"
     _log.info("%s follows %s, %s", model.name, source.name, begin)
-    try:
-        follow_source(model, source, options.rows, options.every_s, stop, applied, settings=settings, reset=options.reset)
-    finally:
-        told.flush()
-        source.close()
-        compactions.finish()
+    with contextlib.ExitStack() as ended:
+        ended.callback(compactions.finish)
+        ended.callback(source.close)
+        ended.callback(told.flush)
+        skip = ended.enter_context(Skipped(source, options.skip_bad)) if options.skip_bad is not None else None
+        told.skipped = skip
+        follow_source(
+            model, source, options.rows, options.every_s, stop, applied, settings=settings, reset=options.reset, skip=skip
+        )
     _log.info("%s no longer follows %s", model.name, source.name)
     return 0

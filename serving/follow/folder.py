@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tableside.loader.change_files import SUFFIXES, read_changes, rows_in
 from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
-from tableside.serving.follow.source import PAUSE_S, IsStopping, pause
+from tableside.serving.follow.source import PAUSE_S, IsStopping, pause, refusing
 
 _CLOCK_NS = 1_000_000_000  # a change of a folder may have the same time as one before it, for that long
 
@@ -32,23 +33,33 @@ class FolderSource:
         if start == "end":
             self._begin = max(self._scan(), default=None)
 
-    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
         """As `Source.read`. SourceError: a number is left out, or there twice."""
         position = self._begin if after is None else self._number(after)
         end, found, counted = time.monotonic() + wait_s, list[Path](), 0
         while True:
-            while counted < rows and (path := self._next(position)):
+            while counted < rows and len(found) != most and (path := self._next(position)):
+                try:
+                    counted += rows_in(path) or rows  # a file that does not say how many it has is a batch of its own
+                except ChangeError as error:
+                    if not found:
+                        return Batch(refusing(error), self.name, path.stem, after, path.stat().st_mtime)
+                    most = len(found)  # what came before it is applied
+                    break
                 position = int(path.stem)
                 found.append(path)
-                counted += rows_in(path) or rows  # a file that does not say how many it has is a batch of its own
             left = end - time.monotonic()
-            if counted >= rows or left <= 0 or self._is_stopping():
+            if counted >= rows or len(found) == most or left <= 0 or self._is_stopping():
                 break
             pause(min(left, PAUSE_S), self._is_stopping)
         if not found:
             return None
         changes = itertools.chain.from_iterable(map(self._changes, found))
         return Batch(changes, self.name, str(position), after, found[0].stat().st_mtime)
+
+    def content(self, position: str) -> dict[str, str]:
+        """The file's path; it stays where it is."""
+        return {"file": str(self._scan().get(self._number(position), self._folder))}
 
     def close(self) -> None:
         """Nothing is open."""

@@ -12,7 +12,7 @@ from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import IsStopping, Source
-from tableside.serving.follow.window import Window
+from tableside.serving.follow.window import Skip, Window
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def follow(
     *,
     settings: ApplySettings = ApplySettings(),  # noqa: B008  (frozen)
     reset: bool = False,
+    skip: Skip | None = None,
 ) -> None:
     """Applies batch after batch until `is_stopping`; the one under way is finished.
 
@@ -46,9 +47,9 @@ def follow(
     by how long the last batch took from its end on; but not before half of that time.
 
     Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each change is applied
-    once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept.
-    SourceError: changes are gone or out of order, or somebody else applies this source. LoaderError: nothing of a batch
-    is visible.
+    once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept. skip: takes
+    a change that the model refuses, which is left out then. SourceError: a change is refused, and all before it are applied;
+    changes are gone or out of order; or somebody else applies this source. LoaderError: nothing of a batch is visible.
     """
     last: str | None = None
     is_again = False  # another version became live while the batch was read or applied
@@ -65,7 +66,7 @@ def follow(
                 )
             began = time.monotonic()
             after = None if reset else kept
-            window = Window(PackedChanges(segment, settings.backend), after, after)
+            window = Window(PackedChanges(segment, settings.backend), after, after, skip=skip)
             window.read(source, rows, due, is_stopping)
             read = time.monotonic()
             due = read + every_s

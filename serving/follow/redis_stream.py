@@ -8,16 +8,18 @@ id that XDEL took out. Where Redis is away it is asked again, less and less ofte
 
 import logging
 import time
-from collections.abc import Callable
+from base64 import b64encode
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from tableside.loader.change_rows import RowRules
-from tableside.loader.changes import Batch
+from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.redis_entries import Entries
-from tableside.serving.follow.source import IsStopping, pause
+from tableside.serving.follow.source import IsStopping, pause, refusing
 
 require("a Redis stream", "redis", "hiredis", extra="redis")
 import redis  # noqa: E402  (told in one line where it is missing)
@@ -49,12 +51,13 @@ class RedisStream:
         self._away_since: float | None = None
         self._again_s, self._again_at = _AGAIN_S, 0.0  # while it is away: the next pause, and when it is asked again
 
-    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
         end = time.monotonic() + wait_s
         entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
+        room = MOST_ENTRIES if most is None else most  # entries that may be asked for at once
         while True:
-            count = min(MOST_ENTRIES, int((rows - entries.rows) / self._most_rows) + 1) if self._most_rows else FIRST
+            count = min(room, int((rows - entries.rows) / self._most_rows) + 1 if self._most_rows else FIRST)
             left = max(0.0, end - time.monotonic())
             try:
                 found = self._ask(position, count, left)
@@ -64,10 +67,18 @@ class RedisStream:
                 break  # what was read is applied; Redis may have it no more. Then the error comes again
             if found:
                 self._most_rows *= 0.9  # large entries are forgotten by and by
+            room -= 0 if most is None else len(found or ())
             for id_, fields in found or ():
+                try:
+                    added = entries.add(id_, fields)
+                except ChangeError as error:
+                    if not first:
+                        return Batch(refusing(error), self.name, id_, after, self._id(id_)[0] / 1000)
+                    room = 0  # what came before it is applied
+                    break
                 first, position = first or id_, id_
-                self._most_rows = max(self._most_rows, entries.add(id_, fields))
-            if entries.rows >= rows or time.monotonic() >= end or self._is_stopping():
+                self._most_rows = max(self._most_rows, added)
+            if entries.rows >= rows or not room or time.monotonic() >= end or self._is_stopping():
                 break
             if found is None and first:
                 break  # what was read is applied; then Redis is waited for
@@ -75,7 +86,17 @@ class RedisStream:
                 pause(min(end - time.monotonic(), _BLOCK_S / 10), self._is_stopping)
         if not first:
             return None
-        return Batch(entries.changes(), self.name, position, after, self._id(first)[0] / 1000)
+        changes: Iterable[TableChanges]
+        try:
+            changes = entries.changes()
+        except ChangeError as error:
+            changes = refusing(error)
+        return Batch(changes, self.name, position, after, self._id(first)[0] / 1000)
+
+    def content(self, position: str) -> dict[str, str]:
+        """The entry's fields, their values in base64; none where it is gone."""
+        found = self._client.execute_command("XRANGE", self._key, position, position, "COUNT", 1)
+        return {k: b64encode(v).decode() for k, v in _fields(found[0][1]).items()} if found else {}
 
     def close(self) -> None:
         """Ends the connection."""

@@ -1,6 +1,11 @@
-"""What comes from a source until a batch ends: read slice by slice and packed while the rest is waited for."""
+"""What comes from a source until a batch ends: read slice by slice and packed while the rest is waited for.
+
+A slice that is refused is read again in halves, so that what lies before the change that does not fit is applied, and that change
+is known by its own position.
+"""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tableside.loader.changes import Batch
@@ -10,17 +15,21 @@ from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import IsStopping, Source
 
 _SLICE_S, _SLICE_ROWS = 0.1, 100_000  # that are read before they are packed, about
+_MOST_POSITIONS = 1024  # that a slice is taken to have where it is halved
+Skip = Callable[[str, ChangeError], None]  # what is done with the change at a position that is left out
 
 
 @dataclass
 class Window:
     """The changes of one batch. after, position: the places in the source before the first and behind the last one; a position
-    that is `after` still says that nothing came. made_at: when the oldest was made, of time.time(); None: not known."""
+    that is `after` still says that nothing came. made_at: when the oldest was made, of time.time(); None: not known. skip: takes
+    a change that is refused; None: none may be left out."""
 
     packed: PackedChanges
     after: str | None
     position: str | None
     made_at: float | None = None
+    skip: Skip | None = None
 
     def read(self, source: Source, rows: int, until: float, is_stopping: IsStopping) -> None:
         """Reads until there are some `rows`, or it is `until`, of time.monotonic(), or the follower shall stop. What is there by
@@ -50,17 +59,24 @@ class Window:
         return Batch((), source.name, self.position, kept, self.made_at)
 
     def _add(self, source: Source, rows: int, wait_s: float) -> int:
-        """Reads some rows and packs them; returns how many."""
-        part, before = source.read(self.position, rows, wait_s), self.packed.rows
-        if part is None:
-            return 0
-        try:
-            self.packed.add(part.changes)
-        except ChangeError as error:
-            raise SourceError(
-                f"{source.name}: what lies behind {part.after or 'its begin'}, up to {part.position}, was refused: {error}"
-            ) from error
-        if not self.has_come:
-            self.made_at = part.made_at
-        self.position = part.position
+        """Reads some rows and packs them; returns how many. SourceError: what comes next is refused, or cannot be read."""
+        before, most = self.packed.rows, None
+        while (part := source.read(self.position, rows, wait_s, most)) is not None:
+            assert part.position is not None
+            try:
+                self.packed.add(part.changes)
+            except ChangeError as error:
+                if most != 1:
+                    most, wait_s = (most or _MOST_POSITIONS) // 2, 0.0
+                    continue
+                if self.skip is None:
+                    raise SourceError(f"{source.name}: what lies at {part.position} was refused: {error}") from error
+                self.skip(part.position, error)
+                most = None
+            else:
+                if not self.has_come:
+                    self.made_at = part.made_at
+            self.position = part.position
+            if most is None or self.packed.rows - before >= rows:
+                break
         return self.packed.rows - before

@@ -164,15 +164,19 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
     """The batch under way is finished; a line of JSON says each batch."""
     name = f"folder:{tmp_path}"
     put(tmp_path, 1, [1])
-    with following(root, str(tmp_path), "--every-s", 0.1, "--json") as process:
+    bad = tmp_path / "left-out"
+    with following(root, str(tmp_path), "--every-s", 0.1, "--json", "--skip-bad", bad) as process:
         until_applied(model, name, "1")
-        put(tmp_path, 2, [2])
+        put(tmp_path, 2, [ROWS])  # there is no such row
         until_applied(model, name, "2")
+        put(tmp_path, 3, [2])
+        until_applied(model, name, "3")
         process.send_signal(signal.SIGTERM)
         out, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
     steps = [json.loads(line) for line in out.splitlines()]
-    assert [(s["sequence"], s["rows"], s["position"]) for s in steps] == [(1, 1, "1"), (2, 1, "2")]
+    assert [(s["sequence"], s["rows"], s["position"]) for s in steps] == [(1, 1, "1"), (2, 0, "2"), (3, 1, "3")]
+    assert [s["skipped"] for s in steps] == [0, 1, 1] and json.loads(bad.read_text())["file"] == str(tmp_path / "2.jsonl")
     assert keys_of(steps) == documented_keys("follow") and all(s["lag_s"] > 0 for s in steps)
     assert f"demo follows {name}, from start" in said and "no longer" in said
 

@@ -25,7 +25,7 @@ class Counting:
         self.asked: list[str | None] = []
         self._before = before
 
-    def read(self, after: str | None, rows: int, wait_s: float) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
         self.asked.append(after)
         number = int(after or 0) + 1
         self._before(number)
@@ -33,6 +33,9 @@ class Counting:
 
     def _changes(self, number: int) -> list[TableChanges]:
         return [TableChanges("user", np.array([number]), np.full((1, 4), number, np.float32))]
+
+    def content(self, position: str) -> dict[str, str]:
+        return {}
 
     def close(self) -> None: ...
 
@@ -143,7 +146,7 @@ def test_what_came_before_a_bad_read_is_applied(model: Model) -> None:
             good = super()._changes(number)
             return good if number != 3 else [*good, TableChanges("user", np.array([99]), np.zeros((1, 4), np.float32))]
 
-    with pytest.raises(SourceError, match=r"what lies behind 2, up to 3, was refused: .*id 99 is outside"):
+    with pytest.raises(SourceError, match=r"what lies at 3 was refused: .*id 99 is outside"):
         follow(model, Wrong(), 100, 60.0, lambda: False, lambda _: None)
     assert position_of(model, "counting") == "2" and rows_now(model, "user")[:4, 0].tolist() == [0, 1, 2, 0]
 
