@@ -276,6 +276,10 @@ class Engine:
         self._refused[state] = time.monotonic() + _AGAIN_S if isinstance(error, NoRoomYet) else math.inf
         return is_new
 
+    def is_live(self, state: State) -> bool:
+        """Whether a state is the live one still. LoaderError, OSError: nobody can see which one is."""
+        return state_of(self.model.record()) == state
+
     def may_try(self, state: State) -> bool:
         """Whether a state was not refused, or the time has passed for which it was."""
         return time.monotonic() >= self._refused.get(state, 0.0)
@@ -319,16 +323,22 @@ class Engine:
 
         ApiError 404: the version is not published, or cannot be served. The log has the reason; a client learns no paths.
         """
-        published = self.model.versions()
-        if version not in published:
-            known = ", ".join(map(str, published)) or "none"
-            raise not_found(f"version {version} of model {self.model.name!r} is not published; versions there: {known}")
-        try:
-            served = self.attach(state or resolve(self.model, version))
-        except (LoaderError, QuantError, ServingError, OSError) as error:
-            logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
-            what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"
-            raise not_found(what) from error
+        while True:
+            published = self.model.versions()
+            if version not in published:
+                known = ", ".join(map(str, published)) or "none"
+                raise not_found(f"version {version} of model {self.model.name!r} is not published; versions there: {known}")
+            wanted = state or resolve(self.model, version)
+            try:
+                served = self.attach(wanted)
+                break
+            except (LoaderError, QuantError, ServingError, OSError) as error:
+                if (newest := resolve(self.model, version)) != wanted:  # changes came, and this state went
+                    state = newest
+                    continue
+                logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
+                what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"
+                raise not_found(what) from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:
             self._explicit.popitem(last=False)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.loader.states import State
 from tableside.quant import BadIds, Plan
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
@@ -36,10 +37,12 @@ class FeatureInput(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run` returns it."""
+    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run` returns it. state: that
+    answered, where it is not the one that the request was laid out for."""
 
     buffer: Buffer
     unfound: Sequence[Unfound] | None = None
+    state: State | None = None
 
 
 class Request:
@@ -54,6 +57,7 @@ class Request:
         "ids",
         "is_small",
         "model",
+        "names_version",
         "out",
         "out_bytes",
         "outputs",
@@ -90,11 +94,15 @@ class Request:
         read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
         unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
         beside a device looks it up. sequence: of the last change that the version holds. out: the output buffer that `look_up`
-        fills; None: memory of its own."""
+        fills; None: memory of its own.
+
+        names_version, which is set before it runs: whether its client named the version, so that no other may answer.
+        """
         self.model, self.version, self.features, self.tables = model, version, features, tables
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
         self.unpooled_bags, self.is_small, self.sequence, self.out = unpooled_bags, is_small, sequence, out
+        self.names_version = False
 
     @property
     def staged_bytes(self) -> int:

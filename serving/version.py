@@ -1,5 +1,6 @@
 """One version that is served: attached, placed and warmed up. It lays requests out."""
 
+import hashlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,6 +119,15 @@ class ServedVersion:
         self.features = {
             f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
         }
+
+    @cached_property
+    def layout(self) -> int:
+        """A number that versions have in common whose requests are laid out alike: with the same features and scorer."""
+        features = [(name, b.table.dim, b.pooling.label, b.half) for name, b in self.features.items()]
+        inputs = [] if self.scorer is None else [(i.name, i.feature, i.width) for i in self.scorer.inputs]
+        width = 0 if self.scorer is None else self.scorer.width
+        said = repr((features, inputs, width)).encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
 
     @property
     def sequence(self) -> int:

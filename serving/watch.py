@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from tableside.loader.errors import LoaderError
+from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
@@ -82,6 +82,8 @@ class Watch:
         if state is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
+        if isinstance(error, VersionError) and not engine.is_live(state):
+            return  # a newer one came, and this one's files went
         if not engine.refuse(state, error):
             return  # it was tried again, in vain
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))

@@ -1,14 +1,15 @@
 """A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own tables.
 
-A description is int64 values: model, state, together, features, their numbers, output bytes, places [features, fields of
-Place]; where the request is scored, its sources and where its scores go. All that a request has besides, its inputs hold.
+A description is int64 values: model, state, layout, together, features, their numbers, output bytes, places [features, fields of
+Place]; where the request is scored, its sources and where its scores go. All that a request has besides, its inputs hold. States
+of one layout take each other's requests (`ServedVersion.layout`).
 """
 
 import hashlib
 import struct
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from tableside.serving.request import Request
 from tableside.serving.scores import Scoring
 from tableside.serving.version import Planners, ServedVersion
 
-_HEAD = struct.Struct("<4q")  # model, state, together, features
+_HEAD = struct.Struct("<5q")  # model, state, layout, together, features
 _SCORES = struct.Struct("<3q")  # where they go, rows, whether nobody reads the vectors
 _SOURCE = struct.Struct("<7q")  # is dense, at, bytes, rows, width, is half, row bytes or -1
 _KEPT = 1024  # descriptions of a version whose requests are kept
@@ -38,8 +39,8 @@ class DescribedPlan(Plan):
 class DescribingPlanner(Planner):
     """Describes requests that read the same features. model: its key. numbers: of the features, in the version's order."""
 
-    def __init__(self, model: int, state: int, numbers: Sequence[int], together: bool) -> None:
-        head = _HEAD.pack(model, state, together, len(numbers))
+    def __init__(self, model: int, state: int, layout: int, numbers: Sequence[int], together: bool) -> None:
+        head = _HEAD.pack(model, state, layout, together, len(numbers))
         self._head = head + np.array(numbers, np.int64).tobytes()
 
     def plan(self, places: Any, out_bytes: int = 0) -> DescribedPlan:
@@ -67,10 +68,17 @@ def model_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def model_and_state(description: bytes) -> tuple[int, int]:
-    """The key of the model, and the number of the state, that a description names."""
-    model, state, _, _ = _HEAD.unpack_from(description)
-    return model, state
+class Wanted(NamedTuple):
+    """What a description was laid out for. model: its key; state: its number; layout: as `ServedVersion.layout`."""
+
+    model: int
+    state: int
+    layout: int
+
+
+def wanted_by(description: bytes) -> Wanted:
+    """What a description was laid out for."""
+    return Wanted(*_HEAD.unpack_from(description)[:3])
 
 
 class Layouts:
@@ -78,6 +86,7 @@ class Layouts:
 
     def __init__(self, served: ServedVersion) -> None:
         self._version = weakref.ref(served)  # who keeps this keeps it by that version
+        self.state = served.state.number
         self._names = list(served.features)
         self._kept: dict[bytes, Request] = {}
         self._features: dict[bytes, tuple[tuple[str, ...], Planners]] = {}
@@ -93,7 +102,7 @@ class Layouts:
 
     def _lay_out(self, description: bytes) -> Request:
         served = self._served()
-        _, _, _, count = _HEAD.unpack_from(description)
+        *_, count = _HEAD.unpack_from(description)
         at = _HEAD.size + 8 * count
         head = description[:at]
         if (known := self._features.get(head)) is None:
@@ -118,7 +127,7 @@ class Layouts:
 
     def _read(self, head: bytes) -> tuple[tuple[str, ...], Planners]:
         """The features that a description begins with, and what plans them."""
-        _, _, together, _ = _HEAD.unpack_from(head)
+        *_, together, _ = _HEAD.unpack_from(head)
         names = tuple(self._names[n] for n in np.frombuffer(head, np.int64, offset=_HEAD.size).tolist())
         return names, self._served().planners(names, bool(together))
 

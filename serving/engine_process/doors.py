@@ -17,7 +17,7 @@ from tableside.quant import QuantError
 from tableside.quant.device.addresses import address_of
 from tableside.serving.batching import Batcher, Future, Told
 from tableside.serving.engine_process import described, messages
-from tableside.serving.engine_process.described import Layouts
+from tableside.serving.engine_process.described import Layouts, Wanted
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Connection, Kind
@@ -74,7 +74,7 @@ class Host(Protocol):
     batcher: Batcher
     regions: DeviceRegions
 
-    def layouts(self, model: int, state: int) -> Layouts | None: ...
+    def layouts(self, wanted: Wanted, names_version: bool) -> Layouts | None: ...
 
     def read_inputs_in(self, memory: Buffer) -> None: ...
 
@@ -82,7 +82,7 @@ class Host(Protocol):
 
     async def attach(self, model: str, state: int) -> dict[str, Any]: ...
 
-    async def attach_again(self, model: int, state: int) -> Layouts: ...
+    async def attach_again(self, wanted: Wanted, names_version: bool) -> Layouts: ...
 
     def moved(self) -> None: ...
 
@@ -177,7 +177,7 @@ class Door:
     def _ask_all(self, message: bytes) -> None:
         assert self._memory is not None, "a door says hello first"
         held, size = self._memory.view, self._memory.size
-        known: tuple[int, int] | None = None
+        known: tuple[Wanted, int] | None = None
         layouts: Layouts | None = None
         asked: list[Asked] = []
         for ask in messages.read_asks(message):
@@ -186,30 +186,42 @@ class Door:
                 raise ValueError(f"request {ask.number} does not lie in its memory of {size} bytes")
             description, inputs = bytes(held[begin : begin + ask.described]), held[ask.at : ask.at + ask.size]
             parts = bytes(held[at:end]) if ask.parts else b""
-            if (state := described.model_and_state(description)) != known:  # as the request before it, mostly
-                known, layouts = state, self._doors.host.layouts(*state)
+            wanted = described.wanted_by(description)
+            if (wanted, ask.names_version) != known:  # as the request before it, mostly
+                known, layouts = (wanted, ask.names_version), self._doors.host.layouts(wanted, bool(ask.names_version))
             reply = Reply(self, ask.number)
             if layouts is None:
-                self._doors.later(self._ask_later(reply, *state, description, inputs, parts))
+                self._doors.later(self._ask_later(reply, wanted, bool(ask.names_version), description, inputs, parts))
             else:
-                self._add(asked, reply, layouts, description, inputs, parts)
+                self._add(asked, reply, wanted, layouts, description, inputs, parts)
         if asked:
             self._doors.host.batcher.submit_all(asked)
 
     async def _ask_later(
-        self, reply: "Reply", model: int, state: int, description: bytes, inputs: memoryview, parts: bytes
+        self, reply: "Reply", wanted: Wanted, names_version: bool, description: bytes, inputs: memoryview, parts: bytes
     ) -> None:
         try:
-            layouts = await self._doors.host.attach_again(model, state)
+            layouts = await self._doors.host.attach_again(wanted, names_version)
         except ApiError as error:
             reply.set_exception(error)
         else:
             asked: list[Asked] = []
-            self._add(asked, reply, layouts, description, inputs, parts)
+            self._add(asked, reply, wanted, layouts, description, inputs, parts)
             self._doors.host.batcher.submit_all(asked)
 
-    def _add(self, asked: list[Asked], reply: "Reply", layouts: Layouts, description: bytes, inputs: Any, parts: bytes) -> None:
+    def _add(
+        self,
+        asked: list[Asked],
+        reply: "Reply",
+        wanted: Wanted,
+        layouts: Layouts,
+        description: bytes,
+        inputs: Any,
+        parts: bytes,
+    ) -> None:
         """Adds a request to those that the batcher gets, or refuses it."""
+        if layouts.state != wanted.state:
+            reply.state = layouts.state
         try:
             request = layouts.request(description)
             if parts:
@@ -219,19 +231,17 @@ class Door:
         else:
             asked.append((request, inputs, reply))
 
-    def answer(self, results: Sequence[tuple[int, Answer | BaseException]]) -> None:
-        """Sends where answers lie, or why there are none, to each request by its number; on any thread. An answer stays where it
+    def answer(self, results: Sequence[tuple["Reply", Answer | BaseException]]) -> None:
+        """Sends where answers lie, or why there are none, to each request that was asked; on any thread. An answer stays where it
         is until the door gives it back."""
         records, first = [], self._doors.answers.memory.address
-        for number, result in results:
+        for reply, result in results:
             if isinstance(result, Answer):
-                buffer, unfound = result
-                self._answers[number] = buffer
-                told = b"" if unfound is None else orjson.dumps({"unfound": [tuple(u) for u in unfound]})
-                at = address_of(buffer.data) - first if buffer.size else 0
-                records.append(messages.ANSWER.pack(number, at, buffer.size, len(told)) + told)
+                self._answers[reply.number] = buffer = result.buffer
+                at, told = address_of(buffer.data) - first if buffer.size else 0, _told(result, reply.state)
+                records.append(messages.ANSWER.pack(reply.number, at, buffer.size, len(told)) + told)
             else:
-                records.append(messages.write_answer(Answered(number, 0, 0, _refused(result))))
+                records.append(messages.write_answer(Answered(reply.number, 0, 0, _refused(result))))
         self.connection.send_now(Kind.ANSWERS, records)
         if not self.connection.is_open:  # it went meanwhile: nobody gives these back
             self._answers.clear()
@@ -239,24 +249,25 @@ class Door:
 
 def tell(told: Told) -> None:
     """Passes the results of a batch on to the doors that asked, each in one message; on any thread."""
-    of_door: dict[Door, list[tuple[int, Answer | BaseException]]] = {}
+    of_door: dict[Door, list[tuple[Reply, Answer | BaseException]]] = {}
     for reply, result in told:
         assert isinstance(reply, Reply), "doors ask with these"
         if not reply.done():
             reply.is_done = True
             if not isinstance(result, DeviceLost):  # then this process ends, and the door asks its successor
-                of_door.setdefault(reply.door, []).append((reply.number, result))
+                of_door.setdefault(reply.door, []).append((reply, result))
     for door, results in of_door.items():
         door.answer(results)
 
 
 class Reply:
-    """What the batcher takes for a future: it passes on to the door what it is given."""
+    """What the batcher takes for a future: it passes on to the door what it is given. state: the number of the one that answers,
+    where it is not the one that the request was laid out for; 0: it is."""
 
-    __slots__ = ("door", "is_done", "number")
+    __slots__ = ("door", "is_done", "number", "state")
 
     def __init__(self, door: Door, number: int) -> None:
-        self.door, self.number, self.is_done = door, number, False
+        self.door, self.number, self.is_done, self.state = door, number, False, 0
 
     def done(self) -> bool:
         """Whether it was answered, or nobody waits any more."""
@@ -311,6 +322,14 @@ class Doors:
         """Runs what must wait."""
         self._tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._tasks.discard)
+
+
+def _told(answer: Answer, state: int) -> bytes:
+    """What a door is told beside where an answer lies."""
+    if answer.unfound is None and not state:
+        return b""
+    unfound = {} if answer.unfound is None else {"unfound": [tuple(u) for u in answer.unfound]}
+    return orjson.dumps({**unfound, **({"state": state} if state else {})})
 
 
 def _refused(error: BaseException) -> bytes:

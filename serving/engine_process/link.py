@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tableside.loader.states import State
 from tableside.quant.contract import Unfound
 from tableside.serving.admission import overloaded
 from tableside.serving.engine import CacheState
@@ -143,13 +144,13 @@ class EngineLink(Executor):
         at = None if self._waiting else self._blocks.take(_bytes_of(inputs, description))
         if at is None:
             return False
-        self._ask(at, inputs, description, done)
+        self._ask(at, inputs, description, done, names_version=request.names_version)
         return True
 
     async def _run(self, request: Request, inputs: Any) -> Answer:
         if request.is_small:
             return request.look_up(inputs)
-        description, parts = describe(request), b""
+        description, parts, names_version = describe(request), b"", request.names_version
         holes: tuple[Slice, ...] = ()
         if isinstance(inputs, PartlyOnDevice):
             parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
@@ -158,14 +159,23 @@ class EngineLink(Executor):
         if at is None:
             at = await self._room(size)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._ask(at, inputs, description, partial(_settle, answer), parts, holes)
+        self._ask(at, inputs, description, partial(_settle, answer), parts, holes, names_version)
         return await answer
 
-    def _ask(self, at: int, inputs: Any, description: bytes, done: Done, parts: bytes = b"", holes: Sequence[Slice] = ()) -> None:
+    def _ask(
+        self,
+        at: int,
+        inputs: Any,
+        description: bytes,
+        done: Done,
+        parts: bytes = b"",
+        holes: Sequence[Slice] = (),
+        names_version: bool = False,
+    ) -> None:
         """Writes a request to this door's memory, where there is room for it, and sends it. parts, holes: what of the inputs lies
-        in regions of the engine's GPU."""
+        in regions of the engine's GPU. names_version: as of `Request`."""
         self._numbers += 1
-        ask = Ask(self._numbers, at, len(inputs), len(description), len(parts))
+        ask = Ask(self._numbers, at, len(inputs), len(description), len(parts), names_version)
         given = memoryview(inputs).cast("B")
         for first, end in _between(holes, len(given)):
             self._held[at + first : at + end] = given[first:end]
@@ -217,7 +227,8 @@ class EngineLink(Executor):
         buffer = np.asarray(Lent(memory, answer.at, answer.size, give_back))
         if asked is not None:
             unfound = told.get("unfound")
-            asked.tell(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound]))
+            state = State.numbered(told["state"]) if "state" in told else None
+            asked.tell(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound], state))
 
     # ---- the connection ----
 

@@ -18,12 +18,13 @@ from uvicorn.config import STARTUP_FAILURE
 from tableside.loader.errors import LoaderError
 from tableside.loader.states import State
 from tableside.quant import QuantError, choose
+from tableside.serving.admission import overloaded
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
-from tableside.serving.engine_process.described import Layouts, model_key
+from tableside.serving.engine_process.described import Layouts, Wanted, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
-from tableside.serving.errors import ServingError, not_found
+from tableside.serving.errors import ApiError, ServingError, not_found
 from tableside.serving.placement import Placer
 from tableside.serving.places import Buffer
 from tableside.serving.region_registry import RegionRegistry
@@ -164,13 +165,17 @@ class EngineHost:
             if all(door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses):
                 del self._replaced[key, state]
 
-    def layouts(self, model: int, state: int) -> Layouts | None:
-        """Of a state that is attached, or None. model: its key; state: its number."""
-        engine = self._engines.get(model)
-        found = None if engine is None else engine.find_state(State.numbered(state))
-        served = found or self._replaced.get((model, state))
-        if served is None:
+    def layouts(self, wanted: Wanted, names_version: bool) -> Layouts | None:
+        """Of the state that a request was laid out for, where it is attached; else of the present one, where that takes its
+        requests; if they name a version, of that one. None: neither."""
+        if (engine := self._engines.get(wanted.model)) is None:
             return None
+        state = State.numbered(wanted.state)
+        served = engine.find_state(state) or self._replaced.get((wanted.model, wanted.state))
+        if served is None:
+            served = engine.find(state.version) if names_version else engine.attached()
+            if served is None or served.layout != wanted.layout:
+                return None
         if (known := self._layouts.get(served)) is None:
             known = self._layouts[served] = Layouts(served)
         return known
@@ -188,12 +193,20 @@ class EngineHost:
                 served = await asyncio.get_running_loop().run_in_executor(None, attach)
         return _told(served)
 
-    async def attach_again(self, model: int, state: int) -> Layouts:
-        """Of a state that a door asks for and that is not attached any more. ApiError: it cannot be."""
-        if (engine := self._engines.get(model)) is None:
+    async def attach_again(self, wanted: Wanted, names_version: bool) -> Layouts:
+        """Of a state that a door asks for, that is not attached any more, and in whose place the present one cannot answer.
+
+        ApiError: it cannot be attached; 503 where the request names no version: asked again, it is laid out for the present one.
+        """
+        if (engine := self._engines.get(wanted.model)) is None:
             raise not_found("the model of this request is not served any more")
-        await self.attach(engine.model.name, state)
-        layouts = self.layouts(model, state)
+        try:
+            await self.attach(engine.model.name, wanted.state)
+        except ApiError as error:
+            if names_version:
+                raise
+            raise overloaded("the model was replaced by a version with other features meanwhile") from error
+        layouts = self.layouts(wanted, names_version=True)
         assert layouts is not None, "it was attached"
         return layouts
 

@@ -48,13 +48,14 @@ class Kind(IntEnum):
 
 class Ask(NamedTuple):
     """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description; parts: bytes that say
-    which of its tensors lie on the device."""
+    which of its tensors lie on the device. names_version: only the version that it was laid out for may answer it."""
 
     number: int
     at: int
     size: int
     described: int
     parts: int
+    names_version: int
 
 
 class Answered(NamedTuple):
@@ -66,7 +67,7 @@ class Answered(NamedTuple):
     told: bytes = b""
 
 
-ASK, NUMBER, ANSWER = struct.Struct("<QQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
+ASK, NUMBER, ANSWER = struct.Struct("<QQQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
 def places_of(ask: Ask) -> tuple[int, int, int]:

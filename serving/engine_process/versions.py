@@ -61,7 +61,9 @@ class EngineVersion(ServedVersion):
 
     def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
         numbers = {name: n for n, name in enumerate(self.features)}
-        return DescribingPlanner(model_key(self.header.model), self.state.number, [numbers[f] for f in features], together)
+        return DescribingPlanner(
+            model_key(self.header.model), self.state.number, self.layout, [numbers[f] for f in features], together
+        )
 
 
 class DoorEngine(Engine):

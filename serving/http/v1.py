@@ -160,6 +160,7 @@ class V1:
         if understood is None:
             served = await service.version(body.fields["model"], body.fields["version"])
             laid_out = await service.beside(self._layouts.lay_out, served, body, score)
+            laid_out.request.names_version = True
         else:
             served, laid_out = understood
         request = laid_out.request
@@ -168,7 +169,7 @@ class V1:
         parsed = time.perf_counter()
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
-        encoded = encode(served, laid_out, answer.buffer)
+        encoded = encode(answer.state or served.state, laid_out, answer.buffer)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded

@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from tableside.loader.states import State
 from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object
@@ -106,10 +107,13 @@ def parse(text: bytes, more: tuple[str, ...]) -> Body:
     return Body(fields, b"true" in text or b"false" in text)
 
 
-def encode(served: ServedVersion, laid_out: JsonRequest, buffer: Buffer) -> bytes:
-    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these."""
+def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
+    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these.
+
+    state: that answered.
+    """
     request = laid_out.request
-    found: dict[str, Any] = {"model": served.header.model, "version": served.version, "sequence": served.sequence}
+    found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     elif laid_out.vectors is not None:

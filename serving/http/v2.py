@@ -174,6 +174,7 @@ class V2:
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, header_length, body, hold)
+        infer.request.names_version = len(named) > 1
         check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         return await self._run(served, infer, len(body), (started, time.perf_counter()))
@@ -219,6 +220,8 @@ class V2:
     ) -> Response:
         """Counts a request that is answered; its response. times: when it was begun, understood and looked up."""
         head, parts = encoded
+        if answer.state is not None:
+            head = v2_request.restated(head, answer.state)
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
         stages = Stages(*times, time.perf_counter())
         self._metrics[served.header.model].answered(infer.request, body_bytes, stages, answer.unfound)

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from tableside.loader.model import SCORE
+from tableside.loader.states import State
 from tableside.serving import regions
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http import cuda_shm, kjt, shm
@@ -346,6 +347,15 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
     if infer.parts is None:
         return head, [buffer.data] if buffer.size else []
     return head, [buffer[start:end].data for start, end in infer.parts if end > start]
+
+
+def restated(head: bytes, state: State) -> bytes:
+    """The JSON of a response that another state answered than the one that the request was laid out for."""
+    response = {**orjson.loads(head), "model_version": str(state.version)}
+    parameters = {k: v for k, v in response.pop("parameters", {}).items() if k != "sequence"}
+    if state.sequence:
+        parameters["sequence"] = state.sequence
+    return orjson.dumps({**response, "parameters": parameters} if parameters else response)
 
 
 def input_names(served: ServedVersion) -> list[dict[str, Any]]:

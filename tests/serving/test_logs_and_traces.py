@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from servers import Server, publish_demo
 from support import end, run_tableside, until
 
 from tableside.serving.client import Client
+from tableside.serving.logs import Once
 
 Start = Callable[..., Server]
 ASKED = {"model": "demo", "features": {"user": [[1]]}}
@@ -70,6 +72,24 @@ def test_tracebacks_stay_in_their_line() -> None:
     (line,) = JsonFormatter().format(record).splitlines()
     found = json.loads(line)
     assert found["message"] == "it failed: x" and found["error"].endswith("ValueError: two\nlines")
+
+
+def test_a_line_is_said_once_a_second_with_its_count() -> None:
+    """Warnings and errors alone; one with another error is another line."""
+    once, made = Once(), logging.getLogger("tableside.test").makeRecord
+
+    def passed(at: float, text: str, level: int = logging.ERROR, error: Exception | None = None) -> str | None:
+        record = made("tableside.test", level, "", 0, text, (), (type(error), error, None) if error else None)
+        record.created = at
+        return record.getMessage() if once.filter(record) else None
+
+    assert [passed(at, "lost") for at in (0.0, 0.1, 0.9)] == ["lost", None, None]
+    assert passed(0.5, "found") == "found"
+    assert passed(0.9, "lost", error=ValueError("x")) == "lost"
+    assert passed(1.1, "lost") == "lost (and 2 times since it was said last)"
+    assert passed(5.0, "lost") == "lost"
+    assert [passed(at, "said", logging.INFO) for at in (6.0, 6.1)] == ["said", "said"]
+    assert all(passed(7.0, f"line {n}") for n in range(10_000)) and len(once._passed) <= 256
 
 
 def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
