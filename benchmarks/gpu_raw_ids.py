@@ -26,6 +26,7 @@ from tableside.quant import Lookup, Pooling, Precision, choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.prepared import PreparedLookup
+from tableside.quant.gpu.residence import InHost
 
 WARM, TIMED = 60, 30  # batches
 INDEX_BYTES = 24  # of a slot of the cache, beside its row
@@ -37,7 +38,7 @@ class Way(NamedTuple):
 
     name: str
     share: float | None
-    ids_in_host: bool = False
+    in_host: InHost = InHost.NOTHING
 
 
 class Workload:
@@ -83,10 +84,7 @@ class Workload:
         for n, (stored, table) in enumerate(zip(self.segment.header.tables, self.held, strict=True)):
             rows = self.registration.view(stored.offset, stored.bytes)
             table = table if raw else replace(table, row_map=None)
-            if way.share is None:
-                placed = backend.to_hbm(table, rows)
-            else:
-                placed = backend.to_cache(table, rows, ids_in_host=way.ids_in_host)
+            placed = backend.to_hbm(table, rows) if way.share is None else backend.to_cache(table, rows, in_host=way.in_host)
             how = {"bags": bags, "bag_length": self.bag_length} if pooling is Pooling.SUM else {}
             lookups.append(Lookup(placed, pooling, 8 * self.ids * n, self.ids, at, Precision.FP16, **how))
             at += lookups[-1].out_bytes
@@ -151,7 +149,7 @@ def main() -> None:
             del work
         if options.wide:
             work = Workload(root, files, 1, 400_000_000, 262_144, 1, 32, 0.0)
-            ways = [Way("cached, 5 %", 0.05), Way("cached, 5 %, ids in host memory", 0.05, ids_in_host=True)]
+            ways = [Way("cached, 5 %", 0.05), Way("cached, 5 %, ids in host memory", 0.05, in_host=InHost.SOME)]
             rows += work.compare(ways, "400 M ids, every one as likely")
     report("gpu_raw_ids", "raw ids against row numbers, on one GPU", rows, gpu=torch.cuda.get_device_name(DEVICE))
 

@@ -5,7 +5,6 @@ replaced version stays mapped until its last request is done, and then goes.
 """
 
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tableside.loader.segment import Segment, Verify
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
 from tableside.quant import CpuBackend, Precision, QuantError
-from tableside.serving.errors import ApiError, Kind, NoRoomYet, ServingError, not_found
+from tableside.serving.errors import ApiError, Kind, ServingError, not_found
 from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
@@ -29,7 +28,6 @@ logger = logging.getLogger("tableside")
 
 _VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
-_AGAIN_S = 1.0  # after which a state for which there was no room is tried again
 
 
 class _Clock:
@@ -84,7 +82,7 @@ class Engine:
         self._max_response_bytes = max_response_bytes
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
-        self._refused: dict[State, float] = {}  # since `_live` was made live: when each may be tried again, of time.monotonic
+        self._refused: set[State] = set()  # since `_live` was made live
         self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
         self._last_warning = ""
@@ -168,7 +166,7 @@ class Engine:
                 unverified = like = self.model.attach(version or None, "header")
         segment = attach_state(self.model, state, self._verify, like)
         if before is not None and segment.base is before.segment.base:
-            return before.with_deltas(segment, self._placer.place_over(segment, before.placed))
+            return before.with_deltas(segment, self._placer.place(segment, before.placed if as_successor else None))
         replaced = before.placed if before is not None and as_successor else None
         if unverified is None or segment.base is not unverified:
             return self._attach(segment, replaced)
@@ -252,10 +250,10 @@ class Engine:
         served = self._served.state if self._served is not None else State(0)
         is_damaged = served.version in damaged
         wanted = [current] if current.version and current.version not in damaged else good if is_damaged else []
-        wanted = [state for state in wanted if self._refused.get(state) != math.inf]
+        wanted = [state for state in wanted if state not in self._refused]
         if is_damaged and not wanted and self._unusable is None:
             self._give_up(served.version)
-        return wanted[0] if wanted and wanted[0] != served and self.may_try(wanted[0]) else None
+        return wanted[0] if wanted and wanted[0] != served else None
 
     def _note(self, live: State) -> None:
         """Notes since when the live state has been another one than the one that answers."""
@@ -267,22 +265,15 @@ class Engine:
         """For how many seconds the live state has been another one than the one that answers; 0: it is that one."""
         return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
-    def refuse(self, state: State, error: Exception) -> bool:
-        """Remembers that `state` cannot be served until another one is made live, or for want of room for a second.
-
-        Whether that is new.
-        """
+    def refuse(self, state: State) -> bool:
+        """Remembers that `state` cannot be served, until another one is made live. Whether that is new."""
         is_new = state not in self._refused
-        self._refused[state] = time.monotonic() + _AGAIN_S if isinstance(error, NoRoomYet) else math.inf
+        self._refused.add(state)
         return is_new
 
     def is_live(self, state: State) -> bool:
         """Whether a state is the live one still. LoaderError, OSError: nobody can see which one is."""
         return state_of(self.model.record()) == state
-
-    def may_try(self, state: State) -> bool:
-        """Whether a state was not refused, or the time has passed for which it was."""
-        return time.monotonic() >= self._refused.get(state, 0.0)
 
     def _give_up(self, version: int) -> None:
         logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)

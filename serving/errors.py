@@ -37,10 +37,6 @@ class SourceError(ServingError):
     """A stream of changes that cannot be followed: a part of it is gone or out of order, or it is none."""
 
 
-class NoRoomYet(ServingError):
-    """A state for which a device has no room while states before it answer the last of their requests, or at all."""
-
-
 class ApiError(ServingError):
     """A request that is refused. status: of the HTTP response; message: for the client.
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.levels import DeviceLevel
+    from tableside.quant.gpu.residence import InHost
     from tableside.quant.gpu.tables import DeviceTable
 
 logger = logging.getLogger("tableside")
@@ -158,6 +159,14 @@ class Placements:
             handover()
 
 
+def _going_bytes(replaced: Placements, segment: Segment, base: Placements) -> int:
+    """HBM that goes with what the state `segment` of the version `base` replaces."""
+    kept = {id(v.index) for t in segment.tables.values() if t.row_map and t.row_map.overlay for v in t.row_map.overlay.levels}
+    levels = {level for table in replaced.on_gpu.values() for level in table.levels}
+    going = sum(level.bytes for level in levels if id(level.index) not in kept)
+    return going if replaced.base is base else going + replaced.base.hbm_bytes
+
+
 class Placer:
     """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays with the CPU.
 
@@ -217,13 +226,14 @@ class Placer:
             self._bases[segment.base] = weakref.ref(base)
             if replaced is not None:
                 self._warm(base, replaced.base)
-        return self._place_deltas(gpu, segment, base) if segment.deltas else base
+        return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
-    def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements) -> Placements:
+    def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None) -> Placements:
         from tableside.serving.placed_deltas import with_deltas
 
         with self._lock:
-            tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held))
+            going = 0 if replaced is None else _going_bytes(replaced, segment, base)
+            tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held + going))
             levels = {level for table in tables.values() for level in table.levels}
             for level in levels - set(self._levels):
                 self._levels.add(level)
@@ -237,7 +247,7 @@ class Placer:
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
-            copied, indexes = self._plan_indexes(segment.header.tables, placements, left)
+            in_host, indexes = self._plan_indexes(segment.header.tables, placements, left, replaced is not None)
             split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
             share = _share(split, _without_deltas(left) - indexes)
             hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
@@ -246,7 +256,7 @@ class Placer:
                     self._open_cache(gpu, segment, placements, _without_deltas(left) - hbm_bytes - indexes // _GROWTH)
                 else:
                     hbm_bytes += _map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
-                tables = self._tables(gpu, segment, placements, share, copied)
+                tables = self._tables(gpu, segment, placements, share, in_host)
                 placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
             except QuantError as error:
                 raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
@@ -261,32 +271,36 @@ class Placer:
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
             self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
 
-    def place_over(self, segment: Segment, before: Placements) -> Placements:
-        """The tables of another state of the version that `before` has placed. Raises as `place`."""
-        if self.gpu is None:
-            return Placements(before.placements, on_host=segment.tables)
-        return self.place(segment, before)
-
     def _plan_indexes(
-        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int
-    ) -> tuple[frozenset[str], int]:
-        """Names of the tables whose ids are copied to HBM beside the rest of their indexes, and what all indexes take of it.
+        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int, is_successor: bool
+    ) -> tuple[dict[str, "InHost"], int]:
+        """What of each table's index lies in host memory, and what all indexes take of HBM.
 
         Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read in the segment.
-        ServingError: the budget does not hold what must be copied.
+        A successor is served whatever the budget leaves: where that does not hold what else finds rows, the largest indexes lie
+        in host memory. ServingError: the budget does not hold what must be copied.
         """
+        from tableside.quant.gpu.residence import InHost
+
         whole = [t for t in tables if placements[t.name] is Placement.HBM]
         others = [t for t in tables if placements[t.name] not in (Placement.HBM, Placement.HOST)]
         least = sum(index_bytes(t, True) for t in whole) + sum(index_bytes(t, False, copies_ids=False) for t in others)
         rest = left - least - sum(t.bytes for t in whole)
+        in_host: dict[str, InHost] = {}
+        for t in sorted(others, key=lambda t: t.rows, reverse=True) if is_successor else ():
+            if rest < 0 and (size := index_bytes(t, False, copies_ids=False)):
+                in_host[t.name], least, rest = InHost.ALL, least - size, rest + size
+                logger.warning("the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)", t.name, size)
         if least and rest < 0:
             raise ServingError(
                 f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of this worker leaves "
                 f"{max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
             )
         shares_it = Placement.HYBRID in placements.values() or (Placement.CACHED in placements.values() and self.cache is None)
+        others = [t for t in others if t.name not in in_host]
         copied = with_copied_ids(others, rest // 2 if shares_it else rest)
-        return copied, least + sum(
+        in_host |= {t.name: InHost.NOTHING if t.name in copied else InHost.SOME for t in others}
+        return in_host, least + sum(
             index_bytes(t, False) - index_bytes(t, False, copies_ids=False) for t in others if t.name in copied
         )
 
@@ -360,7 +374,12 @@ class Placer:
         self._held -= hbm_bytes
 
     def _tables(
-        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], share: int, copied: frozenset[str]
+        self,
+        gpu: "GpuBackend",
+        segment: Segment,
+        placements: Mapping[str, Placement],
+        share: int,
+        in_host: "Mapping[str, InHost]",
     ) -> "dict[str, DeviceTable]":
         from tableside.quant.gpu.wanted import KernelKey
 
@@ -368,17 +387,17 @@ class Placer:
         key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
-            table, rows, in_host = segment.tables[stored.name], view(stored), stored.name not in copied
+            table, rows = segment.tables[stored.name], view(stored)
             match placements[stored.name]:
                 case Placement.HBM:
                     tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable)
                 case Placement.CACHED:
                     name = f"{segment.header.model}/{stored.name}"
-                    tables[stored.name] = gpu.to_cache(table, rows, key, name, ids_in_host=in_host)
+                    tables[stored.name] = gpu.to_cache(table, rows, key, name, in_host=in_host[stored.name])
                 case Placement.HYBRID:
-                    tables[stored.name] = gpu.split(table, rows, share, key, ids_in_host=in_host)
+                    tables[stored.name] = gpu.split(table, rows, share, key, in_host=in_host[stored.name])
                 case Placement.ZERO_COPY:
-                    tables[stored.name] = gpu.map_host(table, rows, key, ids_in_host=in_host)
+                    tables[stored.name] = gpu.map_host(table, rows, key, in_host=in_host[stored.name])
                 case Placement.HOST:
                     tables[stored.name] = gpu.on_host(table)
         return tables

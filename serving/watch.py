@@ -84,8 +84,8 @@ class Watch:
             return
         if isinstance(error, VersionError) and not engine.is_live(state):
             return  # a newer one came, and this one's files went
-        if not engine.refuse(state, error):
-            return  # it was tried again, in vain
+        if not engine.refuse(state):
+            return
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
         logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)
         ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()

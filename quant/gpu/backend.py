@@ -63,7 +63,7 @@ from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
 from tableside.quant.gpu.prepared import PreparedLookup
-from tableside.quant.gpu.residence import Cached, InHbm, Mapped, OnHost, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, OnHost, Residence, Split, Stashable, check_share
 from tableside.quant.gpu.resolve import ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import are_steady
@@ -163,8 +163,8 @@ class GpuBackend(Backend):
 
     # ---- tables ----
 
-    # A table's row map is copied to HBM with it (`quant.gpu.row_map`). ids_in_host: but for the ids that are kept for rows, which
-    # are then read in the memory that `rows` is a view of.
+    # A table's row map is copied to HBM with it (`quant.gpu.row_map`), but for what of its index is `in_host`: the ids that are
+    # kept for rows are then read in the memory that `rows` is a view of.
 
     def to_hbm(
         self, table: Table, registered: torch.Tensor | None = None, key: KernelKey | None = None, *, stashable: bool = False
@@ -181,13 +181,13 @@ class GpuBackend(Backend):
         return self._placed(table, residence, key)
 
     def map_host(
-        self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None, *, ids_in_host: bool = False
+        self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None, *, in_host: InHost = InHost.NOTHING
     ) -> DeviceTable:
         """A table that the device reads in host memory. rows: uint8 [bytes] on the device, over registered memory.
 
         None: the table's own memory, which the interpreter reads.
         """
-        return self._placed(table, Mapped(table, self._readable(rows)), key, ids_in_host)
+        return self._placed(table, Mapped(table, self._readable(rows)), key, in_host)
 
     def to_cache(
         self,
@@ -196,7 +196,7 @@ class GpuBackend(Backend):
         key: KernelKey | None = None,
         name: str = "",
         *,
-        ids_in_host: bool = False,
+        in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
         """A table that the device reads through its cache. rows: as for `map_host`; name: for statistics.
 
@@ -204,7 +204,7 @@ class GpuBackend(Backend):
         """
         if self.cache is None:
             raise QuantError("this device has no cache; open_cache makes one")
-        return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key, ids_in_host)
+        return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key, in_host)
 
     def split(
         self,
@@ -213,35 +213,34 @@ class GpuBackend(Backend):
         share: int,
         key: KernelKey | None = None,
         *,
-        ids_in_host: bool = False,
+        in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
         """A table with the first `share` rows of each SPLIT_BLOCK in HBM; the others are read as by `map_host`.
 
         QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
         """
         check_share(share)
-        return self._placed(table, Split(table, self._readable(rows), share, self.device), key, ids_in_host)
+        return self._placed(table, Split(table, self._readable(rows), share, self.device), key, in_host)
 
     def on_host(self, table: Table) -> DeviceTable:
         """A table that the CPU looks up, beside the device."""
         return on_device(table)
 
-    def _placed(self, table: Table, residence: Residence, key: KernelKey | None, ids_in_host: bool = False) -> DeviceTable:
-        device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, ids_in_host)
+    def _placed(self, table: Table, residence: Residence, key: KernelKey | None, in_host: InHost = InHost.NOTHING) -> DeviceTable:
+        device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, in_host)
         return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
 
-    def overlay(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> DeviceTable:
+    def overlay(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> DeviceTable:
         """A table that was placed without an overlay in another state: `table` has the same rows, and an overlay or none.
 
         The rows stay where they are. Levels of the overlay that the device lacks are copied to HBM, on a stream that holds no
-        lookup up; this waits for them. rows_in_host: but for their rows, which the device reads in page-locked memory of the
-        host. QuantError: there is no room.
+        lookup up; this waits for them. in_host: of new levels. QuantError: there is no room.
         """
         assert not placed.is_overlaid, "states are made of the table without one"
         if isinstance(placed.residence, OnHost):
             return self.on_host(table)
         with self._on_copies():
-            levels = self._levels.of(table, placed.residence, rows_in_host)
+            levels = self._levels.of(table, placed.residence, in_host)
             device_map = placed.device_map
             if levels:
                 if device_map is None:
@@ -249,9 +248,9 @@ class GpuBackend(Backend):
                 device_map = device_map.with_levels(levels)
         return replace(placed, host=table, device_map=device_map)
 
-    def overlay_bytes(self, placed: DeviceTable, table: Table, *, rows_in_host: bool = False) -> int:
+    def overlay_bytes(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `overlay` would take."""
-        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, rows_in_host)
+        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, in_host)
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.is_interpreted:

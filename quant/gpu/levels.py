@@ -1,5 +1,5 @@
 """Levels of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM once. Where a budget
-does not hold the rows, these lie in page-locked memory of the host.
+does not hold the rows, or any of it, these lie in page-locked memory of the host.
 
 A level lies over one table and is part of one state of it after another, as long as no newer changes are merged into it. So
 states share what was copied of it, and it goes with the last of them. Where the table's own rows live makes no difference:
@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
-from tableside.quant.errors import QuantError
-from tableside.quant.gpu.residence import Residence, allocate, array_bytes, copy_from_host
+from tableside.quant.gpu.residence import InHost, Residence, allocate_for, fill
 from tableside.quant.ids import ID_BYTES
 from tableside.quant.overlay import MOST_LEVELS, Level, NativeLevel
 
@@ -35,28 +34,27 @@ _NUMBERS_STEP = 1 << 60  # numbers this far apart lead to one address, for rows 
 class DeviceLevel:
     """A level of the overlay of one table, for a device. native: as kernels read it; bytes: of HBM.
 
-    table_at: the address of the table's row 0 as kernels have it. rows_in_host: rows are copied to page-locked memory of the
-    host, which the device reads, and take no HBM. QuantError: it does not fit.
+    table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
     """
 
-    def __init__(self, level: Level, table_at: int, device: torch.device, rows_in_host: bool = False) -> None:
-        self._index = level.index  # by which `DeviceLevels` knows the level
-        self.bytes, self.rows_in_host = level_bytes(level, rows_in_host), rows_in_host
+    def __init__(self, level: Level, table_at: int, device: torch.device, in_host: InHost = InHost.NOTHING) -> None:
+        self.index = level.index  # by which `DeviceLevels` knows the level
+        self.bytes, self.in_host = level_bytes(level, in_host), in_host
         row_bytes, slots = level.packed.shape[1], level.index.slots
         assert row_bytes % _ALIGNMENT == 0, "rows are padded to 16 bytes (row_format)"
         rows = level.packed[:slots]
-        self._rows = _rows_memory(rows.nbytes + row_bytes, device, rows_in_host)
+        self._rows = allocate_for(rows.nbytes + row_bytes, device, "a delta of a table", in_host >= InHost.SOME)
         first = (table_at - self._rows.data_ptr()) % row_bytes  # whole rows away from the table
-        _copy(self._rows[first : first + rows.nbytes], rows, rows_in_host)
+        fill(self._rows[first : first + rows.nbytes], rows, in_host >= InHost.SOME)
         rows_at = self._rows.data_ptr() + first
         parts, starts = _parts(level)
-        self._memory = allocate(starts[-1], device, "the index of a delta")
+        self._memory = allocate_for(starts[-1], device, "the index of a delta", in_host is InHost.ALL)
         together = np.zeros(starts[-1], np.uint8)  # one copy takes as long as each of five
         at = {}
         for (name, part), start in zip(parts.items(), starts, strict=False):
             at[name] = self._memory.data_ptr() + start
             together[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
-        _copy(self._memory, together, False)
+        fill(self._memory, together, in_host is InHost.ALL)
         self.native = NativeLevel(
             filter=at["filter"],
             filter_words=level.filter.size,
@@ -76,10 +74,11 @@ class DeviceLevel:
         )
 
 
-def level_bytes(level: Level, rows_in_host: bool = False) -> int:
+def level_bytes(level: Level, in_host: InHost = InHost.NOTHING) -> int:
     """HBM that a level takes."""
     _, starts = _parts(level)
-    return starts[-1] + (0 if rows_in_host else (level.index.slots + 1) * level.packed.shape[1])
+    index_bytes = 0 if in_host is InHost.ALL else starts[-1]
+    return index_bytes + (0 if in_host else (level.index.slots + 1) * level.packed.shape[1])
 
 
 def _parts(level: Level) -> tuple[dict[str, NDArray[Any]], list[int]]:
@@ -93,26 +92,6 @@ def _parts(level: Level) -> tuple[dict[str, NDArray[Any]], list[int]]:
     return parts, [0, *accumulate(sizes)]
 
 
-def _rows_memory(size: int, device: torch.device, in_host: bool) -> torch.Tensor:
-    if not in_host or device.type != "cuda":
-        return allocate(size, device, "a delta of a table")
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        raise QuantError(
-            f"{size:,} bytes of a delta cannot be page-locked; the machine has too little memory ({error})"
-        ) from error
-
-
-def _copy(target: torch.Tensor, part: NDArray[Any], in_host: bool) -> None:
-    if not part.nbytes:
-        return
-    if in_host:
-        target.copy_(array_bytes(part))
-    else:
-        copy_from_host(target, array_bytes(part), is_pinned=False)
-
-
 class DeviceLevels:
     """The levels that a device has. Any thread may call."""
 
@@ -121,25 +100,25 @@ class DeviceLevels:
         self._known: WeakValueDictionary[tuple[int, int], DeviceLevel] = WeakValueDictionary()
         self._lock = threading.Lock()  # held while levels are copied, so that each is once
 
-    def of(self, table: Table, residence: Residence, rows_in_host: bool = False) -> tuple[DeviceLevel, ...]:
+    def of(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> tuple[DeviceLevel, ...]:
         """Those of a table's overlay, the newest first; none where it has none. What is not there is copied, on the current
-        stream, and is there when this returns. rows_in_host: of levels that are not there. QuantError: there is no room."""
+        stream, and is there when this returns. in_host: of levels that are not there. QuantError: there is no room."""
         if table.row_map is None or table.row_map.overlay is None:
             return ()
         with self._lock:
-            return tuple(self._level(level, residence.address, rows_in_host) for level in table.row_map.overlay.levels)
+            return tuple(self._level(level, residence.address, in_host) for level in table.row_map.overlay.levels)
 
-    def new_bytes(self, table: Table, residence: Residence, rows_in_host: bool = False) -> int:
+    def new_bytes(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `of` would take."""
         if table.row_map is None or table.row_map.overlay is None:
             return 0
         new = [v for v in table.row_map.overlay.levels if (id(v.index), residence.address) not in self._known]
-        return sum(level_bytes(level, rows_in_host) for level in new)
+        return sum(level_bytes(level, in_host) for level in new)
 
-    def _level(self, level: Level, table_at: int, rows_in_host: bool) -> DeviceLevel:
+    def _level(self, level: Level, table_at: int, in_host: InHost) -> DeviceLevel:
         key = id(level.index), table_at
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = DeviceLevel(level, table_at, self._device, rows_in_host)
+            found = self._known[key] = DeviceLevel(level, table_at, self._device, in_host)
         return found
 
 

@@ -16,6 +16,7 @@ probed in the cache. Nobody else asks which kind it is. The kernel turns a job a
 import ctypes
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -268,6 +269,39 @@ def array_bytes(array: NDArray[Any]) -> torch.Tensor:
     # torch warns of arrays that say they are read-only, as a segment's do.
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class InHost(IntEnum):
+    """What of a delta, or of a table's index, lies in page-locked memory of the host, where the device reads it; it takes no HBM.
+
+    SOME: a delta's rows; the ids that an index keeps.
+    """
+
+    NOTHING = 0
+    SOME = 1
+    ALL = 2
+
+
+def allocate_for(size: int, device: torch.device, what: str, in_host: bool) -> torch.Tensor:
+    """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is no room for `what`."""
+    if not in_host or device.type != "cuda":
+        return allocate(size, device, what)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise QuantError(
+            f"{size:,} bytes of {what} cannot be page-locked; the machine has too little memory ({error})"
+        ) from error
+
+
+def fill(target: torch.Tensor, array: NDArray[Any], in_host: bool) -> None:
+    """Copies an array to memory of `allocate_for`, and waits for it."""
+    if not array.nbytes:
+        return
+    if in_host:
+        target.copy_(array_bytes(array))
+    else:
+        copy_from_host(target, array_bytes(array), is_pinned=False)
 
 
 def allocate(size: int, device: torch.device, what: str) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that points to.
 
-The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are always copied to HBM. The id that is
+The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are copied to HBM. The id that is
 kept for each row, 8 bytes, is read
 
     in the table's own rows   where all of them are in HBM, and ids lie in their padding
     in a copy in HBM          otherwise
     in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
 
+Where a budget does not even hold directory, pilots and bits, these lie in page-locked memory of the host.
 The levels of an overlay are `quant.gpu.levels`'. Maps of several states of a table share all that is the table's own.
 """
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.levels import DeviceLevel, native_levels
-from tableside.quant.gpu.residence import Residence, allocate, array_bytes, copy_from_host
+from tableside.quant.gpu.residence import InHost, Residence, allocate_for, fill
 from tableside.quant.ids import ID_BYTES, IdIndex, native_row_map
 
 
@@ -29,24 +30,24 @@ class DeviceRowMap:
     """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for levels. levels: of
     an overlay, the newest first; none at first.
 
-    ids_in_host: the ids kept for rows are read in host memory; where they are an array, it is registered with CUDA together with
-    the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
+    in_host: where the ids kept for rows are read in host memory and are an array, it is registered with CUDA together with the
+    rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
     """
 
-    def __init__(self, table: Table, residence: Residence, device: torch.device, ids_in_host: bool = False) -> None:
+    def __init__(self, table: Table, residence: Residence, device: torch.device, in_host: InHost = InHost.NOTHING) -> None:
         assert table.row_map is not None
-        self._device = device
+        self._device, self._in_host = device, in_host
         self._held: list[torch.Tensor] = []
         self.levels: tuple[DeviceLevel, ...] = ()
         self._level_table: torch.Tensor | None = None
         record = native_row_map(table.row_map)._replace(levels=0, level_count=0)
         if (index := table.row_map.index) is not None:
-            ids, step = self._ids(table, index, residence, ids_in_host)
+            ids, step = self._ids(table, index, residence)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
             entries, pilots = self._copied(table.row_map.entries), self._copied(index.pilots)
             record = record._replace(directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
             record = record._replace(own=index.slots)  # the bits say which rows are not
-        self.bytes = sum(part.numel() for part in self._held)
+        self.bytes = 0 if in_host is InHost.ALL else sum(part.numel() for part in self._held)
         self._native = record
         self._record = torch.tensor(record, dtype=torch.int64, device=device)
         self.address = self._record.data_ptr()
@@ -60,7 +61,7 @@ class DeviceRowMap:
         made.address = made._record.data_ptr()
         return made
 
-    def _ids(self, table: Table, index: IdIndex, residence: Residence, ids_in_host: bool) -> tuple[int, int]:
+    def _ids(self, table: Table, index: IdIndex, residence: Residence) -> tuple[int, int]:
         """Where the kept id of row 0 is read, and the bytes from one to the next."""
         place, is_in_rows = index.ids.ctypes.data - table.address, index.ids.strides[0] == table.row_bytes
         if not index.slots:
@@ -68,7 +69,7 @@ class DeviceRowMap:
         if is_in_rows and residence.hbm_address:
             return residence.hbm_address + place, table.row_bytes
         rows = residence.host_rows
-        if ids_in_host:
+        if self._in_host:
             if rows is None:
                 raise QuantError("ids cannot be read in host memory beside rows that are all in HBM; copy them too")
             return rows.data_ptr() + place, index.ids.strides[0]
@@ -82,12 +83,11 @@ class DeviceRowMap:
         return copied.data_ptr(), ID_BYTES
 
     def _copied(self, array: NDArray[Any]) -> int:
-        """The address of a copy on the device; it is there when this returns."""
+        """The address of a copy that the device reads; it is there when this returns."""
         memory = self._allocated(array.nbytes)
-        if array.nbytes:
-            copy_from_host(memory, array_bytes(array), is_pinned=False)
+        fill(memory, array, self._in_host is InHost.ALL)
         return memory.data_ptr()
 
     def _allocated(self, size: int) -> torch.Tensor:
-        self._held.append(allocate(size, self._device, "the id index of a table"))
+        self._held.append(allocate_for(size, self._device, "the id index of a table", self._in_host is InHost.ALL))
         return self._held[-1]

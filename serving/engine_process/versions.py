@@ -126,7 +126,7 @@ class DoorEngine(Engine):
         self._note(self._live)
         served = self._served.state if self._served is not None else State(0)
         told = State.numbered(live["state"])
-        return told if told != served and self.may_try(told) else None
+        return told if told != served and told not in self._refused else None
 
 
 def _named(scorer: Scorer, segment: Segment) -> Scorer:

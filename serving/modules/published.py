@@ -118,7 +118,7 @@ class Published:
             try:
                 self._take(state, as_successor=True)
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                if self._engine.refuse(state, error):
+                if self._engine.refuse(state):
                     logger.error("version %s of %s is not taken by modules: %s", state, self.source.model, error)
                 return False
         self.pending.sweep()

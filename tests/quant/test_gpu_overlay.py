@@ -25,6 +25,7 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch import LookedUp
 from tableside.quant.gpu.levels import DeviceLevel, level_bytes
 from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.residence import InHost
 from tableside.quant.gpu.tables import DeviceTable
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 
@@ -256,17 +257,19 @@ def test_states_share_the_table_and_the_levels(where: str) -> None:
     assert not base.is_overlaid and backend.overlay(base, without_levels(table)).levels == ()
 
 
-def test_rows_of_a_level_in_host_memory() -> None:
-    """They take no HBM; states share such a level too."""
+@pytest.mark.parametrize("in_host", [InHost.SOME, InHost.ALL])
+def test_a_level_in_host_memory(in_host: InHost) -> None:
+    """Its rows, or all of it, take no HBM; states share such a level too."""
     made, backend = raw(), new_backend()
     base = placed(backend, without_levels(made.table), "cached")
-    held = backend.overlay(base, made.table, rows_in_host=True)
+    held = backend.overlay(base, made.table, in_host=in_host)
     check_rows(backend, held, made, asked_of(made, KINDS["random"]))
     again = backend.overlay(base, made.table)
-    assert again.levels == held.levels and all(level.rows_in_host for level in held.levels)
+    assert again.levels == held.levels and all(level.in_host is in_host for level in held.levels)
     assert made.table.row_map is not None and made.table.row_map.overlay is not None
     for level, kept in zip(held.levels, made.table.row_map.overlay.levels, strict=True):
-        assert level.bytes == level_bytes(kept, True) == level_bytes(kept) - (kept.index.slots + 1) * made.table.row_bytes
+        rows = (kept.index.slots + 1) * made.table.row_bytes
+        assert level.bytes == level_bytes(kept, in_host) == (0 if in_host is InHost.ALL else level_bytes(kept) - rows)
 
 
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:

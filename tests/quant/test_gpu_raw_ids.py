@@ -18,6 +18,7 @@ from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch import LookedUp
+from tableside.quant.gpu.residence import InHost
 from tableside.quant.ids import DirectoryField, pilots_for
 
 COUNT = 300
@@ -73,23 +74,27 @@ def backend_with_cache() -> GpuBackend:
     return backend
 
 
+IN_HOST = {"": InHost.NOTHING, "ids in host": InHost.SOME, "index in host": InHost.ALL}
+
+
 def placed(backend: GpuBackend, table: Table, how: str) -> RowSource:
-    """The table where `how` says; "…, ids in host": the ids of its rows are not copied."""
+    """The table where `how` says, and behind a comma what of its index is not copied."""
     rows = None
     if not backend.is_interpreted:
         rows = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         rows.numpy()[:] = table.packed.reshape(-1)
     where, _, more = how.partition(", ")
+    in_host = IN_HOST[more]
     match where:
         case "hbm":
             return backend.to_hbm(table)
         case "stashable":
             return backend.to_hbm(table, stashable=True)
         case "mapped":
-            return backend.map_host(table, rows, ids_in_host=bool(more))
+            return backend.map_host(table, rows, in_host=in_host)
         case "split":
-            return backend.split(table, rows, 300, ids_in_host=bool(more))
-    return backend.to_cache(table, rows, ids_in_host=bool(more))
+            return backend.split(table, rows, 300, in_host=in_host)
+    return backend.to_cache(table, rows, in_host=in_host)
 
 
 def inputs_of(*arrays: np.ndarray) -> bytes:
@@ -174,11 +179,15 @@ def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
 
 
 PLACES = ["hbm", "stashable", "mapped", "split", "cached"]
-IN_HOST = [pytest.param(f"{place}, ids in host", marks=needs_interpreter) for place in ("mapped", "split", "cached")]
+NOT_IN_HBM = [
+    pytest.param(f"{place}, {what} in host", marks=needs_interpreter)
+    for place in ("mapped", "split", "cached")
+    for what in ("ids", "index")
+]
 
 
 @pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
-@pytest.mark.parametrize("how", [*PLACES, *IN_HOST])
+@pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
 def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
     """More ids than would be gathered of a table without a row map; a cache answers alike when it is cold and when it is warm."""
     table, known = made(case)

@@ -77,7 +77,7 @@ def test_changes_come_while_requests_run(start: Start, root: Path, tmp_path: Pat
     for _ in range(25):
         writer.write()
     last = writer.sequence
-    until(lambda: all(one and one[-1] == last for one in seen), 60, what="every connection saw the last state")
+    until(lambda: all(one and one[-1] == last for one in seen), 300, what="every connection saw the last state")
     stop.set()
     for t in threads:
         t.join(30)

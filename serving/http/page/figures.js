@@ -117,6 +117,12 @@ export function overview(before, now, elapsed) {
   };
 }
 
+/** Why a model is behind what is live; "" where it is not. untaken: a live version that is not served, or nothing. */
+function lagOf(model, untaken) {
+  if (untaken) return `version ${untaken} is live and not taken`;
+  return model.behind_seconds >= 1 ? `the state that answers is ${Math.round(model.behind_seconds)} s behind the live one` : "";
+}
+
 /** What a card of a model shows. */
 export function ofModel(model, before, now, elapsed) {
   const wanted = { model: model.name };
@@ -127,7 +133,7 @@ export function ofModel(model, before, now, elapsed) {
     refused: grown(before, now, "tableside_requests_total", { ...wanted, outcome: "refused" }) / elapsed,
     ids: grown(before, now, "tableside_ids_total", wanted) / elapsed,
     lookup: mean(before, now, "tableside_stage_seconds", { ...wanted, stage: "lookup" }),
-    lag: live && live !== served ? `version ${live} is live and not taken` : "",
+    lag: lagOf(model, live !== served && live),
     tables: model.tables.map((table) => {
       const cached = { table: `${model.name}/${table.name}` };
       const ids = grown(before, now, "tableside_cache_ids_total", cached);
