@@ -40,7 +40,7 @@ _INSTEAD = {
     "network_file": "a scorer is an exported program, [scorer] in model.toml",
     "volatile_db": "all rows lie in shared memory, in no database",
     "persistent_db": "all rows lie in shared memory, in no database",
-    "update_source": "rows change with the next version that is loaded",
+    "update_source": "rows change by tableside follow (a folder of files, or a Redis stream) and tableside apply",
     "supportlonglong": "ids are always int64",
 }
 
