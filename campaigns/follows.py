@@ -4,11 +4,13 @@ Promised: a follower that is started again goes on exactly where the last whole 
 in order; a state never has a part of a batch, and never goes back.
 
 The oracle: each row says which entry wrote it. After each kill the rows of the state are compared with those that all entries up
-to the state's position make, and no entry behind it: a row that was lost, torn, applied out of order or too early differs.
+to the state's position make, and no entry behind it: a row that was lost, torn, applied out of order or too early differs. Some
+entries are bad. Followers leave them out and write them to a file, which has each of them in the end, and no other.
 """
 
 import contextlib
 import itertools
+import json
 import os
 import random
 import shutil
@@ -29,14 +31,24 @@ from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.follow.loop import follow
+from tableside.serving.follow.skipped import Skipped
 from tableside.serving.follow.sources import open_source
 
 KEY, SOURCE = "rows", "redis:rows"
+BAD_SHARE = 0.01  # of the entries
 LONGEST_S = 0.4  # that a follower lives
 MERGED_BYTES = 1 << 10  # of a newest delta that followers merge beside, as if that were much
+BAD: list[dict[str, bytes | str]] = [
+    {"table": "nobody"},
+    {"ids": np.array([ROWS]).tobytes(), "vectors": np.zeros(DIM, np.float32).tobytes()},
+    {"ids": np.array([1]).tobytes(), "vectors": np.full(DIM, np.nan, np.float32).tobytes()},
+    {"ids": np.array([1, 2]).tobytes(), "vectors": np.zeros(DIM, np.float32).tobytes()},
+    {"ids": b"1", "vectors": b"2"},
+    {"dtype": "fp64"},
+]
 NEVER = (
     *("states with wrong rows", "positions that went back", "entries that were not applied in the end"),
-    "followers that ended by themselves",
+    *("followers that ended by themselves", "bad entries that were not written aside", "good entries that were"),
 )
 
 
@@ -83,7 +95,8 @@ class Stream:
     """What was sent, and what its first entries make of the table."""
 
     def __init__(self, redis: Redis, chance: random.Random) -> None:
-        self._redis, self._rng = redis, np.random.default_rng(chance.randrange(1 << 32))
+        self._redis, self._rng, self._chance = redis, np.random.default_rng(chance.randrange(1 << 32)), chance
+        self.bad: set[str] = set()
         self._sent: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self._made, self._table = 0, told(TABLES["user"], 1, np.arange(ROWS))
 
@@ -98,6 +111,10 @@ class Stream:
             ids = self._rng.choice(ROWS, int(self._rng.integers(1, 60)), replace=False)
             vectors = written(number, ids)
             fields: dict[Any, Any] = {"table": "user", "ids": ids.tobytes(), "vectors": vectors.tobytes()}
+            if self._chance.random() < BAD_SHARE:
+                fields |= self._chance.choice(BAD)
+                self.bad.add(f"{number}-0")
+                ids, vectors = ids[:0], vectors[:0]
             self._redis.client.xadd(KEY, fields, id=f"{number}-0")
             self._sent.append((ids, vectors))
 
@@ -123,15 +140,17 @@ def rows_now(model: Model, name: str) -> np.ndarray[Any, Any]:
     return choose("native").lookup(table, ids, None, pooling=Pooling.NONE)
 
 
-def fork_follower(root: Path, url: str, every_s: float, rows: int) -> int:
-    """A follower's process, forked from this one, which has imported everything; its id."""
+def fork_follower(root: Path, url: str, every_s: float, rows: int, aside: Path) -> int:
+    """A follower's process, forked from this one, which has imported everything; its id. aside: gets bad entries."""
     if pid := os.fork():
         return pid
     code = 1
     applying.SMALL_BYTES = MERGED_BYTES
     try:
         source = open_source(url, None, None, "start", lambda: False)
-        follow(Model(root, "demo"), source, rows, every_s, lambda: False, lambda _: None, settings=ApplySettings(threads=1))
+        with Skipped(source, aside) as skip:
+            model, settings = Model(root, "demo"), ApplySettings(threads=1)
+            follow(model, source, rows, every_s, lambda: False, lambda _: None, settings=settings, skip=skip)
     except BaseException:  # noqa: BLE001  (told here, as the process ends below, whatever it was)
         traceback.print_exc()
     finally:
@@ -141,7 +160,8 @@ def fork_follower(root: Path, url: str, every_s: float, rows: int) -> int:
 class Campaign:
     """A model, its stream, and what was counted."""
 
-    def __init__(self, root: Path, redis: Redis, seed: int) -> None:
+    def __init__(self, root: Path, redis: Redis, aside: Path, seed: int) -> None:
+        self._aside = aside
         self._root, self._redis, self._chance = root, redis, random_of(seed, "follows")
         self._model, self._stream = Model(root, "demo"), Stream(redis, self._chance)
         self._position = 0
@@ -152,7 +172,9 @@ class Campaign:
         """One follower's life: entries come before and while it lives, and it is killed at a random instant."""
         self._stream.send(self._chance.randrange(20))
         before = self._position
-        pid = fork_follower(self._root, self._redis.url, self._chance.uniform(0.005, 0.1), self._chance.randrange(1, 2000))
+        pid = fork_follower(
+            self._root, self._redis.url, self._chance.uniform(0.005, 0.1), self._chance.randrange(1, 2000), self._aside
+        )
         end = time.monotonic() + self._chance.uniform(0, LONGEST_S)
         while time.monotonic() < end:
             self._stream.send(self._chance.randrange(5))
@@ -170,12 +192,16 @@ class Campaign:
 
     def finish(self) -> None:
         """A last follower applies what is left."""
-        pid = fork_follower(self._root, self._redis.url, 0.05, 1000)
+        pid = fork_follower(self._root, self._redis.url, 0.05, 1000, self._aside)
         with contextlib.suppress(TimeoutError):
             until(lambda: self._kept() == self._stream.entries, 30, "the last entry to be applied")
         self._end(pid)
         self._compare()
         self.counts["entries that were not applied in the end"] = self._stream.entries - self._position
+        left_out = {json.loads(line)["position"] for line in self._aside.read_text().splitlines()}
+        self.counts["bad entries"] = len(self._stream.bad)
+        self.counts["bad entries that were not written aside"] = len(self._stream.bad - left_out)
+        self.counts["good entries that were"] = len(left_out - self._stream.bad)
 
     def _end(self, pid: int) -> None:
         """Kills a follower; one that had ended by itself is counted."""
@@ -207,7 +233,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         publish(root, files, value=1)
         redis = Redis(files)
         try:
-            campaign = Campaign(root, redis, seed)
+            campaign = Campaign(root, redis, files / "bad.jsonl", seed)
             end = time.monotonic() + seconds
             for round_ in itertools.count():
                 campaign.torment(kills_redis=round_ % 10 == 5, compacts=round_ % 10 in (2, 8))
@@ -222,6 +248,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
 GOALS: dict[str, Goal] = {
     "kills": at_least(500),
     "kills of Redis": at_least(50),
+    "bad entries": at_least(50),
     "compactions meanwhile": at_least(50),
     "states compared": at_least(500),
     **dict.fromkeys(NEVER, none()),

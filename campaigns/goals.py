@@ -9,7 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from campaigns import clients, engines, evals, files, flips, follows, kills, loads, overload, programs, requests, soak, states
+from campaigns import (
+    clients,
+    engines,
+    evals,
+    files,
+    flips,
+    follows,
+    forks,
+    kills,
+    loads,
+    overload,
+    present,
+    programs,
+    requests,
+    soak,
+    states,
+)
 from campaigns.common import Goal, Run, at_least, at_most, console, none
 
 MOST_CHANGES, TRIED_CHANGES = 1000, 10
@@ -145,6 +161,8 @@ CAMPAIGNS = {
     "flips": Campaign(_flips, 4, FLIPS),
     "files": Campaign(_files, 4, FILES),
     "follows": Campaign(follows.run, 5, follows.GOALS),
+    "forks": Campaign(forks.run, 2, forks.GOALS),
+    "present": Campaign(present.run, 4, present.GOALS),
     "states": Campaign(states.run, 4, states.GOALS),
     "evals": Campaign(evals.run, 8, evals.GOALS),
 }

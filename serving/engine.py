@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from tableside.loader.errors import LoaderError
+from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.segment import Segment, Verify
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
@@ -27,6 +27,7 @@ from tableside.serving.version import Beside, ServedVersion
 logger = logging.getLogger("tableside")
 
 _VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
+_BEGIN_S, _AGAIN_S = 30.0, 0.05  # for which states may go while the first one is attached; between two of them
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
 
@@ -105,8 +106,20 @@ class Engine:
         )
 
     def begin(self) -> None:
-        """Attaches the state to serve first, and answers from it. Errors: as of `attach`, VersionError where none is live."""
-        self.swap(self.attach(self._first()))
+        """Attaches the state to serve first, and answers from it. Where that goes meanwhile, as newer ones come, it is the next.
+
+        Errors: as of `attach`, VersionError where none is live.
+        """
+        deadline = time.monotonic() + _BEGIN_S
+        while True:
+            state = self._first()
+            try:
+                self.swap(self.attach(state))
+                break
+            except (LoaderError, ServingError) as error:
+                if time.monotonic() > deadline or not self.is_passing(state, error):
+                    raise
+            time.sleep(_AGAIN_S)
         served = self.served()
         logger.info(
             "serving %s version %s: %d tables, %.1f MB, lookups on %s",
@@ -117,7 +130,7 @@ class Engine:
             served.backend.description,
         )
 
-    def _first(self) -> State | None:
+    def _first(self) -> State:
         return good_state(self.model)
 
     @property
@@ -271,9 +284,12 @@ class Engine:
         self._refused.add(state)
         return is_new
 
-    def is_live(self, state: State) -> bool:
-        """Whether a state is the live one still. LoaderError, OSError: nobody can see which one is."""
-        return state_of(self.model.record()) == state
+    def is_passing(self, state: State, error: Exception) -> bool:
+        """Whether what kept `state` from being attached passes: a newer state is live and this one's files went, or an engine
+        process is being replaced. LoaderError, OSError: nobody can see which state is live."""
+        if isinstance(error, VersionError):
+            return state_of(self.model.record()) != state
+        return isinstance(error, ApiError) and error.status == 503
 
     def _give_up(self, version: int) -> None:
         logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.errors import LoaderError
 from tableside.loader.states import State
 from tableside.quant import QuantError
 from tableside.serving.engine import Engine
@@ -82,9 +82,7 @@ class Watch:
         if state is None:
             logger.exception("the versions of %s cannot be looked at", engine.model.name)
             return
-        if isinstance(error, VersionError) and not engine.is_live(state):
-            return  # a newer one came, and this one's files went
-        if not engine.refuse(state):
+        if engine.is_passing(state, error) or not engine.refuse(state):
             return
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
         logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)

@@ -86,13 +86,14 @@ class DoorEngine(Engine):
         """The engine process's, as it was a second ago."""
         return self._link.cache
 
-    def _first(self) -> None:
+    def _first(self) -> State:
         """The one that the engine process serves."""
+        live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
+        return State.numbered(live["state"])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps a state that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
-        live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
-        number = live["state"] if state is None else state.number
+        number = (self._first() if state is None else state).number
         told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
         before = None if self._served is None else self._served.segment
         segment = attach_state(self.model, State.numbered(number), "header", before)

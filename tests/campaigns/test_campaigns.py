@@ -15,6 +15,8 @@ SHORT = {
     "requests": (8, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
+    "forks": (3, ("forks", "forks of event loops")),
+    "present": (6, ("requests", "batches applied", "kills")),
     "states": (4, (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions")),
     "soak": (4, ("requests", "swaps")),
 }
@@ -22,7 +24,7 @@ SHORT = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_redis] if n == "follows" else []) for n in SHORT])
 def test_a_short_run(name: str) -> None:
-    if name == "engines":
+    if name in ("engines", "present"):
         pytest.importorskip("triton")
     seconds, did = SHORT[name]
     result = Result(name, seconds, SEED, CAMPAIGNS[name].run(seconds, SEED), CAMPAIGNS[name].goals)
