@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from served import engine_of
 from support import until
 
 from tableside.loader.apply import ApplySettings, apply
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.compact import compact
+from tableside.loader.errors import SegmentError
 from tableside.loader.retention import Retention
 from tableside.loader.states import State, state_of
 from tableside.loader.versions import Model
@@ -92,6 +94,19 @@ class Asking:
         self._ending.set()
         for thread in self._threads:
             thread.join()
+
+
+def test_a_process_begins_with_the_next_state_where_the_first_one_goes(publish: Callable[..., Any], root: Path) -> None:
+    """As it does where changes come while it starts; a state that is live and cannot be attached is an error."""
+    publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
+    engine = engine_of(root, 1 << 20)
+    states = [State(1, 7), State(1, 8), State(1)]
+    engine._first = lambda: states.pop(0)  # type: ignore[method-assign]
+    engine.begin()
+    assert engine.served().state == State(1) and not states
+    (root / "demo/1.segment").write_bytes(b"")
+    with pytest.raises(SegmentError):
+        engine_of(root, 1 << 20).begin()
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["engine", "cpu"])
