@@ -4,12 +4,15 @@
  * bytes and split them by shift and mask into 2 or 4 vectors of every second or fourth column; the vectors are
  * interleaved once a bag, not once a row. Each row that is read is one more that is prefetched (_prefetch.h).
  * Order of arithmetic, which FBGEMM's CPU kernel shares: sum = fma(q, scale, sum + bias), with scale and bias times the weight.
+ * A sum begins at +0, but that of one row at -0: x + -0 is x, while -0 + +0 is +0 and would lose a sign that is stored.
  */
 #define STREAM_BYTES (4 << 20)
 
 #define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
 #define HAS_SCALE(format) ((format) <= INT8)
 #define ROW_BYTES(format, dim) ((USED_BYTES(format, dim) + 15) / 16 * 16)
+
+INLINE float first_sum(int64_t length) { return length == 1 ? -0.0f : 0.0f; }
 
 /* Adds `blocks` vectors of one row, from column `column` on, to sum. */
 INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t column, float weight) {
@@ -75,7 +78,7 @@ INLINE float value_at(int format, const uint8_t *row, int64_t c) {
 
 INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *out, int64_t column, float factor) {
     for (int64_t c = column; c < j->dim; c++) {
-        float sum = 0.0f;
+        float sum = first_sum(length);
         for (int64_t i = id; i < id + length; i++) {
             const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
             float weight = j->weights ? load_f32(j->weights + 4 * i) : 1.0f;
@@ -117,7 +120,7 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
         const int64_t left = last - prefetched, until = length < left ? end : id + left;
         const uint8_t *const later = ids + 8 * (prefetched - id);
         prefetched += until - id;
-        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(length));
         for (; id < until; id++) {
             prefetch_row(table, row_bytes, later + 8 * id, into_l1);
             ADD_ROW;
@@ -147,14 +150,14 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
     int64_t id = 0;
     for (; id < until; id++, out += out_row_bytes) {
         prefetch_row(table, row_bytes, ids + 8 * (id + lead), into_l1);
-        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(1));
         ADD_ROW;
         store_row(format, blocks, sum, out, 0, how);
     }
     if (a->job == j) a->id += id;
     if (id < n_ids) prefetch_later(a, j, n_ids - id);
     for (; id < n_ids; id++, out += out_row_bytes) {
-        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+        UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(1));
         ADD_ROW;
         store_row(format, blocks, sum, out, 0, how);
     }
@@ -166,7 +169,7 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
 INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64_t id, int64_t length, uint8_t *out,
                        int64_t column, float factor) {
     vf sum[16];
-    UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(0.0f);
+    UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(length));
     for (int64_t i = id; i < id + length; i++) {
         const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
         add_row(format, blocks, weighted, sum, row, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);

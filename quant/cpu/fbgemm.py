@@ -102,6 +102,7 @@ class Fbgemm(CpuBackend):
         out[:] = operator(held, half)(
             torch.tensor(ids), offsets, _POOLING[pooling], None if weights is None else torch.tensor(weights)
         ).numpy()
+        _keep_signs(Checked(held, pooling, ids, lengths, weights, out))
         return out
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
@@ -143,6 +144,7 @@ class _Planner(CpuPlanner):
         for one in lookups:
             one.out[:] = found[:, at : at + one.table.dim]
             at += one.table.dim
+            _keep_signs(one)
 
     def _operator(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> Any:
         if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
@@ -155,6 +157,17 @@ class _Planner(CpuPlanner):
                     self._bound.popitem(last=False)
             self._bound.move_to_end(tuple(jobs))
         return found
+
+
+def _keep_signs(one: Checked) -> None:
+    """Makes +0 in the vector of one row -0 again where the row has that. FBGEMM adds every row to +0."""
+    if one.table.row_format.has_scale:
+        return
+    lengths = np.ones(one.ids.size, np.int64) if one.lengths is None else one.lengths.astype(np.int64)
+    vectors = np.flatnonzero((lengths == 1) & (one.out == 0).any(axis=1))
+    at = (np.cumsum(lengths) - lengths)[vectors]
+    rows = reference.unpack(torch.from_numpy(one.table.packed[one.ids[at]]), one.table.row_format, one.table.dim).numpy()
+    one.out[vectors] = np.copysign(one.out[vectors], rows if one.weights is None else rows * one.weights[at, None])
 
 
 def _joined(arrays: Sequence[Any]) -> torch.Tensor:

@@ -128,7 +128,8 @@ class Reference(CpuBackend):
                 terms = terms * torch.from_numpy(weights.copy()).double()[:, None]
             counts = torch.from_numpy(lengths.astype(np.int64))
             bag_of_id = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            sums = torch.zeros(len(counts), table.dim, dtype=torch.float64).index_add_(0, bag_of_id, terms)
+            begin = torch.where(counts == 1, -0.0, 0.0).double()  # the sum of one row is that row, and x + -0 is x
+            sums = begin[:, None].repeat(1, table.dim).index_add_(0, bag_of_id, terms)
             vectors = sums / counts.clamp(min=1)[:, None] if pooling is Pooling.MEAN else sums
         out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()
         return out

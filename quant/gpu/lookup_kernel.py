@@ -54,6 +54,7 @@ from tableside.quant.gpu.tensor_bags import bags_of_offsets, report
 
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
 _STAGING_UNIT = tl.constexpr(16)  # bytes, in which locations count places in the staging buffer
+_MINUS_ZERO = tl.constexpr(-2147483648)  # the bits of -0 in fp32, of which no compiler makes +0
 _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 
 
@@ -188,6 +189,16 @@ def pool(
         else 1
     )
     HAS_SCALE: tl.constexpr = FORMAT <= FORMAT_INT8
+    # What is added for a row that is not read: -0, as x + -0 is x for any x. Quantized rows have scale and bias 0 there.
+    NOTHING: tl.constexpr = (
+        0
+        if HAS_SCALE
+        else -2139062144  # 0x80808080
+        if FORMAT == FORMAT_FP8
+        else -2147450880  # 0x80008000
+        if FORMAT == FORMAT_FP16
+        else _MINUS_ZERO
+    )
     HEADER: tl.constexpr = 1 if HAS_SCALE else 0  # words before the values: scale and bias, fp16 each
     WORDS: tl.constexpr = 2 if FORMAT == FORMAT_INT2 else 4  # of a chunk
     dim = tl.load(job + JOB_DIM).to(tl.int32)
@@ -230,9 +241,11 @@ def pool(
     is_named = ids_at >= 0
     named = length * is_named.to(tl.int32)
     word = tl.arange(0, WORDS)[None, :]
+    # The sum of one row begins at -0, so that it is that row; any other at +0, as FBGEMM's do.
+    zero = tl.where(length == 1, _MINUS_ZERO, 0).to(tl.float32, bitcast=True)[:, None]
     sums = ()
     for _ in tl.static_range(PER_WORD):
-        sums = sums + (tl.zeros((COLUMNS * LANES, WORDS), tl.float32),)
+        sums = sums + (tl.broadcast_to(zero, (COLUMNS * LANES, WORDS)),)
     biases = tl.zeros((COLUMNS * LANES,), tl.float32)
     is_wrong = tl.zeros((COLUMNS * LANES,), tl.int1)
     for step in range(0, longest, UNROLL * LANES):
@@ -261,7 +274,7 @@ def pool(
         scale_bias = ()
         for r in tl.static_range(UNROLL):
             begin = tl.multiple_of((row[r] + chunk * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
-            words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], 0),)
+            words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], NOTHING),)
             if HAS_SCALE:
                 scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
         for r in tl.static_range(UNROLL):
@@ -291,7 +304,12 @@ def pool(
         biases = tl.sum(tl.reshape(biases, (LANES, COLUMNS)), 0)
         total = ()
         for i in tl.static_range(PER_WORD):
-            total = total + (tl.sum(tl.reshape(sums[i], (LANES, COLUMNS, WORDS)), 0),)
+            of_lanes = tl.reshape(sums[i], (LANES, COLUMNS, WORDS))
+            joined = tl.sum(of_lanes, 0)
+            if not HAS_SCALE:  # a sum over lanes may begin at +0; -0, which the lanes without a row hold, has the least bits
+                only = tl.max(of_lanes.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
+                joined = tl.where((length == 1)[:, None], only, joined)
+            total = total + (joined,)
         sums = total
     divisor = tl.full((COLUMNS,), 1.0, tl.float32)
     if POOLED:
@@ -300,7 +318,10 @@ def pool(
     divisor = divisor * (FP8_SCALE if FORMAT == FORMAT_FP8 else 1.0)
     results = ()
     for i in tl.static_range(PER_WORD):
-        results = results + ((sums[i] + biases[:, None]) / divisor[:, None],)
+        result = sums[i]
+        if HAS_SCALE:
+            result += biases[:, None]
+        results = results + (result / divisor[:, None],)
     value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector
     _store(job, outputs, vector, value, interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
 

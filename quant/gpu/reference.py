@@ -32,7 +32,7 @@ def row_address(id: int, table: int, row_bytes: int, location: int, hbm_rows: in
 
 def pooled(rows: Sequence[Sequence[float]], weights: Sequence[float] | None, is_mean: bool, dim: int) -> list[float]:
     """The vector of one bag from its dequantized rows, each [dim]: their weighted sum, for a mean divided by their number."""
-    vector = [0.0] * dim
+    vector = [-0.0 if len(rows) == 1 else 0.0] * dim  # the sum of one row is that row, and x + -0 is x
     for n, row in enumerate(rows):
         weight = 1.0 if weights is None else weights[n]
         vector = [sum_ + weight * value for sum_, value in zip(vector, row, strict=True)]

@@ -41,6 +41,7 @@ class Oracle:
             pool = np.arange(1000) if table != "raw" else np.concatenate([IDS[:1000], np.arange(1000) * 7919 + 1])
             ids = self.rng.choice(pool, rows)
             vectors = self.rng.standard_normal((rows, DIM)).astype(np.float32)
+            vectors[::9, ::2] = -0.0
             deleted = self.rng.random(rows) < (0.2 if table != "dense" else 0.0)
             made.append(TableChanges(table, ids, vectors, deleted))
             for i, vector, gone in zip(ids.tolist(), vectors, deleted.tolist(), strict=True):
@@ -57,3 +58,4 @@ class Oracle:
             expected = np.stack([self.rows.get((name, int(i)), MISSING) for i in asked])
             found = choose(backend).lookup(table, asked.astype(np.int64), pooling=Pooling.NONE)
             np.testing.assert_array_equal(found, expected, name)
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(expected), name)

@@ -44,8 +44,14 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return {"ids": table["id"].to_numpy(), "weights": vectors.flatten().to_numpy().reshape(-1, dim)}
 
 
+def with_zeros(values: np.ndarray) -> np.ndarray:
+    """The values, of which some are -0 and some +0."""
+    values[::5, ::3], values[1::5, 1::3] = -0.0, 0.0
+    return values
+
+
 def raw_tensor(root: Path, row_format: RowFormat = RowFormat.INT8, scale: float = 1.0) -> PartialTensor:
-    values = rows_of(IDS.size, 16) * np.float32(scale)
+    values = with_zeros(rows_of(IDS.size, 16) * np.float32(scale))
     publish_tables(root, {"t": RawTable(IDS, values, row_format, default=np.ones(16, np.float32))})
     return Model(root, "demo").tensor("t")
 
@@ -108,7 +114,7 @@ def test_loaded_again_the_rows_are_the_same_bytes(
     suffix: str, row_format: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path
 ) -> None:
     """Through a real load of the exported file, where the row format loses nothing."""
-    publish({"t": rows_of(300, 24)}, formats={"t": row_format})
+    publish({"t": with_zeros(rows_of(300, 24))}, formats={"t": row_format})
     model = Model(root, "demo")
     path = export(model.tensor("t"), tmp_path / f"again{suffix}", row_format).path
     raw = {"name": "demo", "checkpoint": path.name, "tables": {"t": {"key": "weights", "row_format": row_format}}}
@@ -122,6 +128,7 @@ def test_loaded_again_the_rows_are_the_same_bytes(
 def test_raw_ids_loaded_again_have_the_same_rows(suffix: str, row_format: str, root: Path, tmp_path: Path) -> None:
     """Each id its bytes, where the row format loses nothing; the index may be another."""
     before = raw_tensor(root, RowFormat.parse(row_format))
+    assert np.signbit(before.numpy()[before.numpy() == 0]).any()
     path = export(before, tmp_path / f"again{suffix}", row_format).path
     keys = {"key": "vector"} if suffix == ".parquet" else {"key": "weights", "id_key": "ids"}
     table = {**keys, "ids": "raw", "row_format": row_format, "buckets": 4}

@@ -4,6 +4,7 @@ quantizing is the business of the first three."""
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -175,6 +176,33 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
             ours, theirs = (choose(b).lookup(table, ids, lengths, pooling=pooling) for b in ("native", "fbgemm"))
             np.testing.assert_array_equal(ours, theirs)
     _native.use(ISAS[0])
+
+
+@pytest.mark.parametrize("dim", [4, 20, 128, 200])
+@pytest.mark.parametrize("row_format", [f for f in RowFormat if not f.has_scale], ids=lambda f: f.label)
+def test_the_sum_of_one_row_is_that_row_bit_for_bit(backend: Backend, row_format: RowFormat, dim: int) -> None:
+    """-0 stays -0: unpooled, in a bag of one row beside others, in fp32 and fp16, in a plan. Sums of more or no rows begin at +0,
+    as torch's and FBGEMM's do."""
+    values = np.zeros((3, dim), np.float32)
+    values[0], values[2, ::3] = -0.0, -0.0
+    packed = np.zeros((3, row_format.row_bytes(dim)), np.uint8)
+    choose("native").quantize(values, Source.FP32, row_format, packed)
+    table = Table(packed, row_format, dim)
+    signs = np.signbit(values)
+    alone = np.array([0, 1, 2], np.int64)
+    for half in (False, True):
+        assert (np.signbit(backend.lookup(table, alone, pooling=Pooling.NONE, half=half)) == signs).all()
+    for others, pooling in product((2, 9, 400), (Pooling.SUM, Pooling.MEAN)):  # by how long bags are, a GPU's launch is cut up
+        ids, lengths = np.array([0, 2, *[0] * others], np.int64), np.array([1, 1, 0, others], np.int32)
+        expected = [*signs[[0, 2]], *np.zeros((2, dim), bool)]
+        for weights in (None, np.ones(ids.size, np.float32)):
+            found = backend.lookup(table, ids, lengths, pooling=pooling, weights=weights)
+            assert (np.signbit(found) == expected).all(), (others, pooling, weights)
+        held = placed(table) if backend.name == "fused" else table
+        out = np.empty((4, dim), np.float32)
+        plan = backend.plan([Lookup(held, pooling, 0, ids.size, 0, bags=4, lengths_at=ids.nbytes)])
+        plan.run(ids.tobytes() + lengths.tobytes(), out.reshape(-1).view(np.uint8))
+        assert (np.signbit(out) == expected).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
