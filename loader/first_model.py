@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.keyed_folders import FolderTables
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.model import Feature, ModelSpec, RawIds, TableSpec, check_name
 from tableside.quant import QuantError, RowFormat
@@ -57,7 +58,8 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
         tables: dict[str, TableSpec] = {}
         for key in keys:
             table = _table_name(key, tables)
-            tables[table] = TableSpec(table, key, row_format, raw=RawIds(raw[key]) if key in raw else None)
+            ids = RawIds(raw[key]) if key in raw else None
+            tables[table] = TableSpec(table, key, row_format, raw=ids, dim=_dim_of_sizes(found, key))
         sizes = sizes_of(found, tables.values())
     return FirstModel(specification(checkpoint, name, folder, tables, [Feature(t, t) for t in tables]), left_out, sizes)
 
@@ -96,6 +98,16 @@ def _size(found: Checkpoint, t: TableSpec) -> str:
     before = source.rows * source.dim * source.source.bytes
     rows = f"{source.rows:,} rows x {source.dim}" if t.raw is None else f"up to {source.rows:,} ids x {source.dim}"
     return f"{rows}: {_megabytes(before)} of {source.source.label}, {_megabytes(packed)} as {t.row_format.label}"
+
+
+def _dim_of_sizes(found: Checkpoint, key: str) -> int | None:
+    """The dim that the sizes of a table's files give, where nothing else says it: the next ones may be cut. Else None."""
+    if not isinstance(found.tables, FolderTables):
+        return None
+    try:
+        return found.keyed(key).dim
+    except CheckpointError:
+        return None  # what `sizes_of` says why
 
 
 def _megabytes(count: int) -> str:

@@ -75,7 +75,7 @@ def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path)
                     "values for each key; expected keys of int64, and vectors of fp32"
                 )
             packed_bytes += rows.rows * row_format.row_bytes(dim)
-            tables.append(TableSpec(table, key, row_format, _missing(path, default, dim), RawIds()))
+            tables.append(TableSpec(table, key, row_format, _missing(path, default, dim), RawIds(), dim))
     model = check_name(name or re.sub(r"[^A-Za-z0-9_-]", "_", str(entry.get("model", ""))).lstrip("_-") or "model")
     checkpoint_path = root.relative_to(folder) if root.is_relative_to(folder) else root
     spec = ModelSpec(model, checkpoint_path, tuple(tables), tuple(Feature(t, t, "none") for t in names))

@@ -92,13 +92,22 @@ class Missing:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table as model.toml describes it. raw: None where an id is a row number."""
+    """One table as model.toml describes it. raw: None where an id is a row number; dim: None: the checkpoint alone says it."""
 
     name: str
     key: str
     row_format: RowFormat
     missing: Missing = Missing()
     raw: RawIds | None = None
+    dim: int | None = None
+
+    def check_dim(self, found: int, where: str) -> None:
+        """ModelError: vectors of `found` values are not what `dim` says. where: what has them, as in "the checkpoint's X"."""
+        if self.dim not in (None, found):
+            raise ModelError(
+                f"[tables.{self.name}]: dim is {self.dim}, and vectors of {where} have {found:,} values; "
+                "a file of theirs was cut, or belongs to another model; if it is whole, set dim to its values"
+            )
 
 
 @dataclass(frozen=True)
@@ -229,7 +238,7 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     check_name(name, "table", FEATURE_NAME)
     if "policy" in raw:
         raise ModelError(f'{where}: policy is called missing now; write missing = "error", or leave it out, which means the same')
-    _only(raw, where, {"key", "row_format", "missing", "ids", *_OF_RAW_IDS})
+    _only(raw, where, {"key", "row_format", "missing", "ids", "dim", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
         raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
@@ -237,9 +246,13 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     is_raw = _choice(raw, "ids", where, ("row", "raw"), "row") == "raw"
     if not is_raw and (given := [k for k in _OF_RAW_IDS if k in raw]):
         raise ModelError(f'{where}: {given[0]} is for raw ids; add ids = "raw", or leave it out')
-    return TableSpec(
-        name, key, row_format, _missing(raw.get("missing", "error"), where), _raw_ids(raw, where) if is_raw else None
-    )
+    dim = raw.get("dim")
+    if dim is not None and (type(dim) is not int or dim < 1):
+        raise ModelError(f"{where}: dim is {dim!r}; expected how many values a vector has, or leave it out")
+    missing = _missing(raw.get("missing", "error"), where)
+    if dim is not None and missing.vector and len(missing.vector) != dim:
+        raise ModelError(f"{where}: missing has {len(missing.vector)} numbers, and dim is {dim}; expected one for each of dim")
+    return TableSpec(name, key, row_format, missing, _raw_ids(raw, where) if is_raw else None, dim)
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

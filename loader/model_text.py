@@ -38,6 +38,8 @@ def _table(t: TableSpec, size: str | None, is_first: bool) -> Iterator[str]:
         yield f"# {_escape(size)}"
     yield f'key = "{_escape(t.key)}"'
     yield _commented(f'row_format = "{t.row_format.label}"', _FORMATS if is_first else "")
+    if t.dim is not None:
+        yield _commented(f"dim = {t.dim}", "a checkpoint with other vectors is refused" if is_first else "")
     if t.raw is not None:
         yield 'ids = "raw"'
         if t.raw.key is not None:

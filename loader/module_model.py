@@ -39,7 +39,8 @@ def module_model(module: Path, checkpoint: Path, name: str | None, row_format: R
                 problems.append(str(error))
                 continue
             called = not_taken(table.name, tables)
-            tables[called] = TableSpec(called, key, row_format, raw=RawIds(raw[key]) if key in raw else None)
+            ids = RawIds(raw[key]) if key in raw else None
+            tables[called] = TableSpec(called, key, row_format, raw=ids, dim=table.dim)
             features += [Feature(feature, called, pooling) for feature, pooling in of_it]
         left_out = [f"{k}: {reason(found, k)}" for k in found.skipped if k not in raw.values()]
         keys = {t.key for t in tables.values()}

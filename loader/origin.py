@@ -28,8 +28,13 @@ def spec_digest(spec: ModelSpec) -> str:
     if scorer is not None and scorer.program is not None:
         program = read_regular(scorer.program, LARGEST_BYTES, "[scorer]'s program", ModelError)
         scorer = replace(scorer, program=None)
-    said = asdict(replace(spec, checkpoint=Path(), scorer=scorer))
+    # A dim that is not said leaves the digest what it was before tables could say one.
+    said = asdict(replace(spec, checkpoint=Path(), scorer=scorer), dict_factory=_said)
     return xxhash.xxh3_128_hexdigest(json.dumps(said, default=str, sort_keys=True).encode() + b"\0" + program)
+
+
+def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if (key, value) != ("dim", None)}
 
 
 def is_live(spec: ModelSpec, model: Model) -> bool:

@@ -19,11 +19,14 @@ class Sources:
     """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
 
     def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
+        """CheckpointError: a table is not there. ModelError: its vectors have another dim than its description says."""
         self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
         for matrix in self.matrices.values():
             checkpoint.open_files(matrix)
         self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in tables if t.raw is not None}
         both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
+        for t in tables:
+            t.check_dim(both[t.name].dim, f"the checkpoint's {t.key!r}")
         self.dims = {name: source.dim for name, source in both.items()}
         self.rows = {name: source.rows for name, source in both.items()}
         self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())

@@ -165,6 +165,7 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
     index = None if ids is None else ids.index
     yield "key", stored.key, spec.key
     yield "row_format", stored.row_format, spec.row_format.label
+    yield "dim", stored.dim, stored.dim if spec.dim is None else spec.dim
     yield "ids", "row" if index is None else "raw", "row" if raw is None else "raw"
     if index is not None and raw is not None:
         yield "buckets", index.buckets, raw.buckets

@@ -1,5 +1,6 @@
 """The first model.toml of a checkpoint with tables of raw ids: which tables it proposes, and where their ids are."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ from support import rows_of, run_tableside
 
 from tableside.loader.errors import ModelError
 from tableside.loader.first_model import first_model
+from tableside.loader.load import load
 from tableside.loader.model import ModelSpec, RawIds, read_model
 from tableside.loader.model_text import write_model
+from tableside.loader.origin import is_live
+from tableside.loader.versions import Model
 from tableside.quant import RowFormat
 
 MPZCH = Path(__file__).parent.parent / "fixtures" / "torchrec_mpzch"
@@ -47,6 +51,25 @@ def test_torchrecs_mpzch(tmp_path: Path) -> None:
     (table,) = propose(MPZCH / "model.pt", tmp_path)[0].tables
     assert table.name == "user" and table.raw is not None
     assert table.raw.key == "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
+
+
+@pytest.mark.parametrize("cut", ["m/emb_vector", "d/user_emb_values.rank_0.world_size_1"])
+def test_a_file_of_vectors_that_is_cut_to_half(cut: str, root: Path, tmp_path: Path) -> None:
+    """The dim of files that do not say it is written, so that half of one is refused when it is loaded, or loaded again."""
+    folder = tmp_path / cut.split("/")[0]
+    folder.mkdir()
+    key = folder / ("key" if folder.name == "m" else "user_emb_keys.rank_0.world_size_1")
+    key.write_bytes(ids_of(40).tobytes())
+    (tmp_path / cut).write_bytes(rows_of(40, 8).tobytes())
+    assert [t.dim for t in propose(folder, tmp_path)[0].tables] == [8]
+    spec = read_model(tmp_path / "model.toml")
+    assert load(spec, root).version == 1
+    assert is_live(spec, Model(root, spec.name))
+    os.truncate(tmp_path / cut, 40 * 8 * 2)
+    fault = r"dim is 8, and vectors of the checkpoint's '.*' have 4 values; a file of theirs was cut"
+    for use in (load, lambda spec, root: is_live(spec, Model(root, spec.name))):
+        with pytest.raises(ModelError, match=fault):
+            use(spec, root)  # type: ignore[operator]
 
 
 def test_identities_without_vectors_are_named(tmp_path: Path) -> None:
