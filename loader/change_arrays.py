@@ -1,6 +1,8 @@
 """Changes in .npz files, stored or compressed (loader.change_files says the arrays). They are read as streams, block by block."""
 
+import math
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -10,17 +12,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
 from tableside.loader.changes import TableChanges
+from tableside.loader.checkpoint.numpy_files import npy_header
+from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
 _SUFFIX = ".npy"
 _PARTS = {"ids": ("iu", 1, "integers [n]"), "vectors": ("f", 2, "floats [n, dim]"), "deleted": ("b", 1, "bool [n]")}
-_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 
 
 def rows_in(path: Path) -> int:
@@ -74,8 +77,10 @@ class _Array:
 
     def read(self, rows: int) -> NDArray[Any]:
         """The next rows."""
-        size = rows * self.dtype.itemsize * int(np.prod(self.one, dtype=np.int64))
+        size = rows * self.dtype.itemsize * math.prod(self.one)
         data = self.stream.read(size)
+        if len(data) != size:
+            raise EOFError(f"{self.name!r} ends early")
         return np.frombuffer(data, self.dtype, size // self.dtype.itemsize).reshape(rows, *self.one)
 
 
@@ -84,17 +89,19 @@ def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) ->
     info = archive.getinfo(name + _SUFFIX)
     stream = stack.enter_context(archive.open(info))
     try:
-        version = npy.read_magic(stream)
-        if version not in _HEADERS:
-            raise ValueError(f"format version {version[0]}.{version[1]}; expected 1.0 or 2.0")
-        shape, fortran, dtype = _HEADERS[version](stream)
+        descr, fortran, shape, _ = npy_header(lambda _, count: stream.read(count), info.file_size)
     except ValueError as error:
         raise ChangeError(f"{path}: {name!r} is not a .npy array ({error})") from error
     kinds, axes, expected = _PARTS[name.rpartition(".")[2]]
-    if dtype.kind not in kinds or len(shape) != axes or (fortran and axes > 1) or (dtype.kind == "f" and dtype.itemsize > 8):
+    dtype = np.dtype(descr) if _DTYPE.fullmatch(descr) else None
+    if dtype is None or dtype.kind not in kinds or len(shape) != axes or (fortran and axes > 1):
         order = ", columns first" if fortran else ""
-        raise ChangeError(f"{path}: {name!r} is {dtype} {list(shape)}{order}; expected {expected}, rows first")
-    size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        raise ChangeError(
+            f"{path}: {name!r} is {descr if dtype is None else dtype} {list(shape)}{order}; expected {expected}, rows first"
+        )
+    if math.prod(shape[1:]) > LARGEST_DIM:
+        raise ChangeError(f"{path}: {name!r} has {shape[1]:,} values a row; expected at most {LARGEST_DIM:,}")
+    size = dtype.itemsize * math.prod(shape)
     if stream.tell() + size != info.file_size:
         raise ChangeError(f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}")
     return _Array(name, stream, dtype, shape[0], shape[1:])

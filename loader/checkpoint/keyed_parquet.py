@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import keyed
 from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
-from tableside.loader.checkpoint.rows import Checkpoint, some
+from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, some
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
@@ -108,6 +108,8 @@ class ParquetRows(KeyedRows):
                 f'file as "{path.name}/{column}" where each is a table of its own'
             )
         ((self.source, self.dim),) = kinds
+        if self.dim > LARGEST_DIM:
+            raise CheckpointError(f"{files[0]}: {column!r} has {self.dim:,} values a row; expected at most {LARGEST_DIM:,}")
         self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // (self.dim * self.source.bytes))))
         self._block_rows = max(1, keyed.BLOCK_BYTES // _SMALLER // (self.dim * self.source.bytes))
         self.pieces, self.buffer_bytes = len(self._pieces), _ARROW_BYTES + 12 * keyed.BLOCK_BYTES // _SMALLER

@@ -6,7 +6,9 @@ is matched against the form that it has, never evaluated.
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from tableside.loader.checkpoint.archive import Archive, Record
 from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
@@ -23,6 +25,15 @@ _FIELDS = {
 }
 _FIELD = re.compile(r"""\s*['"](descr|fortran_order|shape)['"]\s*:\s*""")
 _ITEM_BYTES = re.compile(r"[<>|=][biufcV](\d{1,6})")
+
+
+class NpyHeader(NamedTuple):
+    """dtype: as it is written, "structured" where it has fields; is_fortran: columns come first; start: of the values."""
+
+    dtype: str
+    is_fortran: bool
+    shape: tuple[int, ...]
+    start: int
 
 
 def read(path: Path, fd: int) -> Checkpoint:
@@ -42,7 +53,7 @@ def read(path: Path, fd: int) -> Checkpoint:
 
 def _add(found: Collector, key: str, window: Window, record: Record | None) -> None:
     try:
-        dtype, fortran, shape, start = _header(window)
+        dtype, fortran, shape, start = npy_header(window.read, window.bytes)
     except ValueError as error:
         raise CheckpointError(f"{window.path}: {key!r} is not a .npy array ({error})") from error
     if item := _ITEM_BYTES.fullmatch(dtype):
@@ -58,21 +69,21 @@ def _add(found: Collector, key: str, window: Window, record: Record | None) -> N
     found.add(key, shape, dtype, shards)
 
 
-def _header(window: Window) -> tuple[str, bool, tuple[int, ...], int]:
-    """(dtype, whether columns come first, shape, where the values begin). ValueError: it is no .npy header."""
-    if window.bytes < 12 or window.read(0, 6) != _MAGIC:
-        raise ValueError(f"it begins with {window.read(0, min(6, window.bytes))!r}, expected {_MAGIC!r}")
-    major, minor = window.read(6, 2)
+def npy_header(read: Callable[[int, int], bytes], size: int) -> NpyHeader:
+    """The header of an array of `size` bytes. read: (offset, bytes), one part after another. ValueError: it is none."""
+    if size < 12 or (begin := read(0, 6)) != _MAGIC:
+        raise ValueError(f"it has {size:,} bytes" if size < 12 else f"it begins with {begin!r}, expected {_MAGIC!r}")
+    major, minor = read(6, 2)
     if (major, minor) not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"format version {major}.{minor}; expected 1.0, 2.0 or 3.0")
     width = 2 if major == 1 else 4
-    length = int.from_bytes(window.read(8, width), "little")
-    if length > min(_HEADER_LIMIT_BYTES, window.bytes - 8 - width):
-        raise ValueError(f"a header of {length:,} bytes in {window.bytes:,}; it is truncated or damaged")
-    text = window.read(8 + width, length).decode("utf-8" if major == 3 else "latin-1")
+    length = int.from_bytes(read(8, width), "little")
+    if length > min(_HEADER_LIMIT_BYTES, size - 8 - width):
+        raise ValueError(f"a header of {length:,} bytes in {size:,}; it is truncated or damaged")
+    text = read(8 + width, length).decode("utf-8" if major == 3 else "latin-1")
     fields = _fields(text)
     shape = tuple(int(n.strip(" L")) for n in fields["shape"].split(",") if n.strip())
-    return fields["descr"], fields["fortran_order"] == "True", shape, 8 + width + length
+    return NpyHeader(fields["descr"], fields["fortran_order"] == "True", shape, 8 + width + length)
 
 
 def _fields(text: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from tableside.loader.files import open_regular
 from tableside.quant import Source
 
 DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
+LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
 Seen = Callable[["Shard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
 
 
@@ -65,7 +66,12 @@ class Placed:
         return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
     def check(self, checkpoint: Path) -> Self:
-        """Raises CheckpointError unless the shards cover every value once and lie inside their files."""
+        """Raises CheckpointError unless the shards cover every value once and lie inside their files, and a row can be read."""
+        if self.dim > LARGEST_DIM:
+            raise CheckpointError(
+                f"{checkpoint}: {self.key!r} has {self.rows:,} rows of {self.dim:,} values; expected at most {LARGEST_DIM:,}: "
+                "a file of it is longer than what was written there, or lacks rows"
+            )
         sizes: dict[Path, int] = {}
         covered = 0
         for s in self.shards:

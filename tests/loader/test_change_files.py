@@ -248,6 +248,64 @@ def test_arrays_that_are_refused(arrays: dict[str, Any], fault: str, tmp_path: P
         read(tmp_path / "a.npz", "user")
 
 
+def an_array(dtype: str, shape: str, data: bytes = b"") -> bytes:
+    """A .npy whose header says so, whatever `data` is."""
+    head = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + data
+
+
+IDS_OF_TWO, VECTORS_OF_TWO = an_array("<i8", "(2,)", bytes(16)), an_array("<f4", "(2, 4)", bytes(32))
+
+
+@pytest.mark.parametrize("part", ["ids", "vectors"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        an_array("<i8", f"({2**61},)"),
+        an_array("<f4", f"({2**32}, {2**32})"),
+        an_array("<f4", f"(2, {2**62})", bytes(32)),
+        an_array("<f4", f"(2, {10**90})", bytes(32)),
+        an_array("<i8", f"({10**90},)"),
+        an_array("<f4", "(-2, -4)", bytes(32)),
+        an_array("<i8", "(" + "-" * 9000 + "2,)", bytes(16)),
+        an_array("<i8", "(" * 4000 + "2" + ",)" * 2000, bytes(16)),
+        an_array("<i8", "(True,)", bytes(8)),
+        an_array("|V99999999999999", "(2,)", bytes(16)),
+        an_array("<f16", "(2, 4)", bytes(128)),
+        b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 9000,
+        b"\x93NUMPY\x01\x00",
+        b"",
+    ],
+    ids=range(14),
+)
+def test_headers_of_arrays_that_lie(part: str, record: bytes, tmp_path: Path) -> None:
+    """Shapes whose product wraps or no integer holds, nested literals, short ones: one error that names the array."""
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("user.ids.npy", record if part == "ids" else IDS_OF_TWO)
+        file.writestr("user.vectors.npy", record if part == "vectors" else VECTORS_OF_TWO)
+    with pytest.raises(ChangeError, match=rf"a\.npz: 'user\.{part}'"):
+        read(tmp_path / "a.npz")
+    if part == "ids":
+        with pytest.raises(ChangeError, match=r"a\.npz: 'user\.ids'"):
+            rows_in(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_that_says_more_bytes_than_it_has(method: int, tmp_path: Path) -> None:
+    """The directory's sizes fit the arrays' headers; the bytes end before."""
+    path, rows = tmp_path / "a.npz", 100_000
+    with zipfile.ZipFile(path, "w", method) as file:
+        file.writestr("user.ids.npy", an_array("<i8", f"({rows},)", bytes(800)))
+        file.writestr("user.vectors.npy", an_array("<f4", f"({rows}, 1)", bytes(400)))
+    data, at = bytearray(path.read_bytes()), 0
+    for extra in (8 * rows - 800, 4 * rows - 400):
+        at = data.find(b"PK\x01\x02", at) + 24
+        data[at : at + 4] = (int.from_bytes(data[at : at + 4], "little") + extra).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ChangeError, match=r"a\.npz: not a whole \.npz file"):
+        read(path)
+
+
 @pytest.mark.parametrize("name", ["stored.npz", "packed.npz", "lists.parquet"])
 def test_a_file_that_is_cut_short(name: str, tmp_path: Path) -> None:
     """It is refused wherever it ends."""

@@ -87,6 +87,13 @@ def _cut(name: str, count: int) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - count)
 
 
+def _stretch(folder: Path, ranks: int) -> None:
+    """Files of vectors become sparse ones of hundreds of GiB, as many bytes for each key."""
+    for rank in range(ranks):
+        keys = (folder / f"user_emb_keys.rank_{rank}.world_size_{ranks}").stat().st_size
+        os.truncate(folder / f"user_emb_values.rank_{rank}.world_size_{ranks}", keys << 31)
+
+
 KEYS, SUM = "user_emb_keys.rank_1.world_size_3", "user_emb_values.rank_1.world_size_3"
 DUMP_LIES: list[tuple[Callable[[Path], object], str]] = [
     (_without("user_emb_keys.rank_2.world_size_3"), "rank_2.world_size_3 is missing; expected files of all 3 ranks of 'user'"),
@@ -100,6 +107,7 @@ DUMP_LIES: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: dump(f, "user", IDS, VALUES, 2), "was dumped by 2 ranks and by 3"),
     (lambda f: (f / "user_emb_keys.rank_3.world_size_3").write_bytes(b""), "has a file of rank 3, of 3 ranks"),
     (lambda f: ((f / KEYS).unlink(), os.mkfifo(f / KEYS)), f"{KEYS}: a file of the checkpoint is a FIFO"),
+    (lambda f: _stretch(f, 3), "'user' has 57 rows of 4,294,967,296 values; expected at most 4,194,304"),
     (lambda f: [p.write_bytes(b"") for p in f.iterdir()], "'user' has no keys in any of its 3 files"),
 ]
 
