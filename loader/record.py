@@ -95,6 +95,8 @@ def _room(folder: Folder) -> int:
 
 def _parse(text: bytes) -> Record:
     raw = json.loads(text.rstrip(b"\0"))  # zeros: on a hugetlbfs
+    if not isinstance(raw, dict):
+        raise ValueError(f"a JSON {type(raw).__name__}")
     lived = raw.get("lived")
     sequences = raw.get("sequence", 0), raw.get("latest_sequence", 0)
     numbers = [raw["current"], raw["latest"], *(lived or ()), *sequences]

@@ -396,10 +396,12 @@ def test_a_flipped_bit_is_found_by_verify(publish: Publish, root: Path) -> None:
     assert "table 't', rows [0, 10): the checksum is wrong" in found.stdout.replace("\n", " ")
 
 
-def test_an_unreadable_flip_record_names_the_remedy(publish: Publish, root: Path) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "null", '{"current": {}, "latest": 1}', "[" * 100_000])
+def test_an_unreadable_flip_record_names_the_remedy(text: str, publish: Publish, root: Path) -> None:
+    """The remedy works, whatever stands there."""
     publish({"t": rows_of(10, 8)})
     model = Model(root, "demo")
-    (model.folder / "current").write_text("{")
+    (model.folder / "current").write_text(text)
     with pytest.raises(VersionError, match="tableside activate demo VERSION"):
         model.attach()
     model.activate(1)
