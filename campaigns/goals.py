@@ -22,6 +22,7 @@ from campaigns import (
     overload,
     present,
     programs,
+    redis_lies,
     requests,
     soak,
     states,
@@ -163,6 +164,7 @@ CAMPAIGNS = {
     "follows": Campaign(follows.run, 5, follows.GOALS),
     "forks": Campaign(forks.run, 2, forks.GOALS),
     "present": Campaign(present.run, 4, present.GOALS),
+    "redis_lies": Campaign(redis_lies.run, 1, redis_lies.GOALS),
     "states": Campaign(states.run, 4, states.GOALS),
     "evals": Campaign(evals.run, 8, evals.GOALS),
 }

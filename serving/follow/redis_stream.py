@@ -10,7 +10,7 @@ import logging
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
 from tableside.loader.change_rows import RowRules
@@ -31,7 +31,10 @@ _AGAIN_S, _LONGEST_S = 0.1, 5.0  # between two attempts to reach a server, doubl
 _READ_BYTES = 1 << 20
 _log = logging.getLogger("tableside.follow")
 Id = tuple[int, int]
-Found = tuple[list[tuple[str, list[bytes]]], bool, dict[str, Any] | None]  # entries; is the position there; XINFO STREAM
+T = TypeVar("T")
+Entry = tuple[str, list[bytes]]  # its id, and fields and values in turns
+Found = tuple[list[Entry], bool, tuple[str, str] | None]  # entries; is the position there; the last id, and the last deleted one
+_LARGEST = 1 << 64  # above the numbers of an entry's id
 
 
 class RedisStream:
@@ -48,6 +51,7 @@ class RedisStream:
         self._table = table
         self._client = _connect(self._url)
         self._most_rows = 0.0  # of one entry
+        self._latest: Entry = ("", [])
         self._away_since: float | None = None
         self._again_s, self._again_at = _AGAIN_S, 0.0  # while it is away: the next pause, and when it is asked again
 
@@ -69,6 +73,7 @@ class RedisStream:
                 self._most_rows *= 0.9  # large entries are forgotten by and by
             room -= 0 if most is None else len(found or ())
             for id_, fields in found or ():
+                self._latest = id_, fields
                 try:
                     added = entries.add(id_, fields)
                 except ChangeError as error:
@@ -94,9 +99,10 @@ class RedisStream:
         return Batch(changes, self.name, position, after, self._id(first)[0] / 1000)
 
     def content(self, position: str) -> dict[str, str]:
-        """The entry's fields, their values in base64; none where it is gone."""
-        found = self._client.execute_command("XRANGE", self._key, position, position, "COUNT", 1)
-        return {k: b64encode(v).decode() for k, v in _fields(found[0][1]).items()} if found else {}
+        """The fields of the entry that was read last, their values in base64; none of another one."""
+        id_, fields = self._latest
+        names = [name.decode("utf-8", "replace") for name in fields[::2]] if id_ == position else []
+        return dict(zip(names, (b64encode(value).decode() for value in fields[1::2]), strict=False))
 
     def close(self) -> None:
         """Ends the connection."""
@@ -118,7 +124,10 @@ class RedisStream:
             return None
         except redis.RedisError as error:
             raise SourceError(f"{self._where}: {error}; expected a stream that this user may read") from error
+        except MemoryError as error:
+            raise SourceError(f"{self._where}: an answer says that it takes more than there is; expected entries") from error
         self._back()
+        self._check_order(position or str(self._begin), found)
         if position is not None:
             self._check(position, found, is_there, info)
         return found
@@ -138,32 +147,50 @@ class RedisStream:
             if "no such key" not in str(info):
                 raise info
             return [], False, None
-        entries = [(id_.decode(), fields) for id_, fields in read[0][1]] if read else []
-        return entries, bool(there), _fields(info)
+        entries = self._parsed(_entries_of, read)
+        return entries, bool(there), self._parsed(_ids_of, info)
 
     def _last(self) -> str:
         """The id of the last entry that there ever was; 0-0: there is no stream yet."""
         try:
-            return _text(_fields(self._client.execute_command("XINFO", "STREAM", self._key))["last-generated-id"])
+            info = self._client.execute_command("XINFO", "STREAM", self._key)
         except redis.ResponseError as error:
             if "no such key" not in str(error):
                 raise
             return "0-0"
+        return self._parsed(_ids_of, info)[0]
 
-    def _check(self, position: str, entries: list[tuple[str, list[bytes]]], is_there: bool, info: dict[str, Any] | None) -> None:
+    def _parsed(self, parse: Callable[[Any], T], answer: Any) -> T:
+        """SourceError: the answer is not what a stream's commands give."""
+        try:
+            return parse(answer)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SourceError(
+                f"{self._where}: an answer is not that of a stream ({error}); expected Redis 5 or later behind the URL"
+            ) from error
+
+    def _check_order(self, position: str, entries: list[Entry]) -> None:
+        """SourceError: an entry's id is none, or no larger than the one before it."""
+        for id_, _ in entries:
+            if self._id(id_) <= self._id(position):
+                raise SourceError(
+                    f"{self._where}: entry {id_} came behind {position}; expected ids that ascend, as Redis gives them"
+                )
+            position = id_
+
+    def _check(self, position: str, entries: list[tuple[str, list[bytes]]], is_there: bool, ids: tuple[str, str] | None) -> None:
         """SourceError: entries behind the position are gone."""
         remedy = "load a new version, or go on without them with --reset --from start, end or an entry's id"
-        if info is None:
+        if ids is None:
             raise SourceError(
                 f"{self._where}: it is gone; what was applied ends at {position}; Redis lost it, or it was removed: {remedy}"
             )
-        at, last = self._id(position), _text(info["last-generated-id"])
+        at, (last, deleted) = self._id(position), ids
         if self._id(last) < at:
             raise SourceError(
                 f"{self._where}: its last entry is {last}, and what was applied ends at {position}; Redis lost what came after "
                 f"{last}, or began anew: {remedy}"
             )
-        deleted = _text(info.get("max-deleted-entry-id", "0-0"))
         if self._id(deleted) > at:
             raise SourceError(
                 f"{self._where}: entry {deleted} was deleted before it was read; {position} was applied last: {remedy}"
@@ -191,8 +218,9 @@ class RedisStream:
     def _id(self, text: str) -> Id:
         """An entry's id: milliseconds, and a number among those of one millisecond."""
         first, dash, second = text.partition("-")
-        if not (first.isdecimal() and (second.isdecimal() if dash else True)):
-            raise SourceError(f"{self._where}: a position is an entry's id, as 1732300000000-0; found {text!r}")
+        for number in (first, second) if dash else (first,):
+            if not (number.isascii() and number.isdecimal() and len(number) <= 20 and int(number) < _LARGEST):
+                raise SourceError(f"{self._where}: a position is an entry's id, as 1732300000000-0; found {text[:60]!r}")
         return int(first), int(second or 0)
 
 
@@ -228,10 +256,16 @@ def _connect(url: str) -> Any:
     return client
 
 
-def _fields(answer: list[Any]) -> dict[str, Any]:
-    """Names and values, which come in turns."""
-    return {_text(name): value for name, value in zip(answer[::2], answer[1::2], strict=True)}
+def _entries_of(answer: Any) -> list[Entry]:
+    """The entries of an answer to XREAD. LookupError, TypeError, ValueError and others: it is none."""
+    entries: list[Entry] = [(id_.decode(), fields) for id_, fields in answer[0][1]] if answer else []
+    for id_, fields in entries:
+        if not isinstance(fields, list) or len(fields) % 2 or not {*map(type, fields)} <= {bytes}:
+            raise ValueError(f"entry {id_[:60]} has other than fields and values in turns")
+    return entries
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _ids_of(answer: Any) -> tuple[str, str]:
+    """The last id, and the last one deleted, of an answer to XINFO STREAM. LookupError, TypeError, ValueError: it is none."""
+    says = dict(zip(answer[::2], answer[1::2], strict=True))
+    return says[b"last-generated-id"].decode(), says.get(b"max-deleted-entry-id", b"0-0").decode()
