@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tableside.loader.apply import Applied, ApplySettings, apply
 from tableside.loader.errors import ChangeError, VersionError
@@ -11,6 +12,7 @@ from tableside.loader.pack import PackedChanges
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
 from tableside.serving.errors import SourceError
+from tableside.serving.follow.room import when_there_is_room
 from tableside.serving.follow.source import IsStopping, Source
 from tableside.serving.follow.window import Skip, Window
 
@@ -44,7 +46,8 @@ def follow(
     """Applies batch after batch until `is_stopping`; the one under way is finished.
 
     A batch ends with about `rows` changes, or so early that its first one is visible `every_s` seconds after it could be read,
-    by how long the last batch took from its end on; but not before half of that time.
+    by how long the last batch took from its end on; but not before half of that time. Where shared memory is full, room is waited
+    for.
 
     Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each change is applied
     once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept. skip: takes
@@ -74,7 +77,8 @@ def follow(
                 continue
             assert window.position is not None
             try:
-                applied = apply(model, window.batch(source, kept), settings, window.packed, merges)
+                batch = window.batch(source, kept)
+                applied = when_there_is_room(partial(apply, model, batch, settings, window.packed, merges), is_stopping)
             except ChangeError as error:
                 raise SourceError(f"{source.name}: up to {window.position}, it was refused: {error}") from error
             except VersionError:
@@ -82,6 +86,8 @@ def follow(
                     raise
                 is_again = True
                 continue
+            if applied is None:
+                break
             visible, took_s = time.time(), time.monotonic() - read
             due = read + max(every_s - took_s, every_s / 2)  # the next one will take about as long
             reset = is_again = False

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from campaigns.follows import rows_now
+from tableside.loader import memory
 from tableside.loader.apply import apply, position_of
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.compact import compact
@@ -73,6 +74,30 @@ def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
     steps = run(model, source, 3)
     assert source.asked == [None, "1", "2"] and [s.applied.rows for s in steps] == [0, 1, 0]
     assert position_of(model, "counting") == "3" and rows_now(model, "user")[:4, 0].tolist() == [0, 0, 2, 0]
+
+
+def test_room_in_shared_memory_is_waited_for(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a server that is away: said once, and the batch is applied once where there is room again; a follower that shall stop
+    stops."""
+    free = [0, 0, 0]
+
+    def available(where: Path) -> int:
+        return free.pop() if free else real(where)
+
+    real = memory.available_bytes
+    monkeypatch.setattr(memory, "available_bytes", available)
+    steps = run(model, source := Counting(), 2)
+    assert [s.position for s in steps] == ["1", "2"] and source.asked == [None, "1"] and not free
+    assert rows_now(model, "user")[:4, 0].tolist() == [0, 1, 2, 0]
+    told = [r.getMessage() for r in caplog.records if r.name == "tableside.follow"]
+    assert len(told) == 2 and "0 bytes free" in told[0] and "nothing of the batch is visible" in told[0]
+    assert "there was room again" in told[1]
+    monkeypatch.setattr(memory, "available_bytes", lambda where: 0)
+    asked = iter([False] * 3)
+    follow(model, Counting(), 1, 0.0, lambda: next(asked, True), steps.append)
+    assert len(steps) == 2 and position_of(model, "counting") == "2"
 
 
 def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[..., Any], root: Path) -> None:
