@@ -1,4 +1,5 @@
-"""Hostile checkpoints: handmade lies (`file_cases`) and random changes of fields, given to the real loader in a bounded child.
+"""Hostile checkpoints and files of changes: handmade lies (`file_cases`) and random changes of fields, given to the real loader
+in a bounded child.
 
 The child may use 4 GiB of addresses beyond what it begins with. It opens each checkpoint, loads what matrices it finds, and says
 what came of it and by how much its memory grew. Outcomes:
@@ -28,6 +29,7 @@ import numpy as np
 
 from campaigns import file_cases
 from campaigns.common import console, folders, random_of
+from tableside.loader.change_files import read_changes, rows_in
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError
 from tableside.loader.load import LoadSettings, load
@@ -50,19 +52,32 @@ def _memory(field: str) -> int:
     return int(text.split(f"{field}:")[1].split()[0]) << 10
 
 
+def _load(path: Path, root: Path) -> tuple[str, str]:
+    """Loads the first tables of a checkpoint: matrices, else tables of raw ids, whose rows are not compared."""
+    with open_checkpoint(path) as found:
+        keys = [k for k, m in found.matrices.items() if m.check(found.path).bytes < 1 << 26][:_LOADED]
+        refused = [k for k in found.matrices if found.matrix(k).bytes >= 1 << 26]
+        raw = [] if found.matrices else list(found.keyed_tables)[:_LOADED]
+    if not keys and not raw:
+        return "refused", f"{path}: no matrix in it ({len(refused)} of them too large here, {len(found.skipped)} left out)"
+    tables = {f"t{i}": {"key": key, "row_format": "fp32"} for i, key in enumerate(keys)}
+    tables |= {f"r{i}": {"key": key, "row_format": "fp32", "ids": "raw"} for i, key in enumerate(raw)}
+    spec = parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path())
+    served = Segment(load(spec, root, LoadSettings(threads=1)).path).tables
+    honest = file_cases.ROWS.tobytes()
+    same = all(t.dim == file_cases.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest for t in served.values())
+    return ("true", "") if same else ("other", f"rows of {[*keys, *raw]} differ")
+
+
+def _read_changes(path: Path) -> tuple[str, str]:
+    rows = rows_in(path)
+    vectors = [c.vectors.tobytes() for c in read_changes(path, None)]
+    return ("true", "") if b"".join(vectors) == file_cases.DATA else ("other", f"{rows} rows differ")
+
+
 def _try(path: Path, root: Path) -> tuple[str, str]:
     try:
-        with open_checkpoint(path) as found:
-            keys = [k for k, m in found.matrices.items() if m.check(found.path).bytes < 1 << 26][:_LOADED]
-            refused = [k for k in found.matrices if found.matrix(k).bytes >= 1 << 26]
-        if not keys:
-            return "refused", f"{path}: no matrix in it ({len(refused)} of them too large here, {len(found.skipped)} left out)"
-        tables = {f"t{i}": {"key": key, "row_format": "fp32"} for i, key in enumerate(keys)}
-        spec = parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path())
-        served = Segment(load(spec, root, LoadSettings(threads=1)).path).tables
-        honest = file_cases.ROWS.tobytes()
-        same = all(t.dim == file_cases.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest for t in served.values())
-        return ("true", "") if same else ("other", f"rows of {keys} differ")
+        return _read_changes(path) if path.stem == file_cases.CHANGES else _load(path, root)
     except LoaderError as error:
         text = str(error)
         named = str(path) in text or repr(str(path))[1:-1] in text or path.name in text or str(path.parent) in text

@@ -29,7 +29,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     with open_parquet(path, _WHAT, ChangeError) as file:
         columns = _columns(file.schema_arrow, path, table)
         rules, first = RowRules(str(path), table=table), 0
-        for batch in file.iter_batches(_block_rows(file), columns=columns, use_threads=False):
+        for batch in file.batches(_block_rows(file), columns):
             yield from _Block(rules, batch, first).changes()
             first += len(batch)
     if first != file.metadata.num_rows:

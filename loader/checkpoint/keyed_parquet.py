@@ -3,7 +3,7 @@
 ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32 or float16,
 none of them null. Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
 so that memory does not grow with a file. A piece is whole row groups. Checksums of pages are compared where the writer left some.
-Arrow takes the sizes in page headers on trust: a damaged file may take 2 GiB for a moment before it is refused.
+Arrow takes the sizes in page headers on trust, so they are compared with the file first (`parquet_pages`).
 
 Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
 Names that begin with "_" or "." are not read.
@@ -11,7 +11,7 @@ Names that begin with "_" or "." are not read.
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import keyed
 from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
+from tableside.loader.checkpoint.parquet_pages import check_pages
 from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, some
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
@@ -160,7 +161,7 @@ class ParquetRows(KeyedRows):
             for at in groups:
                 if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
                     raise CheckpointError(f"{path}: its row groups changed while it was read; load it when it is whole")
-            for batch in file.iter_batches(rows, row_groups=[g.group for g in groups], columns=columns, use_threads=False):
+            for batch in file.batches(rows, columns, [g.group for g in groups]):
                 if len(batch) and first + len(batch) <= end:
                     yield first, batch
                 first += len(batch)
@@ -197,15 +198,30 @@ class ParquetRows(KeyedRows):
         return values.to_numpy(zero_copy_only=True).reshape(-1, self.dim)  # type: ignore[no-any-return]
 
 
+class _File(pq.ParquetFile):  # type: ignore[misc]  # it has no types
+    """A file whose pages are checked before any is read."""
+
+    def __init__(self, fd: int, source: Any) -> None:
+        super().__init__(source, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True)
+        self._fd = fd
+
+    def batches(self, rows: int, columns: list[str], groups: Sequence[int] | None = None) -> Iterator[Any]:
+        """Record batches of some rows of these columns, and of these row groups (None: of all)."""
+        groups = range(self.metadata.num_row_groups) if groups is None else groups
+        for group in groups:
+            check_pages(self._fd, self.metadata, group, columns)
+        yield from self.iter_batches(rows, row_groups=list(groups), columns=columns, use_threads=False)
+
+
 @contextmanager
 def open_parquet(
     path: Path, what: str = "a file of the checkpoint", failure: type[LoaderError] = CheckpointError
-) -> Iterator[Any]:
+) -> Iterator[_File]:
     """A Parquet file, read as a stream. failure: raised where it is no regular file, or damaged, here or while it is read."""
     fd = open_regular(path, what, failure)
     try:
         with pa.OSFile(f"/proc/self/fd/{fd}") as source:
-            yield pq.ParquetFile(source, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True)
+            yield _File(fd, source)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise failure(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
     finally:
@@ -249,7 +265,7 @@ def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Source, i
 
 def _first_length(file: Any, path: Path, column: str) -> int:
     """How many values the first vector of a file has; CheckpointError: none, or it is null."""
-    for batch in file.iter_batches(1, columns=[column], use_threads=False):
+    for batch in file.batches(1, [column]):
         if len(batch):
             if length := batch.column(column).value_lengths()[0].as_py():
                 return int(length)

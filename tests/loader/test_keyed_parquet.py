@@ -17,6 +17,7 @@ from support import rows_of
 from campaigns.common import random_of
 from campaigns.files import mutate
 from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint.keyed_parquet import open_parquet
 from tableside.loader.errors import CheckpointError
 
 SEED, DIM = 14, 6
@@ -259,6 +260,7 @@ def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
 from pathlib import Path
 import pyarrow.parquet
 from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint.keyed_parquet import open_parquet
 def most_kib():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
 with open_checkpoint(Path({str(path)!r})) as found:
@@ -283,3 +285,23 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     environment = {**os.environ, "WITHOUT": "pyarrow", "PYTHONPATH": f"{without}{os.pathsep}{top}"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert "install tableside[eval]" in found.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip", "lz4"])
+def test_honest_pages_pass(version: str, compression: str, tmp_path: Path) -> None:
+    """Page headers are read of either kind of pages, with dictionaries, checksums, indexes and statistics longer than a read."""
+    count = 3000
+    columns = pa.table({
+        "id": np.arange(count),
+        "text": ["x" * (n % 1500) for n in range(count)],
+        "vector": fixed(rows_of(count, 8)),
+        "flag": np.arange(count) % 2 == 0,
+        "nested": [{"a": [1.0], "b": None}] * count,
+    })  # fmt: skip
+    for dictionary, page_bytes in ((True, 1000), (False, 1 << 20)):
+        kinds: Any = {"data_page_version": version, "use_dictionary": dictionary, "data_page_size": page_bytes}
+        kinds |= {"write_page_checksum": dictionary, "write_page_index": dictionary, "row_group_size": 1000}
+        pq.write_table(columns, tmp_path / "t.parquet", compression=compression, **kinds)
+        with open_parquet(tmp_path / "t.parquet") as file:
+            assert sum(len(batch) for batch in file.batches(500, columns.column_names)) == count
