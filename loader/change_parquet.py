@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
 from tableside.loader.changes import TableChanges
+from tableside.loader.checkpoint.column_types import id_remedy, type_name
 from tableside.loader.checkpoint.keyed_parquet import open_parquet
 from tableside.loader.errors import ChangeError
 
@@ -47,7 +48,8 @@ def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
     for name in names:
         kind, expected = schema.field(name).type, _is_expected[name]
         if not expected[0](kind):
-            raise ChangeError(f"{path}: the column {name!r} is of type {kind}; expected {expected[1]}")
+            remedy = id_remedy(kind) if name == "id" else ""
+            raise ChangeError(f"{path}: the column {name!r} is of type {type_name(kind)}; expected {expected[1]}{remedy}")
     return names
 
 

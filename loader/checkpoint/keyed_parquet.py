@@ -1,14 +1,17 @@
 """Tables of raw ids in Parquet: a column of ids and a column of vectors, in a file, or in a folder of part files in name order.
 
-ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32 or float16,
-none of them null. Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
-so that memory does not grow with a file. A piece is whole row groups. Checksums of pages are compared where the writer left some.
-Arrow takes the sizes in page headers on trust, so they are compared with the file first (`parquet_pages`).
+ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32, float16 or
+float64, none of them null; float64 is rounded to float32, and that is said.
+
+Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time, so that memory does
+not grow with a file. A piece is whole row groups. Checksums of pages are compared where the writer left some. Arrow takes the
+sizes in page headers on trust, so they are compared with the file first (`parquet_pages`).
 
 Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
 Names that begin with "_" or "." are not read.
 """
 
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from tableside.loader.change_rows import narrowed
 from tableside.loader.checkpoint import keyed
+from tableside.loader.checkpoint.column_types import id_remedy, type_name
 from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
 from tableside.loader.checkpoint.parquet_pages import check_pages
 from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, some
@@ -32,7 +37,9 @@ from tableside.quant import Source
 _READ_BYTES = 1 << 20  # of a column chunk at once
 _SMALLER = 4  # than elsewhere are blocks: Arrow takes some 12 times a block's bytes, and is no slower
 _ARROW_BYTES = 28 << 20  # that it takes besides, in huge pages
-_SOURCES = {pa.float32(): Source.FP32, pa.float16(): Source.FP16}
+_SOURCES = {pa.float32(): Source.FP32, pa.float16(): Source.FP16, pa.float64(): Source.FP32}
+_ID_NAMES = ("id", "ids", "key", "keys")
+_log = logging.getLogger("tableside")
 
 
 def read(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
@@ -53,13 +60,13 @@ class ParquetTables(KeyedTables):
                 continue  # a part of a table that is named already
             schema = _schema(files[0])
             ids = [f.name for f in schema if pa.types.is_integer(f.type)]
-            ids = [n for n in ids if n.lower() in ("id", "ids", "key", "keys")] or ids
+            ids = [n for n in ids if n.lower() in _ID_NAMES] or ids
             for field in schema:
                 if _is_list(field.type) and field.type.value_type in _SOURCES:
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
                     else:
-                        what = f"which column holds its ids cannot be told: {some(ids)}" if ids else "no column of integers"
+                        what = f"which column holds its ids cannot be told: {some(ids)}" if ids else _without_ids(schema)
                         checkpoint.skipped[prefix + field.name] = what
 
     def open(self, key: str, id_key: str | None) -> KeyedRows:
@@ -91,7 +98,7 @@ class ParquetRows(KeyedRows):
         """CheckpointError: a file is damaged, or lacks a column, or has one of another type."""
         self.key, self.paths, self._column, self._id_column = key, tuple(files), column, id_column
         self._groups: list[_Group] = []
-        self.rows, kinds = 0, dict[tuple[Source, int], Path]()
+        self.rows, kinds = 0, dict[tuple[Any, int], Path]()
         for path in files:
             with open_parquet(path) as file:
                 kind = _kind(file, path, column, id_column)
@@ -103,12 +110,13 @@ class ParquetRows(KeyedRows):
                 f"{files[0]}: {column!r} has no rows, and as a list it does not say how many values a vector has"
             )
         if len(kinds) > 1:
-            ((source, dim), path), ((other, other_dim), other_path) = list(kinds.items())[:2]
+            ((kind, dim), path), ((other, other_dim), other_path) = list(kinds.items())[:2]
             raise CheckpointError(
-                f"{other_path}: vectors of {other_dim} {other.label} values, in {path} they are of {dim} {source.label}; name a "
+                f"{other_path}: vectors of {other_dim} {other} values, in {path} they are of {dim} {kind}; name a "
                 f'file as "{path.name}/{column}" where each is a table of its own'
             )
-        ((self.source, self.dim),) = kinds
+        ((kind, self.dim),) = kinds
+        self.source, self._is_told = _SOURCES[kind], kind != pa.float64()
         if self.dim > LARGEST_DIM:
             raise CheckpointError(f"{files[0]}: {column!r} has {self.dim:,} values a row; expected at most {LARGEST_DIM:,}")
         self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // (self.dim * self.source.bytes))))
@@ -195,7 +203,14 @@ class ParquetRows(KeyedRows):
         if values.null_count:
             at = _first_null(values) // self.dim
             raise CheckpointError(f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers")
-        return values.to_numpy(zero_copy_only=True).reshape(-1, self.dim)  # type: ignore[no-any-return]
+        found, bad = narrowed(values.to_numpy(zero_copy_only=True))
+        if bad >= 0:
+            where = self.where(first + bad // self.dim)
+            raise CheckpointError(f"{where}: a value of {self._column!r} is {values[bad]}; expected one that float32 holds")
+        if not self._is_told:
+            self._is_told = True
+            _log.warning("%s: the values of %r are float64; they are rounded to float32", self.paths[0], self._column)
+        return found.reshape(-1, self.dim)
 
 
 class _File(pq.ParquetFile):  # type: ignore[misc]  # it has no types
@@ -241,26 +256,34 @@ def _is_list(kind: Any) -> bool:
     return any(is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list))
 
 
-def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Source, int]:
-    """(source, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a column cannot be used."""
+def _without_ids(schema: Any) -> str:
+    """Why no column of a file can be ids."""
+    named = next((f for f in schema if f.name.lower() in _ID_NAMES), None)
+    return "no column of integers" + (
+        "" if named is None else f"; {named.name!r} is of type {type_name(named.type)}{id_remedy(named.type)}"
+    )
+
+
+def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]:
+    """(type of a value, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a column cannot be used."""
     schema = file.schema_arrow
     for name in (column, id_column):
         if (count := len(schema.get_all_field_indices(name))) != 1:
             raise CheckpointError(f"{path}: {count} columns are called {name!r}; expected one, of: {some(schema.names)}")
     ids, vectors = schema.field(id_column).type, schema.field(column).type
     if not pa.types.is_integer(ids):
-        raise CheckpointError(f"{path}: the ids {id_column!r} are of type {ids}; expected int64")
+        raise CheckpointError(f"{path}: the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}")
     if not _is_list(vectors):
         raise CheckpointError(f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
-    if (source := _SOURCES.get(vectors.value_type)) is None:
+    if vectors.value_type not in _SOURCES:
         raise CheckpointError(
-            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32 or float16, so cast them "
-            "when the file is written"
+            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32, float16 or float64, so cast "
+            "them when the file is written"
         )
     dim = vectors.list_size if pa.types.is_fixed_size_list(vectors) else 0
     if dim == 0 and pa.types.is_fixed_size_list(vectors):
         raise CheckpointError(f"{path}: the vectors {column!r} have no values; expected at least one")
-    return source, dim
+    return vectors.value_type, dim
 
 
 def _first_length(file: Any, path: Path, column: str) -> int:

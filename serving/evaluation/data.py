@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from tableside.loader.checkpoint.column_types import id_remedy, type_name
 from tableside.serving.errors import ServingError
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson")
@@ -225,9 +226,8 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
         values = column.drop_null() if column.null_count else column
         lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) if column.null_count else None
     if not pa.types.is_integer(values.type) or values.null_count:
-        raise DataError(
-            f"{rows.where(0)}: column {name!r} holds {column.type}; expected ids (int64), or lists of them without null"
-        )
+        expected = f"expected ids (int64), or lists of them without null{id_remedy(column.type)}"
+        raise DataError(f"{rows.where(0)}: column {name!r} holds {type_name(column.type)}; {expected}")
     ids = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
     return np.ascontiguousarray(ids.to_numpy(zero_copy_only=False)), lengths
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,10 @@ from support import rows_of
 
 from campaigns.common import random_of
 from campaigns.files import mutate
+from tableside.loader.change_files import read_changes
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.checkpoint.keyed_parquet import open_parquet
-from tableside.loader.errors import CheckpointError
+from tableside.loader.errors import ChangeError, CheckpointError
 
 SEED, DIM = 14, 6
 IDS, VALUES = ids_of(57), rows_of(57, DIM)
@@ -113,7 +115,7 @@ def test_several_tables_in_a_folder(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as found:
         assert len(read(found.keyed("b.parquet/vector", "id")).ids) == 3
         with pytest.raises(
-            CheckpointError, match=r"b\.parquet: vectors of 7 fp32 values, in .*a\.parquet they are of 6 fp32; name a"
+            CheckpointError, match=r"b\.parquet: vectors of 7 float values, in .*a\.parquet they are of 6 float; name a"
         ):
             found.keyed("vector", "id")
 
@@ -161,7 +163,10 @@ LIES: list[tuple[dict[str, Any], str]] = [
         {"vector": _with([VECTOR, [None, *VECTOR[1:]], VECTOR], FLOATS)},
         r"row 1 .*: a value of 'vector' is null; expected numbers",
     ),
-    ({"vector": _with([VECTOR] * 3, pa.list_(pa.float64()))}, "of type double; expected float32 or float16, so cast them"),
+    (
+        {"vector": _with([[1] * DIM] * 3, pa.list_(pa.int64()))},
+        "of type int64; expected float32, float16 or float64, so cast them",
+    ),
     ({"vector": _with([1.0, 2.0, 3.0], pa.float32())}, "the vectors 'vector' are of type float; expected lists"),
 ]
 
@@ -285,6 +290,50 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     environment = {**os.environ, "WITHOUT": "pyarrow", "PYTHONPATH": f"{without}{os.pathsep}{top}"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert "install tableside[eval]" in found.stderr.splitlines()[-1]
+
+
+def test_float64_is_rounded_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As pandas writes vectors; over several row groups. What float32 does not hold is refused with its row."""
+    values = np.random.default_rng(3).standard_normal((57, DIM))
+    values[5, 2] = -0.0
+    path = write(tmp_path / "t.parquet", id=IDS, vector=lists(values))
+    with open_checkpoint(path) as found:
+        assert dict(found.keyed_tables) == {"vector": "id"}
+        got = read(found.keyed("vector"))
+    assert got.values.tobytes() == values.astype(np.float32).tobytes()
+    told = [r.getMessage() for r in caplog.records]
+    assert told == [f"{path}: the values of 'vector' are float64; they are rounded to float32"]
+    values[43, 1] = 1e300
+    write(path, id=IDS, vector=lists(values))
+    with open_checkpoint(path) as found, pytest.raises(CheckpointError, match=r"row 43 \(row group 2\): a value .* is 1e\+300"):
+        read(found.keyed("vector"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (
+            pa.array([str(i) for i in range(57)]),
+            r"string{0} \(where they are numbers, write astype\(.int64.\); else number or hash",
+        ),
+        (pa.array([f"u{i}" for i in range(57)]).dictionary_encode(), r"categories of string{0} \(where they are numbers, write"),
+        (
+            pa.array([*map(float, range(56)), None]),
+            r"double{0} \(pandas makes floats of integers where one is missing: leave such",
+        ),
+        (pa.array([True] * 57), "bool{0}$"),
+    ],
+    ids=["strings", "categories", "floats", "booleans"],
+)
+def test_ids_of_other_types_are_named_with_a_remedy(ids: Any, told: str, tmp_path: Path) -> None:
+    """Where they are asked for, where a first model.toml is proposed, and in files of changes."""
+    path = write(tmp_path / "t.parquet", id=ids, vector=fixed(VALUES))
+    with open_checkpoint(path) as found:
+        assert re.search("no column of integers; 'id' is of type " + told.format(""), found.skipped["vector"])
+        with pytest.raises(CheckpointError, match="the ids 'id' are of type " + told.format("; expected int64")):
+            found.keyed("vector", "id")
+    with pytest.raises(ChangeError, match="the column 'id' is of type " + told.format("; expected integers")):
+        list(read_changes(path, "t"))
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
