@@ -126,14 +126,14 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _Array]) -> Iterator[
         if vectors is None:
             if kept.any():
                 raise rules.error(first + int(kept.argmax()), "there is no vector for it; expected one, or the id as deleted")
-            yield changes(table, found, np.zeros((0, 0), np.float32), gone, 0)
+            yield changes(table, found, np.zeros((0, 0), np.float32), gone, 0, rules.where(first))
             continue
         read = vectors.read(rows)
         values, bad = narrowed(read if gone is None else read[kept])
         if bad >= 0:
             row = int(np.flatnonzero(kept)[bad // dim])
             raise rules.error(first + row, "a value of its vector is too large for float32")
-        yield changes(table, found, values, gone, dim)
+        yield changes(table, found, values, gone, dim, rules.where(first))
 
 
 @contextmanager

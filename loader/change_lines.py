@@ -47,7 +47,7 @@ class Rows:
         if bad >= 0:
             number = self.numbers[int(np.flatnonzero(~deleted)[bad // dim])]
             raise self.rules.error(number, "a value of its vector is too large for float32")
-        return changes(self.table, np.array(self.ids, np.int64), values, deleted, dim)
+        return changes(self.table, np.array(self.ids, np.int64), values, deleted, dim, self.rules.where(self.numbers[0]))
 
 
 def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:

@@ -97,7 +97,8 @@ class _Block:
                 (self.ids, self.kept) if rows is None else (self.ids[rows], self.kept if self.kept is None else self.kept[rows])
             )
             vectors, dim = self._vectors(table, rows, kept)
-            yield changes(table, ids, vectors, None if kept is None else ~kept, dim)
+            where = self.rules.where(self.first + (0 if rows is None else int(rows[0])))
+            yield changes(table, ids, vectors, None if kept is None else ~kept, dim, where)
 
     def _vectors(self, table: str, rows: NDArray[np.int64] | None, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any], int]:
         """(vectors of the rows that stay, values of one); rows: of the block, None: all."""

@@ -32,7 +32,11 @@ class RowRules:
 
     def error(self, row: Row, text: str) -> ChangeError:
         """An error about a row, which is counted as the source counts."""
-        return ChangeError(f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}: {text}")
+        return ChangeError(f"{self.where(row)}: {text}")
+
+    def where(self, row: Row) -> str:
+        """A row's place, for people."""
+        return f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}"
 
     def check_table(self, table: str, row: Row) -> str:
         """The table of a row that names it. ChangeError: another one is expected."""
@@ -79,11 +83,11 @@ def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChang
 
 
 def changes(
-    table: str, ids: NDArray[np.int64], vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int
+    table: str, ids: NDArray[np.int64], vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int, where: str = ""
 ) -> TableChanges:
     """Changes of a table, where `vectors` [rows that stay, dim] has none for deleted ids."""
     if deleted is None or not deleted.any():
-        return TableChanges(table, ids, vectors)
+        return TableChanges(table, ids, vectors, None, where)
     spread = np.zeros((len(ids), dim), vectors.dtype)
     spread[~deleted] = vectors
-    return TableChanges(table, ids, spread, deleted)
+    return TableChanges(table, ids, spread, deleted, where)

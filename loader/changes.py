@@ -13,13 +13,14 @@ class TableChanges:
     """Rows of one table that are inserted, overwritten or deleted, in order: of an id that comes twice the last change counts.
 
     ids: int64 [n], what requests send: row numbers, or raw ids. vectors: fp32 or fp16 [n, dim]; those of deleted ids are not
-    read. deleted: bool [n]; None: none is.
+    read. deleted: bool [n]; None: none is. where: the place of the first row, for people; "": not known.
     """
 
     table: str
     ids: NDArray[np.int64]
     vectors: NDArray[Any]
     deleted: NDArray[np.bool_] | None = None
+    where: str = ""
 
     @property
     def rows(self) -> int:

@@ -61,9 +61,10 @@ def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> 
 
 def _table(segment: Segment, block: TableChanges) -> Table:
     """The table of the version that a block changes, after checking its shapes."""
+    where = f"{block.where}: " if block.where else ""
     if (table := segment.base.tables.get(block.table)) is None:
         raise ChangeError(
-            f"model {segment.header.model!r} has no table {block.table!r}; it has: {', '.join(segment.base.tables)}"
+            f"{where}model {segment.header.model!r} has no table {block.table!r}; it has: {', '.join(segment.base.tables)}"
         )
     ids, vectors, deleted = block.ids, block.vectors, block.deleted
     if ids.dtype != np.int64 or ids.ndim != 1:
@@ -71,7 +72,7 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     has_vectors = deleted is None or not deleted.all()
     if has_vectors and (vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim)):
         raise ChangeError(
-            f"table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected float32 or float16 "
+            f"{where}table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected float32 or float16 "
             f"[{block.rows}, {table.dim}]"
         )
     if deleted is not None and (deleted.dtype != np.bool_ or deleted.shape != ids.shape):

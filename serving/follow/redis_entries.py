@@ -93,9 +93,11 @@ class _Run:
                 found = fields[b"deleted"][:40].decode("utf-8", "replace")
                 raise self._rules.error(entry, f"its field deleted is {found!r}; expected 1, or vectors instead")
             none = np.zeros((0, self._rules.dim(self._table)), np.float32)
-            self._parts.append(changes(self._table, ids, none, np.ones(len(ids), bool), none.shape[1]))
+            deleted = np.ones(len(ids), bool)
+            self._parts.append(changes(self._table, ids, none, deleted, none.shape[1], self._rules.where(entry)))
         elif len(ids):
-            self._parts.append(TableChanges(self._table, ids, self._vectors(entry, fields, len(ids))))
+            vectors = self._vectors(entry, fields, len(ids))
+            self._parts.append(TableChanges(self._table, ids, vectors, where=self._rules.where(entry)))
         return len(ids)
 
     def _vectors(self, entry: str, fields: dict[bytes, bytes], rows: int) -> NDArray[Any]:
@@ -128,7 +130,8 @@ class _Run:
             self._parts.append(self._parse_singly(rows))
             return
         dim, ids = self._rules.dim(self._table), np.array([i for _, i, _ in rows], np.int64)
-        self._parts.append(changes(self._table, ids, values.reshape(len(values), dim), deleted, dim))
+        where = self._rules.where(rows[0][0])
+        self._parts.append(changes(self._table, ids, values.reshape(len(values), dim), deleted, dim, where))
 
     def _fits(self, dim: int, entry: str) -> bool:
         """Whether the table's vectors have `dim` values, as far as is known."""
@@ -178,4 +181,4 @@ def _join(parts: list[TableChanges]) -> TableChanges:
     if any(c.deleted is not None for c in parts):
         deleted = np.concatenate([np.zeros(c.rows, bool) if c.deleted is None else c.deleted for c in parts])
     ids, vectors = np.concatenate([c.ids for c in parts]), np.concatenate([c.vectors for c in parts])
-    return TableChanges(parts[0].table, ids, vectors, deleted)
+    return TableChanges(parts[0].table, ids, vectors, deleted, parts[0].where)

@@ -1,5 +1,6 @@
 """Changes that are applied are what a dictionary of rows says, whatever was merged; a batch is applied whole or not at all."""
 
+import json
 import os
 import pickle
 from collections.abc import Iterator
@@ -7,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from changing import DIM, IDS, Oracle
 from raw_segments import RawTable, publish_tables
@@ -14,6 +17,7 @@ from support import rows_of
 
 from tableside.loader import apply as applying
 from tableside.loader.apply import ApplySettings, apply, position_of
+from tableside.loader.change_files import read_changes
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.delta import Delta
 from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
@@ -122,6 +126,22 @@ def test_a_change_that_does_not_fit_refuses_the_batch(oracle: Oracle, what: str)
     oracle.check(attach_state(oracle.model))
     assert state_of(oracle.model.record()) == State(1)
     assert [n for n in os.listdir(oracle.model.folder) if "delta" in n] == []
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.parquet", "c.npz"])
+def test_an_unknown_table_of_a_file_is_named_with_its_place(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "c.jsonl":
+        rows = [{"table": t, "id": 1, "vector": [0.0] * DIM} for t in ("raw", "raw", "other", "raw")]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif name == "c.parquet":
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows_of(4, DIM).ravel()), DIM)
+        pq.write_table(pa.table({"table": ["raw", "raw", "other", "raw"], "id": range(4), "vector": vectors}), path)
+    else:
+        np.savez(path, **{"other.ids": np.arange(4), "other.vectors": rows_of(4, DIM)})
+    place = {"c.jsonl": "line 3", "c.parquet": "row 2", "c.npz": "other.ids: row 0"}[name]
+    with pytest.raises(ChangeError, match=rf"{name}: {place}: model 'demo' has no table 'other'; it has: raw"):
+        apply(oracle.model, Batch(read_changes(path, None)))
 
 
 def test_positions_are_kept_with_the_changes(oracle: Oracle) -> None:
