@@ -123,16 +123,18 @@ class Request:
         try:
             return Answer(out, self.plan.run(inputs, out))
         except BadIds as error:
-            raise self.refusal(error) from None
+            raise self.refusal(error) from error
 
     def run(self, inputs: Any) -> Buffer:
         """As `look_up`, for who does not count what was not found: the output buffer."""
         return self.look_up(inputs).buffer
 
     def refusal(self, error: BadIds) -> ApiError:
-        """The error that the client gets; it names the feature."""
+        """The error that the client gets; it names the feature, and `error` is its cause."""
         lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
-        return ApiError(400, Kind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
+        refused = ApiError(400, Kind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
+        refused.__cause__ = error
+        return refused
 
 
 def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:

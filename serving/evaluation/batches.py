@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Unfound
+from tableside.quant.errors import BadIds, Problem
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
 from tableside.serving.places import DenseInput
@@ -26,7 +27,7 @@ WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in i
 @dataclass(frozen=True)
 class Batch:
     """Rows that are scored together. labels: fp32 [size]. slices: a text for each row, or None. requests: of each candidate, with
-    their inputs."""
+    their inputs. features: where these have ids and lengths, of each candidate."""
 
     file: str
     start: int
@@ -34,10 +35,19 @@ class Batch:
     labels: NDArray[np.float32]
     slices: Any
     requests: tuple[tuple[Request, Any], ...]
+    features: tuple[Sequence[FeatureInput], ...]
 
-    def error(self, refused: ApiError) -> DataError:
-        """What an evaluation says of a request that was refused."""
-        return DataError(f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}")
+    def error(self, candidate: int, refused: ApiError) -> DataError:
+        """What an evaluation says of a candidate's request that was refused; it names the row of a bad id."""
+        cause = refused.__cause__
+        if not isinstance(cause, BadIds) or cause.problem not in (Problem.ID, Problem.MISSING):
+            return DataError(f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}")
+        request, inputs = self.requests[candidate]
+        i = next(i for i in self.features[candidate] if i.feature == request.features[cause.job])
+        row = cause.position
+        if i.lengths_at is not None:
+            row = int(np.searchsorted(np.cumsum(np.frombuffer(inputs, np.int32, self.size, i.lengths_at)), row, side="right"))
+        return DataError(f"{self.file}, row {self.start + row}, of a batch from row {self.start} on: {refused.message}")
 
     def check(self, scores: NDArray[np.float32], model: str) -> None:
         """DataError: scores are no probabilities."""
@@ -83,10 +93,12 @@ class BatchReader:
         for rows in read(shard, self._wanted, self._batch_rows, self._whole):
             labels = labels_of(rows, self._label)
             slices = None if self._slice_by is None else texts_of(rows, self._slice_by)
-            requests = tuple(self._request(served, rows) for served in self._served)
-            yield Batch(rows.file, rows.start, rows.size, labels, slices, requests)
+            requests = [self._request(served, rows) for served in self._served]
+            laid_out, features = tuple(r[:2] for r in requests), tuple(r[2] for r in requests)
+            yield Batch(rows.file, rows.start, rows.size, labels, slices, laid_out, features)
 
-    def _request(self, served: ServedVersion, rows: Rows) -> tuple[Request, Any]:
+    def _request(self, served: ServedVersion, rows: Rows) -> tuple[Request, Any, Sequence[FeatureInput]]:
+        """A candidate's request, its inputs, and where these have the features."""
         scorer = served.scorer
         assert scorer is not None
         features, dense, at = [], [], 0
@@ -113,7 +125,7 @@ class BatchReader:
         except ApiError as error:
             raise DataError(f"{rows.where(0)} and on, a batch of {rows.size}: {error.message}") from error
         # numpy copies without the interpreter's lock, so that other threads read meanwhile.
-        return request, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+        return request, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts]), features
 
 
 class ShardTable:

@@ -109,10 +109,10 @@ class DeviceScoring:
         found = []
         for batch in group.batches:
             scores, unfound = [], []
-            for served, (request, _) in zip(self._served, batch.requests, strict=True):
+            for n, (served, (request, _)) in enumerate(zip(self._served, batch.requests, strict=True)):
                 answer = next(answers)
                 if isinstance(answer, ApiError):
-                    raise batch.error(answer)
+                    raise batch.error(n, answer)
                 if isinstance(answer, Exception):
                     raise answer
                 assert request.scoring is not None

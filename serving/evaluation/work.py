@@ -216,13 +216,13 @@ class Evaluator:
     def _scored(self, batch: Batch) -> Scored:
         """On the CPU: a batch that is looked up and scored."""
         scores, unfound = [], []
-        for served, (request, inputs) in zip(self.served, batch.requests, strict=True):
+        for n, (served, (request, inputs)) in enumerate(zip(self.served, batch.requests, strict=True)):
             assert request.scoring is not None
             try:
                 answer = request.look_up(inputs)
                 request.scoring.run(inputs, answer.buffer)
             except ApiError as error:
-                raise batch.error(error) from error
+                raise batch.error(n, error) from error
             scores.append(np.array(request.scoring.output.view(answer.buffer)))
             unfound.append(answer.unfound)
             batch.check(scores[-1], served.header.model)

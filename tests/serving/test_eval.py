@@ -399,12 +399,13 @@ def change(name: str, value: Any, row: int = 17) -> Callable[[dict[str, Any]], N
     ("damage", "message"),
     [
         (change("label", 2), "0.{0}, row 17: label 'label' is 2.0; expected 0 or 1"),
-        (change("user_id", 500), "0.{0}, row 0 and on, a batch of 50: feature 'user': id 500 at position 17 is outside"),
+        (change("user_id", 500), "0.{0}, row 17, of a batch from row 0 on: feature 'user': id 500 at position 17 is outside"),
+        (change("clicked", [1, 500], 17), "0.{0}, row 17, of a batch from row 0 on: feature 'clicked': id 500 at position"),
         (change("a", None), "column 'a' holds"),
         (lambda c: c.pop("b"), "has no column 'b'"),
         (lambda c: c.update(clicked=["x"] * 100), "column 'clicked' holds string; expected ids (int64)"),
     ],
-    ids=["label", "id", "null", "column", "type"],
+    ids=["label", "id", "id in a list", "null", "column", "type"],
 )
 def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any, message: str, kind: str) -> None:
     publish(root, tmp_path)

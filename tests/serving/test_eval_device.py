@@ -233,7 +233,7 @@ def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"user_id": [*range(17), 500, *range(ROWS - 18)]}, "row 0 and on, a batch of 50: feature 'user': id 500 at position 17"),
+        ({"user_id": [*range(17), 500, *range(ROWS - 18)]}, "row 17, of a batch from row 0 on: feature 'user': id 500 at"),
         (
             {"a": [0.0] * 60 + [float("inf")] + [0.0] * (ROWS - 61)},
             "row 50 and on, a batch of 50: dense tensor 'context' is not finite",
