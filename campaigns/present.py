@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from campaigns.engines import device
 from tableside.loader.apply import ApplySettings, apply
 from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.compact import compact
-from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
 from tableside.loader.model import parse_model
@@ -171,7 +171,8 @@ class Asker:
 def publish(root: Path, files: Path) -> int:
     """A table of row numbers and one of raw ids, of zeros; the bytes of both."""
     zeros, ids = np.zeros((ROWS, DIM), np.float32), np.arange(ROWS) * RAW_STEP
-    np.savez(files / "rows.npz", **{"dense": zeros, "raw.weight": zeros, "raw.ids": ids})
+    arrays: dict[str, Any] = {"dense": zeros, "raw.weight": zeros, "raw.ids": ids}
+    np.savez(files / "rows.npz", **arrays)
     raw = {
         "name": "demo",
         "checkpoint": "rows.npz",
@@ -206,15 +207,16 @@ def one_server(seconds: float, seed: int, options: tuple[str, ...], budget: floa
         with local_server(["demo"], *options, root=root, workers=2) as server:
             writer = Writer(root, seed)
             askers = [Asker(server.url, writer, seed + n) for n in range(CLIENTS)]
-            for one in (writer, *askers):
-                one.begin()
+            writer.begin()
+            for asker in askers:
+                asker.begin()
             try:
                 _torment(server.pid, root, seconds, chance, counts)
                 counts["servers that stayed behind"] += not _catches_up(writer, askers)
             finally:
                 for asker in askers:
                     asker.finish()
-    return sum((one.counts for one in (writer, *askers)), counts)
+    return sum((asker.counts for asker in askers), counts + writer.counts)
 
 
 def _torment(supervisor: int, root: Path, seconds: float, chance: random.Random, counts: Counter[str]) -> None:
@@ -249,9 +251,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         if name == INTERPRETER:  # slow: one placement each time
             servers = [random_of(seed, "present").choice(servers)]
         for options, budget in [((), 0.0), *servers]:
-            with contextlib.suppress(VersionError, LoaderError):
-                counts += one_server(seconds / (1 + len(servers)), seed, options, budget)
-                counts["servers"] += 1
+            counts += one_server(seconds / (1 + len(servers)), seed, options, budget)
+            counts["servers"] += 1
+            print(f"present: {' '.join(options) or 'CPUs'}, {budget or 'no'} budget: {dict(counts)}", flush=True)
     return {**dict.fromkeys(NEVER, 0), **counts}
 
 
