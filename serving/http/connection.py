@@ -41,6 +41,7 @@ from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import AT_CLOSE, HOLD, JSON_TYPE, retry_after
 from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.heads import Heads, KnownHead, head_of
+from tableside.serving.http.held_back import TURN_S, HeldBack, HoldingFlow, next_piece
 from tableside.serving.http.late_timer import LateTimer
 from tableside.serving.http.traffic import REQUEST_ID, TRACED, V2, Trace, protocol_of, trace_of
 from tableside.serving.settings import ServerSettings
@@ -50,7 +51,7 @@ IDLE_S = 0.1  # without a request, after which a connection may be closed for an
 _FRAMING = (b"content-length", b"transfer-encoding")
 _WATCHED = frozenset((*_FRAMING, *READS, *TRACED))
 _CLOSE = b"connection: close\r\n"
-_BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
+_BUFFER_BYTES, _HEAD_BYTES, _SMALL_PART = 256 << 10, 4 << 10, 4 << 10
 
 
 def limited_protocol(
@@ -151,7 +152,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # received for headers that are not complete, and for trailers
         self._watched: list[tuple[bytes, bytes]] = []  # headers that say how the request is read
         self._named_bytes = 0  # of the names and values of all headers
-        self._body_bytes = 0
+        self._body_bytes = self._declared_body = 0
         self._received_bytes = 0
         self._in_headers = False
         self._completed = False
@@ -163,7 +164,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._is_between = True  # the parser has read whole requests, and nothing of the next one
         self._plain: KnownHead | None = None  # what the head that was read last means, where it can be learned
         self._open: deque[_Request] = deque()  # requests whose responses are to come, in order
-        self._parts: list[bytes] = []  # of the body that is being read
+        self._parts: list[bytes | bytearray] = []  # of the body that is being read
         self._unsent: list[_Request] = []  # whose responses the client has not read yet
         self._since = 0.0  # when the first byte of the request that is read came
         self._at_close: dict[Any, Callable[[], None]] = {}
@@ -173,6 +174,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = flow = HoldingFlow(transport)
+        self._held_back = HeldBack(flow, self.in_flight)
         if len(self.connections) > self.limits.max_connections:
             self._is_over = not self._close_an_idle_one()
         self._traffic.connections = len(self.connections)
@@ -193,6 +196,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         for call in self._at_close.values():
             call()
         self._deadline.end()
+        self._held_back.take()
         self.idle.pop(self, None)
         for request in self._open:
             self._end_request(request, request.status if self._refused else 0)
@@ -214,14 +218,49 @@ class _LimitedProtocol(HttpToolsProtocol):
         head = b""
         if self._is_between and not self._open and (head := head_of(data)) and self._take_known(head, data):
             return
+        self._take(data)
+        if self._refused or not head:
+            return
+        is_alone = self._is_between and self._body_bytes == len(data) - len(head)
+        if is_alone and (known := self._plain) is not None and known.body_bytes == self._body_bytes:
+            self.heads.learn(head, known)
+
+    def _take(self, data: "bytes | memoryview") -> None:
+        """Parses what was read, piece by piece, up to a request that waits for its answer, or as long as this turn lasts."""
+        data, began = memoryview(data), time.perf_counter()
+        if self._held_back:  # it comes first
+            self._hold_back(data)
+            return
+        while data and not self._refused:
+            if (is_late := time.perf_counter() - began > TURN_S) or (self._open and self._open[-1].is_whole):
+                self._hold_back(data)
+                if is_late:
+                    self.loop.call_soon(self._go_on)
+                return
+            left = self._declared_body - self._body_bytes if self._declared_body else 0
+            size = next_piece(data, self._is_between, self._in_headers, left)
+            self._take_piece(data[:size])
+            data = data[size:]
+
+    def _hold_back(self, data: memoryview) -> None:
+        try:
+            self._held_back.put(data)
+        except ApiError as error:
+            self._refuse(error.status, error.message)
+
+    def _go_on(self) -> None:
+        """Parses what was held back. A request that still waits for its answer has the rest held back again."""
+        if self._held_back and not self.transport.is_closing():
+            data = self._held_back.take()
+            self.flow.resume_reading()
+            self._take(data)
+
+    def _take_piece(self, data: memoryview) -> None:
         self._completed = False
         self._received_bytes += len(data)
         self._parse(data)
         if self._refused:
             return
-        is_alone = self._is_between and self._body_bytes == len(data) - len(head)
-        if head and is_alone and (known := self._plain) is not None and known.body_bytes == self._body_bytes:
-            self.heads.learn(head, known)
         if not self._in_headers:
             if self._received_bytes > self.limits.max_header_bytes + 2 * self.limits.max_body_bytes:
                 self._refuse_body(self._received_bytes)  # chunk sizes and trailers count too
@@ -298,6 +337,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
+            if self._held_back:
+                self.loop.call_soon(self._go_on)
             if self.pipeline:
                 self.loop.call_soon(self._start_next, *self.pipeline.pop())
             elif self._last_words is None and self.cycle.response_complete and not self._in_headers:
@@ -339,6 +380,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.idle.pop(self, None)
         self._parts = []
         self._in_headers, self._header_bytes, self._body_bytes, self._received_bytes = True, 0, 0, 0
+        self._declared_body = 0
         self._deadline.set(self.limits.header_timeout_s, self._time_out, "the headers", self.limits.header_timeout_s)
 
     def on_url(self, url: bytes) -> None:
@@ -369,6 +411,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif not self._check_encoding():
             return
         else:
+            self._declared_body = declared
             method = self.parser.get_method()
             asked = self.door.asks(method, self.url, self._watched)
             protocol = V2 if asked is not None else protocol_of(method, self.url)
@@ -513,7 +556,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         except ApiError as error:
             self._refuse(error.status, error.message)
             return
-        self._parts.append(body)
+        if self._parts and len(body) < _SMALL_PART:  # one by one they would take many times their bytes
+            if not isinstance(last := self._parts[-1], bytearray):
+                self._parts.append(last := bytearray())
+            last += body
+        else:
+            self._parts.append(body)
 
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
@@ -528,7 +576,7 @@ class _LimitedProtocol(HttpToolsProtocol):
                 self._answer_shed(self.cycle, error)
                 return
         # The application gets the body whole, and as it is: uvicorn would copy it twice more.
-        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        body = bytes(self._parts[0]) if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         if self._open and (request := self._open[-1]).asked is not None:
             request.body, self.cycle.more_body = body, False
@@ -593,11 +641,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         else:
             self._traffic.refused(status, self._since)
         if cycle is not None and not cycle.response_complete:
-            if not cycle.more_body:  # a whole request that came before, pipelined: it is answered, and then this closes
-                cycle.keep_alive = False
-                return
-            if len(self._open) > 1:  # those before it are answered first, in order
-                self._give_up_last()
+            if not cycle.more_body or len(self._open) > 1:  # those before it are answered first, in order
+                if cycle.more_body:
+                    self._give_up_last()
                 self._last_words = _plain_answer(status, message, keep_alive=False)
                 return
             begun = cycle.response_started
@@ -611,6 +657,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _end_with(self, answer: bytes) -> None:
         """Sends the last answer of this connection, reads what still comes for a moment, and closes."""
         self.transport.write(answer)
+        self._held_back.take()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_S, self.transport.close)
 

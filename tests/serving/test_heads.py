@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import functools
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -51,14 +53,16 @@ class Talk:
 
 
 @contextlib.asynccontextmanager
-async def talk(limit: int = 1 << 30) -> AsyncIterator[Talk]:
+async def talk(limit: int = 1 << 30, door: Door | None = None, app: Any = None) -> AsyncIterator[Talk]:
+    """app: answers what the door does not; None: every request is the door's."""
+
     async def nothing(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("every request is the door's")
 
-    config, in_flight = uvicorn.Config(nothing, lifespan="off"), Bytes(limit)
+    config, in_flight = uvicorn.Config(app or nothing, lifespan="off"), Bytes(limit)
     config.load()
     settings = ServerSettings(models=("demo",))
-    protocol = connection.limited_protocol(settings, in_flight, Slots(4, 10, 60.0), Slices(), Echo())
+    protocol = connection.limited_protocol(settings, in_flight, Slots(4, 10, 60.0), Slices(), door or Echo())
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: protocol(config=config, server_state=state, app_state={}),  # type: ignore[call-arg]
@@ -76,12 +80,13 @@ async def talk(limit: int = 1 << 30) -> AsyncIterator[Talk]:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that parsers were given, a number for each time."""
+    """Bytes that parsers were given where a request begins, a number for each."""
     sizes: list[int] = []
     parse = connection._LimitedProtocol._parse
 
     def noting(self: Any, data: Any) -> None:
-        sizes.append(len(data))
+        if self._is_between:
+            sizes.append(len(data))
         parse(self, data)
 
     monkeypatch.setattr(connection._LimitedProtocol, "_parse", noting)
@@ -178,9 +183,90 @@ def test_a_known_request_that_waits_for_a_slice_keeps_its_body(monkeypatch: pyte
             while not waiting:
                 await asyncio.sleep(0)
             await one.send(b"GET / HTTP/1.1\r\nX-Long: " + b"z" * 500)
-            while len(parsed) < 2:
+            while one.in_flight.held < 500:  # it is held back
                 await asyncio.sleep(0)
             waiting.pop()()
             assert await one.answer() == b"body 1"
+
+    run(test())
+
+
+class Late(Echo):
+    """Keeps what it is asked, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+
+    def answer(self, asked: Asked, body: bytes | memoryview, hold: Any, send: Any) -> None:
+        self.waiting.append(functools.partial(super().answer, asked, bytes(body), hold, send))
+
+
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_pipelined_requests_wait_unparsed_and_counted(count: int, parsed: list[int]) -> None:
+    """While the first one has no answer no other is parsed; what was read of them is held. All are answered in order."""
+
+    async def test() -> None:
+        door = Late()
+        async with talk(door=door) as one:
+            sending = asyncio.create_task(one.send(b"".join(request(b"body %d" % n) for n in range(count))))
+            while not door.waiting:
+                await asyncio.sleep(0.001)
+            first = len(request(b"body 0"))
+            assert parsed == [first - 6] and first < one.in_flight.held < 1 << 20
+            for n in range(min(count, 500)):
+                while not door.waiting:
+                    await asyncio.sleep(0)
+                door.waiting.pop()()
+                assert not door.waiting
+                assert await one.answer() == b"body %d" % n
+            sending.cancel()
+        while one.in_flight.held:  # the client is gone, which the server sees when it answers
+            if door.waiting:
+                door.waiting.pop()()
+            await asyncio.sleep(0.001)
+
+    run(test())
+
+
+def test_what_is_pipelined_beyond_the_limit_is_refused() -> None:
+    """The request before it gets its answer; what follows would hold more than all requests may, and gets a 503."""
+
+    async def test() -> None:
+        door = Late()
+        async with talk(limit=2000, door=door) as one:
+            await one.send(b"".join(request(b"body %d" % n) for n in range(100)))
+            while not door.waiting:
+                await asyncio.sleep(0.001)
+            door.waiting.pop()()
+            assert await one.answer() == b"body 0"
+            assert (await one._reader.readline()).startswith(b"HTTP/1.1 503")
+
+    run(test())
+
+
+def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand chunks of two bytes are kept together; the body arrives whole."""
+    sizes: list[int] = []
+    complete = connection._LimitedProtocol.on_message_complete
+
+    def noting(self: Any) -> None:
+        sizes.append(sum(map(sys.getsizeof, self._parts)) + sys.getsizeof(self._parts))
+        self._parts = [b"Z" if bytes(b"".join(self._parts)) == b"xy" * 100_000 else b"other"]
+        complete(self)
+
+    monkeypatch.setattr(connection._LimitedProtocol, "on_message_complete", noting)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def test() -> None:
+        async with talk(app=answer) as one:
+            head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            await one.send(head + b"2\r\nxy\r\n" * 100_000 + b"0\r\n\r\n")
+            assert await one.answer() == b"Z"
+        assert sizes[0] < 300_000
 
     run(test())

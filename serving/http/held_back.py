@@ -1,0 +1,61 @@
+"""Bytes of a connection that were read and wait to be parsed: what is pipelined behind a request, or too much for one turn.
+
+A read brings thousands of pipelined requests or chunks. Parsed at once they would keep the event loop, and each would hold
+memory until those before it are answered. So the parser gets a request when the one before it is answered, and the loop has its
+turn in between. Nothing more is read meanwhile, and what waits counts among the bytes that requests hold.
+"""
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from tableside.serving.admission import Bytes, Hold
+from tableside.serving.http.heads import head_of
+
+TURN_S = 1e-3  # of parsing, between two turns of the event loop
+_PIECE_BYTES, _CHUNKED_BYTES = 512, 16 << 10  # of a head, and of a body in chunks, that the parser gets at once
+
+
+class HoldingFlow(FlowControl):
+    """uvicorn's, which reads no more while something is held back, whoever asks for it."""
+
+    holds_back = False
+
+    def resume_reading(self) -> None:
+        if not self.holds_back:
+            super().resume_reading()
+
+
+class HeldBack:
+    """What one connection holds back."""
+
+    def __init__(self, flow: HoldingFlow, in_flight: Bytes) -> None:
+        self._flow, self._in_flight, self._data, self._hold = flow, in_flight, b"", Hold(in_flight)
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    def put(self, data: "bytes | memoryview") -> None:
+        """Holds bytes back, and reads no more. ApiError 503: requests hold too many already."""
+        self._hold.grow(len(data))
+        self._data += bytes(data)
+        self._flow.pause_reading()
+        self._flow.holds_back = True
+
+    def take(self) -> bytes:
+        """What was held back; nothing is any more."""
+        data, self._data = self._data, b""
+        self._hold.release()
+        self._hold = Hold(self._in_flight)
+        self._flow.holds_back = False
+        return data
+
+
+def next_piece(data: "bytes | memoryview", is_between: bool, in_headers: bool, left_of_body: int) -> int:
+    """How many bytes the parser gets at once, so that it meets no more than a few requests or chunks in them.
+
+    is_between: nothing of the next request was parsed. left_of_body: bytes that are to come; 0: it comes in chunks.
+    """
+    if is_between:
+        return len(head_of(data)) or _PIECE_BYTES
+    if in_headers:
+        return _PIECE_BYTES
+    return left_of_body or _CHUNKED_BYTES
