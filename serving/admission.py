@@ -244,6 +244,17 @@ class Hold:
         self._total.held += count
         self._bytes += count
 
+    @contextmanager
+    def growing(self, count: int) -> Iterator[None]:
+        """Takes `count` more bytes for the length of a block. ApiError 503: as of `grow`."""
+        self.grow(count)
+        try:
+            yield
+        finally:
+            if not self._is_released:
+                self._total.held -= count
+                self._bytes -= count
+
     def release(self) -> None:
         """Gives all bytes back, for good. Safe to call twice."""
         self._is_released = True

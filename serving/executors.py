@@ -19,6 +19,7 @@ from tableside.serving.scores import Scoring, ToScore
 from tableside.serving.scoring import ScoreStage
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
+INLINE_OUT_BYTES = 16 << 20  # of vectors up to which they are looked up on the event loop: some 10 ms, even where bags are empty
 
 _Refusals = list[Exception | None]
 
@@ -70,7 +71,7 @@ class CpuExecutor(Executor):
         self._late: Scorer | None = None
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        if request.ids > self._inline_rows or (request.scoring is not None and self._goes_beside(request.scoring)):
+        if self._is_large(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
             return None
         request.check(inputs)
         answer = request.look_up(inputs)
@@ -79,13 +80,16 @@ class CpuExecutor(Executor):
         return answer
 
     async def _run(self, request: Request, inputs: Any) -> Answer:
-        if request.ids > self._inline_rows:
+        if self._is_large(request):
             answer = await asyncio.get_running_loop().run_in_executor(self._beside, request.look_up, inputs)
         else:
             answer = request.look_up(inputs)
         if request.scoring is not None:
             await self._score(ToScore(request.scoring, inputs, answer.buffer))
         return answer
+
+    def _is_large(self, request: Request) -> bool:
+        return request.ids > self._inline_rows or request.out_bytes > INLINE_OUT_BYTES
 
     def end_if_lost(self) -> bool:
         return False

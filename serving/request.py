@@ -139,8 +139,8 @@ class Request:
 
 def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:
     name = f"feature {i.feature!r}"
-    if (negative := np.flatnonzero(lengths < 0)).size:
-        at = int(negative[0])
+    if lengths.size and lengths.min() < 0:
+        at = int(np.flatnonzero(lengths < 0)[0])
         raise bad_request(BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0).describe(name), Kind.BAD_ID)
     if (total := int(lengths.sum(dtype=np.int64))) != i.ids:
         raise bad_request(BadIds(Problem.SUM, 0, lengths.size, total, i.ids).describe(name), Kind.BAD_ID)

@@ -8,7 +8,7 @@
  * Where anything is not as it should be it says None, and the slow path answers, or says what is wrong.
  *
  * skeleton(header) -> int that headers of one skeleton share, or None: the header is not simple (see `scan`)
- * spans(header) -> list of (start, end, is_id) of its numbers and its id, or None
+ * spans(header, most) -> list of (start, end, is_id) of its numbers and its id, or None: also where they are more than `most`
  * template(words, text) -> a template; words: int64, see `read_words`; text: the pieces of header and response
  * numbers(template, header) -> None, or the header's numbers, int64 as bytes, in order; the id counts as one, of any value
  * match(template, body, header_bytes) -> None, or (places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets,
@@ -31,7 +31,7 @@ static const int64_t MOST_VECTOR_BYTES = (int64_t)1 << 24;
 /* ---- simple headers ---- */
 
 typedef struct { Py_ssize_t start, end; int is_id; } span;
-typedef struct { span *spans; Py_ssize_t count, room; uint64_t hash; } found;
+typedef struct { span *spans; Py_ssize_t count, room, most; uint64_t hash; } found;
 
 static int is_digit(char c) { return c >= '0' && c <= '9'; }
 static int is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
@@ -50,6 +50,7 @@ static uint64_t mixed(uint64_t hash, const char *p, Py_ssize_t n) {
 
 static int add_span(found *f, Py_ssize_t start, Py_ssize_t end, int is_id) {
     if (f->room == 0) return 1; /* only the hash is wanted */
+    if (f->count == f->most) return 0;
     if (f->count == f->room) {
         span *grown = PyMem_Realloc(f->spans, (size_t)f->room * 2 * sizeof(span));
         if (!grown) return 0;
@@ -131,11 +132,13 @@ static PyObject *py_skeleton(PyObject *self, PyObject *header) {
     return PyLong_FromUnsignedLongLong(f.hash);
 }
 
-static PyObject *py_spans(PyObject *self, PyObject *header) {
+static PyObject *py_spans(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_buffer b;
     found f = {.room = 256, .hash = 1};
     PyObject *list = NULL;
-    if (PyObject_GetBuffer(header, &b, PyBUF_SIMPLE)) return NULL;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "spans takes 2 arguments, got %zd", n);
+    if ((f.most = PyLong_AsSsize_t(args[1])) == -1 && PyErr_Occurred()) return NULL;
+    if (PyObject_GetBuffer(args[0], &b, PyBUF_SIMPLE)) return NULL;
     if (!(f.spans = PyMem_Malloc((size_t)f.room * sizeof(span)))) {
         PyBuffer_Release(&b);
         return PyErr_NoMemory();
@@ -612,7 +615,7 @@ static PyObject *py_numbers(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 static PyMethodDef methods[] = {
     {"skeleton", py_skeleton, METH_O, NULL},
-    {"spans", py_spans, METH_O, NULL},
+    {"spans", (PyCFunction)(void (*)(void))py_spans, METH_FASTCALL, NULL},
     {"template", (PyCFunction)(void (*)(void))py_template, METH_FASTCALL, NULL},
     {"numbers", (PyCFunction)(void (*)(void))py_numbers, METH_FASTCALL, NULL},
     {"match", (PyCFunction)(void (*)(void))py_match, METH_FASTCALL, NULL},

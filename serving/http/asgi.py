@@ -1,5 +1,6 @@
 """What /v1 and /v2 share of HTTP: reading a body, checking its JSON, sending a response or an error. Plain ASGI."""
 
+import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
 AT_CLOSE = (
     "tableside.at_close"  # of a dict in its scope: what is called when its connection closes, by a key of whoever put it there
 )
-JSON_BESIDE_BYTES = 1 << 16  # a longer JSON text is parsed on the thread beside the event loop
+_PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -29,8 +30,9 @@ class Disconnected(Exception):
 async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
     """The whole body, decompressed where its headers say that it is compressed.
 
-    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are counted here.
-    ApiError: 413 where there are more than `limit` bytes, 503 where there are more than may be held now.
+    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are counted here, as
+    they come. ApiError: 400 where they are not what the headers say, 413 where there are more than `limit` bytes, 503 where there
+    are more than may be held now.
     """
     message = await receive()
     parts, size = [], 0
@@ -49,9 +51,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> b
     encoding = (header(scope, b"content-encoding") or b"identity").lower()
     if encoding == b"identity":
         return body
-    plain = _decompress(body, encoding, limit)
-    hold.grow(len(plain))
-    return plain
+    return await _inflate(body, encoding, limit, hold)
 
 
 @contextmanager
@@ -64,7 +64,8 @@ def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
         yield own
 
 
-def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
+async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> bytes:
+    """A body unpacked, piece by piece, as far as may be held; other work has its turn between two pieces."""
     if encoding not in (b"gzip", b"deflate"):
         raise ApiError(
             415,
@@ -72,15 +73,26 @@ def _decompress(body: bytes, encoding: bytes, limit: int) -> bytes:
             f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none",
         )
     inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
+    plain, left = bytearray(), memoryview(body)
     try:
-        plain = inflater.decompress(body, limit + 1)
+        while (left or inflater.unconsumed_tail) and not inflater.eof:
+            packed = inflater.unconsumed_tail
+            if not packed:
+                packed, left = bytes(left[:_PIECE_BYTES]), left[_PIECE_BYTES:]
+            piece = inflater.decompress(packed, _PIECE_BYTES)
+            hold.grow(len(piece))
+            plain += piece
+            if len(plain) > limit:
+                raise too_large(limit)
+            if left or inflater.unconsumed_tail:
+                await asyncio.sleep(0)
     except zlib.error as error:
         raise bad_request(f"the body is not {encoding.decode()}: {error}") from None
-    if len(plain) > limit:
-        raise too_large(limit)
     if not inflater.eof:
         raise bad_request(f"the {encoding.decode()} body ends early")
-    return plain
+    if behind := len(inflater.unused_data) + len(left):
+        raise bad_request(f"{behind:,} bytes follow the end of the {encoding.decode()} body; send nothing behind it")
+    return bytes(plain)
 
 
 def json_object(text: bytes) -> dict[str, Any]:

@@ -205,7 +205,14 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._write_deadline is not None:
             self._write_deadline.cancel()
         super().connection_lost(exc)
+        self._forget_bodies()
         self._traffic.connections = len(self.connections)
+
+    def _forget_bodies(self) -> None:
+        """Lets go of bodies that nobody reads any more. This object is in cycles, and may live until those are looked for."""
+        self._parts = []
+        if self.cycle is not None:
+            self.cycle.body = b""  # type: ignore[assignment]
 
     @property
     def takes_all(self) -> bool:
@@ -335,6 +342,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         else:
             self._end_request(request, request.status or 500)
         self.server_state.total_requests += 1
+        if self.cycle.response_complete:
+            self._forget_bodies()  # one that the application did not read would stay as long as the connection
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self._held_back:
@@ -349,6 +358,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _end_request(self, request: _Request, status: int) -> None:
         """Lets go of what a request holds, and counts it. status: 0: its client left before it had the whole response."""
         request.hold.release()
+        request.body = b""
         if request.turn is not None:
             request.turn.end()
         self._traffic.ended(request.protocol, status, request.since, request.trace)
@@ -583,6 +593,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             if request.is_started:
                 self.slices.run(functools.partial(self._answer, request, self.cycle))
             return
+        if self.cycle.response_complete:
+            return
         self.cycle.body = body  # type: ignore[assignment]
         super().on_message_complete()
 
@@ -632,7 +644,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Answers in place of the application and closes. Once the application has begun to answer, it only closes."""
         if self._refused or self.transport.is_closing():
             return
-        self._refused = True
+        self._refused, self._parts = True, []
         self._deadline.clear()
         cycle = self.cycle
         is_open = bool(self._open) and not self._open[-1].is_whole  # else its headers are not complete, or it is none

@@ -17,14 +17,10 @@ _BODY, _NONE = -1, -1
 
 
 class Gathered(NamedTuple):
-    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and all inputs behind it.
-
-    region_bytes: of the inputs that were in regions.
-    """
+    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and all inputs behind it."""
 
     body: memoryview
     header_bytes: int
-    region_bytes: int
 
 
 class RegionParts:
@@ -83,7 +79,7 @@ class RegionParts:
                 body[place : place + size] = binary[offset : offset + size]
             elif size:
                 found[source].read(offset, body[place : place + size])
-        return Gathered(body, header_bytes, region_bytes)
+        return Gathered(body, header_bytes)
 
     def into(self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions) -> tuple[Slice, ...] | None:
         """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of `gather`.

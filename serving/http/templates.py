@@ -11,7 +11,8 @@ such a header a template takes the numbers first, copies what lies in regions be
 and then goes on as with any other.
 
 A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask, and it is simple:
-its numbers are plain digits, its strings have no escapes. A version's templates are kept in `TEMPLATE_BYTES`, those not used
+its numbers are plain digits, its strings have no escapes. It is no longer, and has no more numbers, than a header needs that
+names all of the model's features. A version's templates are kept in `TEMPLATE_BYTES`, those not used
 for longest go first. They go with the version: it is the key of a weak dictionary, and no template holds it.
 """
 
@@ -32,6 +33,7 @@ from tableside.quant import Place
 from tableside.quant.gpu.follower import VectorField
 from tableside.serving import regions
 from tableside.serving.http import kjt, shm
+from tableside.serving.http.large_json import inputs_of
 from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
 from tableside.serving.http.v2_request import InferRequest
@@ -48,11 +50,14 @@ except ImportError:  # it was not built, as the native kernel was not: every hea
     _headers = None  # type: ignore[assignment]
 
 TEMPLATE_BYTES = 32 << 20  # of the headers and responses that a version's templates were made of
+_HEADER_BYTES, _NUMBERS = 1024, 32  # of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
+_SPARE_INPUTS = 16
 SKELETONS = 1024  # that came once, of which a version remembers a number each
 _UNLIMITED = (1 << 62) - 1
 _MARK = 10**17  # numbers from here on stand for those of a response while its template is made
 _ROLES = {"": 0, "values": 1, "lengths": 2, "weights": 3}
 _DENSE = 4
+_IDS = (0, 1, 5)
 _KJT_ROLES = {kjt.VALUES: 5, kjt.LENGTHS: 6, kjt.WEIGHTS: 7}
 _COUNT, _BYTES, _ID = range(3)  # what a number of the response is
 
@@ -78,7 +83,7 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What the headers of one skeleton mean for one version. size: bytes of what it was made of."""
+    """What the headers of one skeleton mean for one version. size: bytes of what it was made of. widens: ids that are int32."""
 
     model: str
     version: int
@@ -90,12 +95,15 @@ class Template:
     sources: tuple[_Source, ...]
     shared: _Shared | None = None
     scores_alone: bool = False
+    widens: bool = False
 
     def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
         """The infer request of a body whose header is the template's but for its numbers; None: it is another.
 
         known: the regions that it may name. ApiError: one of them is gone, or was truncated.
         """
+        if self.widens and len(body) > shm.INLINE_BYTES:
+            return None  # the slow path does it beside the event loop
         if self.shared is None:
             found = _headers.match(self.compiled, body, header_bytes)
             return None if found is None else self._request(body, found)
@@ -116,7 +124,7 @@ class Template:
         place = regions.place_of_all(into, infer.request.out_bytes) if self.scorer is None else None
         if place is not None:
             infer.request.out = place.bytes
-        return infer._replace(parts=parts, has_binary=any(in_body), into=into, region_bytes=gathered.region_bytes, place=place)
+        return infer._replace(parts=parts, has_binary=any(in_body), into=into, place=place)
 
     def _request(self, body: Any, found: tuple[Any, ...]) -> InferRequest:
         places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets, dense, rows = found
@@ -169,7 +177,9 @@ _OUT_AT = Place._fields.index("out_at")
 class _OfVersion:
     """The templates of one version by skeleton, those used last at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        """most_bytes: of a header that has a template."""
+        self.most_bytes = most_bytes
         self.by_skeleton: OrderedDict[int, Template] = OrderedDict()
         self.seen: OrderedDict[int, None] = OrderedDict()
         self.latest: Template | None = None
@@ -205,7 +215,7 @@ class Templates:
         ApiError: a region that it names is gone, or was truncated.
         """
         known = self._known.get(served)
-        if known is None or known.latest is None:
+        if known is None or known.latest is None or header_bytes > known.most_bytes:
             return None
         if (found := known.latest.match(body, header_bytes, regions)) is not None:
             return found
@@ -220,19 +230,23 @@ class Templates:
         """Makes a template of a header that the slow path understood, if its skeleton came before."""
         if _headers is None or not infer.head or any(sent.output.is_mask for sent in infer.outputs):
             return
-        if (skeleton := _headers.skeleton(head)) is None:
-            return
         if (known := self._known.get(served)) is None:
-            known = self._known[served] = _OfVersion()
+            known = self._known[served] = _OfVersion(_HEADER_BYTES * _inputs(served))
+        if len(head) > known.most_bytes or (skeleton := _headers.skeleton(head)) is None:
+            return
         if skeleton not in known.by_skeleton and known.is_second(skeleton):
             template = make(served, head, header, infer)
             if template is not None:
                 known.keep(skeleton, template)
 
 
+def _inputs(served: ServedVersion) -> int:
+    return inputs_of(served) + _SPARE_INPUTS
+
+
 def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> Template | None:
     """The template of a header that the slow path understood; None: it can have none."""
-    spans = _headers.spans(head)
+    spans = _headers.spans(head, _NUMBERS * _inputs(served))
     answer = _answer(infer, len(infer.request.features))
     if spans is None or answer is None or any("data" in entry for entry in header["inputs"]):
         return None
@@ -291,6 +305,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
         sources,
         shared,
         request.scoring is not None and request.scoring.is_alone,
+        any(item == 4 and role in _IDS for role, _, item, *_ in tensors),
     )
 
 

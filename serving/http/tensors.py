@@ -74,14 +74,15 @@ def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
     """The tensors with INT64 ids, and the input buffer that they lie in: `inputs` where no ids were INT32."""
     if not any(map(is_narrow, tensors)):
         return list(tensors), inputs
-    moved, parts, at = [], [], 0
+    moved, at = [], 0
     for tensor in tensors:
+        moved.append(Tensor(tensor.name, "INT64" if is_narrow(tensor) else tensor.datatype, tensor.shape, at))
+        at += moved[-1].bytes
+    wide = np.empty(at, np.uint8).data
+    for tensor, to in zip(tensors, moved, strict=True):
         values = np.frombuffer(inputs, DTYPES[tensor.datatype], tensor.elements, tensor.at)
-        datatype = "INT64" if is_narrow(tensor) else tensor.datatype
-        moved.append(Tensor(tensor.name, datatype, tensor.shape, at))
-        parts.append(values.astype(DTYPES[datatype], copy=False).tobytes())
-        at += len(parts[-1])
-    return moved, b"".join(parts)
+        np.frombuffer(wide, DTYPES[to.datatype], to.elements, to.at)[:] = values
+    return moved, wide
 
 
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:

@@ -19,7 +19,6 @@ from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, short, wrong_method
 from tableside.serving.http import static_page
 from tableside.serving.http.asgi import (
-    JSON_BESIDE_BYTES,
     JSON_TYPE,
     Disconnected,
     Receive,
@@ -34,6 +33,7 @@ from tableside.serving.http.asgi import (
     respond_error,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of
 from tableside.serving.http.openapi import POSTS, complete, refusals, takes
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
 from tableside.serving.metrics import MetricsOfModels, Stages
@@ -154,25 +154,36 @@ class V1:
 
     async def _work_on(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> bytes:
         service, started = self._service, time.perf_counter()
-        is_large = len(text) > JSON_BESIDE_BYTES
-        arguments = (scope, text, score)
-        body, understood = await service.beside(self._understand, *arguments) if is_large else self._understand(*arguments)
-        if understood is None:
-            served = await service.version(body.fields["model"], body.fields["version"])
-            laid_out = await service.beside(self._layouts.lay_out, served, body, score)
-            laid_out.request.names_version = True
-        else:
-            served, laid_out = understood
+        served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
         check_json_answer(request.out_bytes, service.settings.max_json_bytes)
-        hold.grow((1 + JSON_GROWTH) * request.out_bytes)
+        hold.grow((1 + JSON_GROWTH) * request.out_bytes + len(laid_out.inputs))
         parsed = time.perf_counter()
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
-        encoded = encode(answer.state or served.state, laid_out, answer.buffer)
+        result = answer.state or served.state, laid_out, answer.buffer
+        encoded = await service.beside(encode, *result) if request.out_bytes > ANSWER_BYTES else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded
+
+    async def _laid_out(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> tuple[ServedVersion, JsonRequest]:
+        """The request, and the version that it asks. What its JSON unpacked to is gone when this returns."""
+        service = self._service
+        if len(text) <= BESIDE_BYTES:
+            body, understood = self._understand(scope, text, score)
+            return understood or await self._of_version(body, score)
+        inputs = max((inputs_of(engine.attached()) for engine in service.engines.values()), default=0)
+        async with service.large_json.room(text, inputs, hold):
+            body, understood = await service.beside(self._understand, scope, text, score)
+            return understood or await self._of_version(body, score)
+
+    async def _of_version(self, body: Body, score: bool) -> tuple[ServedVersion, JsonRequest]:
+        """The request for the version that it names, which is attached where it is not yet."""
+        served = await self._service.version(body.fields["model"], body.fields["version"])
+        laid_out = await self._service.beside(self._layouts.lay_out, served, body, score)
+        laid_out.request.names_version = True
+        return served, laid_out
 
     def _understand(self, scope: Scope, text: bytes, score: bool) -> tuple[Body, tuple[ServedVersion, JsonRequest] | None]:
         """A request's JSON, and the request for the live version; None: it names another, which may have to be attached.

@@ -20,6 +20,7 @@ from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.json_lists import Counts, FeatureLists, are_all, bags_of, from_list, jagged_of, starts_of
+from tableside.serving.http.large_json import text_of
 from tableside.serving.http.tensors import DATATYPES, Tensor, feature_inputs
 from tableside.serving.places import Buffer, DenseInput, Output, masked_feature
 from tableside.serving.request import FeatureInput, Request
@@ -117,9 +118,9 @@ def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     elif laid_out.vectors is not None:
-        found["vectors"] = laid_out.vectors.read(buffer)
+        found["vectors"] = {feature: text_of(vectors) for feature, vectors in laid_out.vectors.read(buffer).items()}
     else:
-        found["vectors"] = {o.feature: _as_fp32(o, buffer) for o in request.outputs if not o.is_mask}
+        found["vectors"] = {o.feature: text_of(_as_fp32(o, buffer)) for o in request.outputs if not o.is_mask}
     if masks := [o for o in request.outputs if o.is_mask]:
         found["found"] = _found(masks, laid_out.bags, buffer)
     return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)

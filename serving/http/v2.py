@@ -20,7 +20,6 @@ from tableside.serving.errors import bad_request, not_found, short, wrong_method
 from tableside.serving.http import cuda_shm, kjt, repository, shm, v2_request
 from tableside.serving.http.asgi import (
     AT_CLOSE,
-    JSON_BESIDE_BYTES,
     JSON_TYPE,
     Receive,
     Response,
@@ -37,6 +36,7 @@ from tableside.serving.http.asgi import (
     too_large,
 )
 from tableside.serving.http.ids import describe_ids
+from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of
 from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
@@ -69,7 +69,7 @@ class V2:
         elif path[:1] == [repository.PATH]:
             _check_method(scope, "POST")
             with holding(scope, self.service.in_flight) as hold:
-                body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
+                body = await read_body(scope, receive, BESIDE_BYTES, hold)
             found = await repository.answer(self.service, path[1:], body, header(scope, b"authorization"))
             await (respond(send, 200, ()) if found is None else respond_json(send, found))
         elif path[:1] in ([shm.PATH], [cuda_shm.PATH]):
@@ -118,7 +118,7 @@ class V2:
         body = b""
         if scope["method"] == "POST":
             with holding(scope, self.service.in_flight) as hold:
-                body = await read_body(scope, receive, self.service.settings.max_json_bytes, hold)
+                body = await read_body(scope, receive, BESIDE_BYTES, hold)
         regions = self.service.regions
         if path[0] == cuda_shm.PATH:
             found, registered = await cuda_shm.answer(regions, self.service.link, scope["method"], path[1:], body)
@@ -157,7 +157,7 @@ class V2:
         infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
         if infer is None:
             return self.infer(named, header_length, bytes(body), hold)
-        hold.grow(infer.request.out_bytes + infer.region_bytes)
+        hold.grow(infer.request.out_bytes + infer.made_bytes(body))
         times = started, time.perf_counter()
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
@@ -181,7 +181,7 @@ class V2:
 
     async def _run(self, served: ServedVersion, infer: InferRequest, body_bytes: int, times: tuple[float, float]) -> Response:
         answer = await self.service.executor.run(infer.request, infer.inputs)
-        if not infer.is_inline:
+        if not infer.is_inline or infer.json_bytes > ANSWER_BYTES:
             return await self._write(served, infer, answer, body_bytes, times)
         return self._encode(served, infer, answer, body_bytes, times)
 
@@ -196,7 +196,7 @@ class V2:
     async def _write(
         self, served: ServedVersion, infer: InferRequest, answer: Answer, body_bytes: int, times: tuple[float, float]
     ) -> Response:
-        """As `_encode`, where so much is written into regions that it is done beside the event loop."""
+        """As `_encode`, where so much is written, into regions or as JSON, that it is done beside the event loop."""
         looked_up = time.perf_counter()
         encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
         return self._answered(served, infer, answer, encoded, body_bytes, (*times, looked_up))
@@ -238,23 +238,33 @@ class V2:
         if is_header and (known := self._repeated.find(served, body, generation)) is not None:
             return known
         if (known := self._templates.match(served, body, length, regions)) is not None:
-            hold.grow(known.region_bytes)
+            hold.grow(known.made_bytes(body))
             return known
         check_json_size(length, settings.max_json_bytes)
+        if length <= BESIDE_BYTES:
+            infer = await self._understand_anew(served, body, length, hold, False)
+        else:
+            async with self.service.large_json.room(body[:length], inputs_of(served), hold):
+                infer = await self._understand_anew(served, body, length, hold, True)
+        if is_header and isinstance(infer.inputs, PartlyOnDevice):
+            self._repeated.keep(served, body, generation, infer)
+        return infer
+
+    async def _understand_anew(self, served: ServedVersion, body: bytes, length: int, hold: Hold, is_large: bool) -> InferRequest:
+        """By the slow path, which is beside the event loop where the header is large, or what follows it."""
+        settings, regions = self.service.settings, self.service.regions
         head, binary = body[:length], memoryview(body)[length:]
-        is_large = length > JSON_BESIDE_BYTES
         header = await self.service.beside(json_object, head) if is_large else json_object(head)
+        region_bytes = 0
         if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
             if region_bytes > settings.max_body_bytes:
                 raise too_large(settings.max_body_bytes)
             hold.grow(region_bytes)
-            is_large = is_large or region_bytes > shm.INLINE_BYTES
         arguments = served, header, binary, regions
+        is_large = is_large or len(binary) + region_bytes > shm.INLINE_BYTES
         infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
-        if isinstance(infer.inputs, PartlyOnDevice):
-            if is_header:
-                self._repeated.keep(served, body, generation, infer)
-        else:
+        hold.grow(max(0, infer.made_bytes(binary) - region_bytes))  # those of regions were counted before
+        if not isinstance(infer.inputs, PartlyOnDevice):
             self._templates.learn(served, head, header, infer)
         return infer
 

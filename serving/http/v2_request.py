@@ -19,6 +19,7 @@ from tableside.serving import regions
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http import cuda_shm, kjt, shm
 from tableside.serving.http.json_lists import from_list
+from tableside.serving.http.large_json import text_of
 from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
 from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Place, Regions, Slice
@@ -44,7 +45,7 @@ class InferRequest(NamedTuple):
     head: the response's JSON, where no output is sent as JSON; else empty. parts: (start, end) of the output buffer, which
     follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
     outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the vectors and masks that are sent
-    as JSON. into: which parts of the output buffer are written into regions. region_bytes: that inputs had in regions.
+    as JSON. into: which parts of the output buffer are written into regions.
     place: where all of `into` lies, which the request may use as its output buffer.
     """
 
@@ -58,8 +59,12 @@ class InferRequest(NamedTuple):
     outputs: tuple[Sent, ...] = ()
     request_id: str = ""
     into: tuple[Slice, ...] = ()
-    region_bytes: int = 0
     place: Place | None = None
+
+    def made_bytes(self, came: Any) -> int:
+        """Of inputs that lie in memory of their own: those of regions, of JSON, or with int32 ids. came: what the client sent."""
+        made = self.inputs.inputs if isinstance(self.inputs, PartlyOnDevice) else self.inputs
+        return 0 if made is came else len(made)
 
     @property
     def is_inline(self) -> bool:
@@ -114,7 +119,6 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
         outputs,
         request_id,
         tuple(regions.joined(one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one))),
-        shm.input_bytes(header, known),
     )
 
 
@@ -321,7 +325,7 @@ def _response(
         else:
             assert buffer is not None
             values = output.view(buffer)
-            entry["data"] = (values.astype(np.float32) if output.half else values).reshape(-1)
+            entry["data"] = text_of((values.astype(np.float32) if output.half else values).reshape(-1))
         described.append(entry)
     response: dict[str, Any] = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
     if request.sequence:

@@ -121,24 +121,24 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
 
-@pytest.mark.parametrize("inline_rows", [4, 5])
-def test_large_lookups_run_beside_the_event_loop(inline_rows: int) -> None:
-    """A request with more than inline_rows ids is looked up on the other thread, so that the loop answers meanwhile."""
+@pytest.mark.parametrize(("inline_rows", "out_bytes", "is_beside"), [(4, 8, True), (5, 8, False), (5, 17 << 20, True)])
+def test_large_lookups_run_beside_the_event_loop(inline_rows: int, out_bytes: int, is_beside: bool) -> None:
+    """A request with more than inline_rows ids, or with large vectors of empty bags, is looked up on the other thread."""
     seen: list[str] = []
 
     def look_up(inputs: bytes) -> Answer:
         seen.append(threading.current_thread().name)
         return Answer(np.zeros(8, np.uint8))
 
-    request: Any = SimpleNamespace(ids=5, scoring=None, check=lambda inputs: None, look_up=look_up)
+    request: Any = SimpleNamespace(ids=5, out_bytes=out_bytes, scoring=None, check=lambda inputs: None, look_up=look_up)
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
         executor = CpuExecutor(beside, inline_rows)
         now = executor.run_now(request, b"")
-        if inline_rows == 4:
+        if is_beside:
             assert now is None
             asyncio.run(executor.run(request, b""))
         executor.close()
-    assert seen == ["beside_0" if inline_rows == 4 else threading.current_thread().name]
+    assert seen == ["beside_0" if is_beside else threading.current_thread().name]
 
 
 class PlayedDevice:

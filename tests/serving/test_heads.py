@@ -270,3 +270,28 @@ def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch:
         assert sizes[0] < 300_000
 
     run(test())
+
+
+def test_a_body_that_nobody_reads_goes_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An application that refuses a request unread would leave its body with the connection, as long as that is open."""
+    connections: list[Any] = []
+    made = connection._LimitedProtocol.connection_made
+
+    def noting(self: Any, transport: Any) -> None:
+        connections.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(connection._LimitedProtocol, "connection_made", noting)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.05)  # the body is here by then
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def test() -> None:
+        async with talk(app=answer) as one:
+            await one.send(request(b"x" * 100_000).replace(b"/infer", b"/other"))
+            assert await one.answer() == b""
+            assert connections[0].cycle.body == b"" and connections[0]._parts == []
+
+    run(test())

@@ -498,3 +498,35 @@ def test_vectors_are_looked_up_into_their_region(
     with pytest.raises(ApiError, match="outside the table"):
         refused.request.run(refused.inputs)
     assert path.read_bytes()[16384:] == written[16384:]
+
+
+@pytest.mark.parametrize("more", [b',"junk":[' + b"1," * 20_000 + b"1]", b" " * 70_000])
+def test_a_header_that_is_longer_than_the_model_needs_has_no_template(version: ServedVersion, more: bytes) -> None:
+    """The slow path reads it each time. With numbers that nobody reads a template was made of each of them."""
+    entry = {"name": "user", "datatype": "INT64", "shape": [1, 1], "parameters": {"binary_data_size": 8}}
+    header = orjson.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}})
+    memory = Templates()
+    for one, is_known in ((header[:-1] + more + b"}", False), (header, True)):
+        body, header_bytes = body_of(one, [np.array([1])])
+        learn(memory, version, body, header_bytes)
+        assert check_equal(memory, version, body, header_bytes) is is_known
+
+
+def test_numbers_are_counted_before_they_are_kept(version: ServedVersion) -> None:
+    """A header with more of them than it may have is no header for a template, however short."""
+    assert templates._headers.spans(b"[1,2,3]", 3) == [(1, 2, 0), (3, 4, 0), (5, 6, 0)]
+    assert templates._headers.spans(b"[1,2,3]", 2) is None
+
+
+def test_large_int32_ids_are_widened_beside_the_event_loop(version: ServedVersion) -> None:
+    """A template leaves such a body to the slow path, and takes a smaller one of the same skeleton."""
+    memory = Templates()
+    for ids in (1, 1 << 21):
+        entry = {"name": "words.values", "datatype": "INT32", "shape": [ids], "parameters": {"binary_data_size": 4 * ids}}
+        header = orjson.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}})
+        body, header_bytes = body_of(header, [np.zeros(ids, np.int32)])
+        version.max_response_bytes = None
+        learn(memory, version, body, header_bytes)
+        found = memory.match(version, body, header_bytes)
+        assert (found is None) == (ids > 1)
+        assert found is None or found.made_bytes(body) >= 8 * ids
