@@ -27,7 +27,7 @@ from tableside.serving.cli.local import local_server
 from tableside.serving.client import AsyncClient, Client, ClientError, Jagged
 
 CLIENTS, DEADLINE_S, LATE_S, GIVEN_UP_S, DRIP_S = 500, 10.0, 3.0, 30.0, 0.5
-HEAD = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n"
+HEAD = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
 
 
 @dataclass

@@ -165,7 +165,7 @@ def maps(pid: int, text: str) -> bool:
 def answered_by(port: int, processes: Collection[int]) -> int | None:
     """Asks the server once, over a new connection; which of `processes` answered. None: another one did, or it died meanwhile."""
     with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         if connection.recv(4096).startswith(b"HTTP/1.1 200"):
             inode = _inode_of(port, connection.getsockname()[1])
             return next((pid for pid in processes if f"socket:[{inode}]" in descriptors(pid)), None)

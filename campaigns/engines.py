@@ -248,7 +248,7 @@ class Tormentor:
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             return connection.recv(4096).startswith(b"HTTP/1.1 200")
         return False
 

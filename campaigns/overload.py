@@ -118,7 +118,7 @@ class Watch:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 status = await reader.readline()
                 writer.close()
         self.health_s.append(time.monotonic() - started)

@@ -39,7 +39,7 @@ def lookup(row: int, padding: int = 0) -> bytes:
 def request(
     body: bytes, *headers: bytes, method: bytes = b"POST", path: bytes = b"/v2/models/demo/infer", end: bytes = b"\r\n"
 ) -> bytes:
-    return end.join([method + b" " + path + b" HTTP/1.1", b"Host: x", *headers, b"", b""]) + body
+    return end.join([method + b" " + path + b" HTTP/1.1", b"Host: localhost", *headers, b"", b""]) + body
 
 
 def length(body: bytes) -> bytes:
@@ -166,7 +166,7 @@ def _odd(script: Script, row: int, chance: random.Random) -> None:
             request(body, b"Content-Length: %d, %d" % (len(body), len(body))),
             request(body, b"Content-Length:\t%d " % len(body)),
             request(chunked(body, chance), b"Transfer-Encoding: identity, chunked"),
-            request(body, length(body)).replace(b"Host: x\r\n", b""),
+            request(body, length(body)).replace(b"Host: localhost\r\n", b""),
             b"\r\n\r\n" + request(body, length(body)),
             request(body, length(body)).replace(b" HTTP/1.1", b"  HTTP/1.1"),
         )

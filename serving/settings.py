@@ -49,6 +49,11 @@ class ServerSettings(RootSettings):
         None,
         description="path of a Unix socket to listen on, instead of host and port; the server's user and group may connect to it",
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names that a request's Host may have, separated by commas, beside IP addresses; * allows all; not set: "
+        "localhost on a loopback address, all elsewhere",
+    )
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
     threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
@@ -240,7 +245,7 @@ class ServerSettings(RootSettings):
                 raise ValueError(f"device {name!r} is not the number of a GPU; expected for instance 0,1")
         return value
 
-    @field_validator("models", "devices", mode="before")
+    @field_validator("models", "devices", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(name for name in value.split(",") if name) if isinstance(value, str) else value

@@ -10,6 +10,7 @@
     headers to the end of the body          body_timeout_s         408, close
     connections of this worker              max_connections        the one that is idle for longest is closed; none is: 503, close
     a response that is not read             write_timeout_s        reset
+    another server's Host, another site     allowed_hosts          403, close
 
 After a refusal the connection is read for a moment more before it is closed. So a client that is still sending gets the answer
 and not a reset.
@@ -43,13 +44,15 @@ from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.heads import Heads, KnownHead, head_of
 from tableside.serving.http.held_back import TURN_S, HeldBack, HoldingFlow, next_piece
 from tableside.serving.http.late_timer import LateTimer
+from tableside.serving.http.origins import READS as ORIGINS_READ
+from tableside.serving.http.origins import Origins
 from tableside.serving.http.traffic import REQUEST_ID, TRACED, V2, Trace, protocol_of, trace_of
 from tableside.serving.settings import ServerSettings
 
 LINGER_S = 1.0
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
 _FRAMING = (b"content-length", b"transfer-encoding")
-_WATCHED = frozenset((*_FRAMING, *READS, *TRACED))
+_WATCHED = frozenset((*_FRAMING, *READS, *TRACED, *ORIGINS_READ))
 _CLOSE = b"connection: close\r\n"
 _BUFFER_BYTES, _HEAD_BYTES, _SMALL_PART = 256 << 10, 4 << 10, 4 << 10
 
@@ -59,7 +62,7 @@ def limited_protocol(
 ) -> type[asyncio.Protocol]:
     """The protocol class with these limits, for uvicorn's Config(http=...). The others are the worker's."""
     common = {"limits": settings, "in_flight": in_flight, "slots": slots, "slices": slices, "door": door, "idle": {}}
-    common["heads"] = Heads()
+    common |= {"heads": Heads(), "origins": Origins.of(settings)}
     protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
     reader = {"protocol": protocol, "buffer": memoryview(bytearray(_BUFFER_BYTES))}
     return cast(type[asyncio.Protocol], type("Reader", (_Reader,), reader))
@@ -142,6 +145,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     slices: Slices
     door: Door
     heads: Heads
+    origins: Origins
     idle: "dict[_LimitedProtocol, float]"  # connections of this worker without a request, since when; longest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -196,7 +200,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         for call in self._at_close.values():
             call()
         self._deadline.end()
-        self._held_back.take()
+        self._held_back.drop()
         self.idle.pop(self, None)
         for request in self._open:
             self._end_request(request, request.status if self._refused else 0)
@@ -239,15 +243,17 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._hold_back(data)
             return
         while data and not self._refused:
-            if (is_late := time.perf_counter() - began > TURN_S) or (self._open and self._open[-1].is_whole):
-                self._hold_back(data)
-                if is_late:
-                    self.loop.call_soon(self._go_on)
+            if self._open and self._open[-1].is_whole:
+                self._hold_back(data)  # until it is answered
                 return
             left = self._declared_body - self._body_bytes if self._declared_body else 0
             size = next_piece(data, self._is_between, self._in_headers, left)
             self._take_piece(data[:size])
             data = data[size:]
+            if data and not self._refused and time.perf_counter() - began > TURN_S:
+                self._hold_back(data)
+                self.loop.call_soon(self._go_on)
+                return
 
     def _hold_back(self, data: memoryview) -> None:
         try:
@@ -258,9 +264,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """Parses what was held back. A request that still waits for its answer has the rest held back again."""
         if self._held_back and not self.transport.is_closing():
-            data = self._held_back.take()
-            self.flow.resume_reading()
-            self._take(data)
+            self._take(self._held_back.take())
 
     def _take_piece(self, data: memoryview) -> None:
         self._completed = False
@@ -418,6 +422,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             )
         elif (declared := self._declared_bytes()) > self.limits.max_body_bytes:
             self._refuse_body(declared)
+        elif (why := self.origins.refusal(self.parser.get_method(), self._watched)) is not None:
+            self._refuse(403, why)
         elif not self._check_encoding():
             return
         else:

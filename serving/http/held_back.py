@@ -15,12 +15,27 @@ _PIECE_BYTES, _CHUNKED_BYTES = 512, 16 << 10  # of a head, and of a body in chun
 
 
 class HoldingFlow(FlowControl):
-    """uvicorn's, which reads no more while something is held back, whoever asks for it."""
+    """uvicorn's, which reads where nothing is held back and nobody else has paused it."""
 
-    holds_back = False
+    _is_holding = _is_paused = False
+
+    def pause_reading(self) -> None:
+        self._is_paused = True
+        super().pause_reading()
 
     def resume_reading(self) -> None:
-        if not self.holds_back:
+        self._is_paused = False
+        self._settle()
+
+    def hold(self, is_holding: bool) -> None:
+        """Something is held back from now on, or nothing any more."""
+        self._is_holding = is_holding
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._is_holding:
+            super().pause_reading()
+        elif not self._is_paused:
             super().resume_reading()
 
 
@@ -37,16 +52,20 @@ class HeldBack:
         """Holds bytes back, and reads no more. ApiError 503: requests hold too many already."""
         self._hold.grow(len(data))
         self._data += bytes(data)
-        self._flow.pause_reading()
-        self._flow.holds_back = True
+        self._flow.hold(True)
 
     def take(self) -> bytes:
         """What was held back; nothing is any more."""
-        data, self._data = self._data, b""
-        self._hold.release()
+        data = self._data
+        self.drop()
         self._hold = Hold(self._in_flight)
-        self._flow.holds_back = False
+        self._flow.hold(False)
         return data
+
+    def drop(self) -> None:
+        """Lets go of what was held back, for good, as the connection is gone."""
+        self._data = b""
+        self._hold.release()
 
 
 def next_piece(data: "bytes | memoryview", is_between: bool, in_headers: bool, left_of_body: int) -> int:

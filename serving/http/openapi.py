@@ -15,7 +15,7 @@ SCHEMAS = "#/components/schemas/"
 _REFUSED = {
     400: "The request is wrong: the message names the field, what came and what was expected",
     401: "The admin token is missing or wrong",
-    403: "This server has no admin token, so nobody may",
+    403: "This server has no admin token, so nobody may; or a page of another site sent the request, or it is for another Host",
     404: "No such model, version or path",
     405: "Another method; Allow names those that are answered",
     413: "The body or the answer is larger than a limit of this server, which the message names",
@@ -23,7 +23,7 @@ _REFUSED = {
     503: "This worker does not take the request on now: try again after Retry-After",
     507: "The shared memory that an output was to be written to is full",
 }
-GETS, POSTS = (400, 404, 405, 503), (400, 404, 405, 413, 415, 503, 507)
+GETS, POSTS = (400, 403, 404, 405, 503), (400, 403, 404, 405, 413, 415, 503, 507)
 
 
 class Refusal(BaseModel):

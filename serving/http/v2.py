@@ -37,6 +37,7 @@ from tableside.serving.http.asgi import (
 )
 from tableside.serving.http.ids import describe_ids
 from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of
+from tableside.serving.http.origins import check_type
 from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
@@ -117,6 +118,7 @@ class V2:
     async def _share(self, scope: Scope, receive: Receive, send: Send, path: list[str]) -> None:
         body = b""
         if scope["method"] == "POST":
+            check_type(header(scope, b"content-type"))
             with holding(scope, self.service.in_flight) as hold:
                 body = await read_body(scope, receive, BESIDE_BYTES, hold)
         regions = self.service.regions

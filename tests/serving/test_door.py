@@ -17,7 +17,12 @@ IDS = [[1, 2], [3]]
 def plain(ids: Any = IDS, extra: str = "", version: str = "1.1", path: str = "/v2/models/demo/infer") -> bytes:
     """An infer request for the feature `user`, as bytes."""
     headers, body = encode({"user": ids})
-    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
+    lines = [
+        f"POST {path} HTTP/{version}",
+        "Host: localhost",
+        f"Content-Length: {len(body)}",
+        *(f"{k}: {v}" for k, v in headers.items()),
+    ]
     return "\r\n".join([*lines, *([extra] if extra else []), "", ""]).encode() + body
 
 
@@ -55,7 +60,7 @@ def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: sock
     """Each with its own vectors, with GETs between them, however deep they are stacked."""
     with Client(server.url) as client:
         expected = {n: client.lookup("demo", {"user": [[n]]})["user"] for n in range(10)}
-    get = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    get = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     connection.sendall(b"".join(plain([[n % 10]]) + (get if n % 100 == 0 else b"") for n in range(1000)))
     for n in range(1000):
         status, _, body = reader.response()
@@ -74,7 +79,7 @@ def test_a_refusal_waits_for_a_large_answer_before_it(connection: socket.socket,
 
 def test_a_refused_body_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
     """The same, where the request behind it is whole but for its body, which is broken."""
-    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
+    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
     connection.sendall(plain([[1] * 250_000]) + broken)
     assert [reader.response()[0] for _ in range(2)] == [200, 400]
     assert reader.file.read() == b""

@@ -94,7 +94,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def request(body: bytes, *lines: bytes) -> bytes:
-    head = [b"POST /v2/models/demo/infer HTTP/1.1", b"Host: x", b"Content-Length: %d" % len(body), *lines, b"", b""]
+    head = [b"POST /v2/models/demo/infer HTTP/1.1", b"Host: localhost", b"Content-Length: %d" % len(body), *lines, b"", b""]
     return b"\r\n".join(head) + body
 
 
@@ -264,7 +264,7 @@ def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch:
 
     async def test() -> None:
         async with talk(app=answer) as one:
-            head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
             await one.send(head + b"2\r\nxy\r\n" * 100_000 + b"0\r\n\r\n")
             assert await one.answer() == b"Z"
         assert sizes[0] < 300_000

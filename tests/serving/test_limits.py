@@ -66,7 +66,7 @@ def answer(connection: socket.socket) -> tuple[int, str]:
 
 def test_headers_that_never_end(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     assert answer(connection) == (408, "the headers did not arrive within 1 s; send the request in one go")
 
 
@@ -88,7 +88,7 @@ def test_headers_that_drip(connect: Callable[[], socket.socket]) -> None:
 
 def test_a_body_that_never_comes(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
     assert answer(connection) == (408, "the body did not arrive within 2 s; send the request in one go")
 
 
@@ -101,24 +101,24 @@ def test_idle_connections_make_room(connect: Callable[[], socket.socket]) -> Non
     """When all are taken, the one that is idle for longest is closed for a new one; the others stay."""
     held = [connect() for _ in range(8)]
     for one in held:
-        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert status(one) == 200
 
     def is_taken() -> bool:
         late = connect()
-        late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        late.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         return status(late) == 200
 
     until(is_taken, what="a new connection to be taken, once the others have been idle for a moment")
     assert everything(held[0]) == b""
     for one in held[1:]:
-        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        one.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert status(one) == 200
 
 
 def test_a_kept_connection_that_goes_quiet(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert everything(connection).startswith(b"HTTP/1.1 200")
 
 
@@ -139,7 +139,7 @@ def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts:
 def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket]) -> None:
     """Refused before the body comes; a client that sends on still gets the answer."""
     connection = connect()
-    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 100001\r\n\r\n" + bytes(60_000))
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100001\r\n\r\n" + bytes(60_000))
     status, error = answer(connection)
     assert status == 413
     assert "the limit is 100,000 (max_body_bytes)" in error
@@ -147,7 +147,7 @@ def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket])
 
 def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
     for _ in range(11):
         connection.sendall(b"2710\r\n" + bytes(10_000) + b"\r\n")
     status, _ = answer(connection)
@@ -167,9 +167,9 @@ def test_too_many_connections(connect: Callable[[], socket.socket], tight: Serve
     """Where all have a request under way the ninth gets 503; when others leave, requests are answered again."""
     held = [connect() for _ in range(8)]
     for one in held:
-        one.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        one.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
     last = connect()
-    last.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    last.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     status, error = answer(last)
     assert status == 503
     assert "8 connections, its limit (max_connections)" in error
@@ -190,7 +190,7 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
             "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
         }
     ).encode()
-    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     assert bags * 64 * 4 > 4 << 20
     assert tight.get("/health").status_code == 200
 
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
 def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
     """Trailers of a chunked body are limited like headers, and are not taken for headers."""
     connection = connect()
-    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
     for _ in range(10):
         connection.sendall(b"X-T: " + b"y" * 500 + b"\r\n")
     assert answer(connection)[0] == 431
@@ -215,7 +215,7 @@ def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
 
 def test_blank_lines_do_not_keep_a_connection(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert status(connection) == 200
     connection.sendall(b"\r\n")
     assert everything(connection) == b""
@@ -225,7 +225,7 @@ def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], s
     body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
     connection = connect()
     connection.sendall(
-        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + b"GARBAGE\r\n\r\n"
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body + b"GARBAGE\r\n\r\n"
     )
     assert everything(connection).startswith(b"HTTP/1.1 200")
 
@@ -233,7 +233,7 @@ def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], s
 def test_an_offer_to_upgrade_is_ignored(connect: Callable[[], socket.socket]) -> None:
     """As Java's client sends it: the body is read, and the answer is plain HTTP/1.1."""
     body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
-    head = b"POST /v1/lookup HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    head = b"POST /v1/lookup HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: localhost\r\nHTTP2-Settings: AAEAAEAA\r\n"
     connection = connect()
     for _ in range(2):
         connection.sendall(head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -245,15 +245,15 @@ LOOKUP = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
 
 def smuggled(name: bytes, value: bytes = b"h2c") -> bytes:
     """A request that offers to upgrade, whose body is a request."""
-    body = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, " + name.lower() + b"\r\n"
+    body = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive, " + name.lower() + b"\r\n"
     return head + name + b": " + value + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def test_a_body_is_never_a_request(connect: Callable[[], socket.socket]) -> None:
     """However an offer to upgrade is written, however the bytes are cut, whatever comes before: one request, one answer."""
-    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
-    last = ask.replace(b"Host: x", b"Host: x\r\nConnection: close")
+    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
+    last = ask.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
     for name, piece, pipelined in product((b"Upgrade", b"UPGRADE", b"uPgRaDe"), (1, 7, 90, 1000), (0, 2)):
         connection = connect()
         data = ask * pipelined + smuggled(name) + last
@@ -267,7 +267,8 @@ def test_a_body_is_never_a_request(connect: Callable[[], socket.socket]) -> None
 
 def test_an_offer_with_a_chunked_body(connect: Callable[[], socket.socket]) -> None:
     """Chunks are read as chunks; the connection goes on."""
-    head = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     chunked = b"%x\r\n" % len(LOOKUP) + LOOKUP + b"\r\n0\r\n\r\n"
     connection = connect()
     for _ in range(2):
@@ -292,7 +293,7 @@ def test_a_body_whose_end_is_in_doubt(connect: Callable[[], socket.socket]) -> N
     """Refused, and the connection closes: nothing after it is taken for a request."""
     for framing, expected in FRAMINGS.items():
         connection = connect()
-        connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\n" + framing + b"\r\n\r\nhello" + smuggled(b"Upgrade"))
+        connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\nhello" + smuggled(b"Upgrade"))
         found = everything(connection)
         assert (found.count(b"HTTP/1.1 "), int(found.split()[1])) == (1, expected), framing
 
@@ -305,14 +306,14 @@ def test_chunks_of_an_old_client(connect: Callable[[], socket.socket]) -> None:
 
 def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert answer(connection) == (405, "CONNECT: this server is no proxy")
 
 
 def test_answers_come_in_order(connect: Callable[[], socket.socket]) -> None:
     """What is wrong with a later request is said after those before it are answered."""
-    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
-    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
+    ask = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
+    broken = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
     for before in range(4):
         connection = connect()
         connection.sendall(ask * before + broken)
@@ -322,5 +323,5 @@ def test_answers_come_in_order(connect: Callable[[], socket.socket]) -> None:
 
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 5)
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5)
     assert everything(connection).count(b"HTTP/1.1 200") == 5
