@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from tableside.loader.versions import Model
@@ -23,6 +24,7 @@ from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import TORCH_MODULES, needs_torch
 from tableside.serving.settings import ServerSettings, admin_token
+from tableside.serving.supervised import signals_kept_off
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import MakeApplication, WorkerConfig, make_application
 
@@ -151,6 +153,9 @@ def serve(
                 "tableside.serving.preload",
             ]
             multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+            resource_tracker.ensure_running()  # which lets SIGINT and SIGTERM through again
+            with signals_kept_off():
+                forkserver.ensure_running()
             registry = RegionRegistry() if settings.allow_client_shm else None
             config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
             begin_to_compile(settings, segments)

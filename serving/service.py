@@ -17,7 +17,6 @@ from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
 from tableside.serving.executors import CpuExecutor, Executor
-from tableside.serving.http.large_json import LargeJson
 from tableside.serving.metrics import ERRORS
 from tableside.serving.model_list import ModelList
 from tableside.serving.placement import Placer
@@ -62,7 +61,7 @@ class Service:
         self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
         self.in_flight = Bytes(settings.max_in_flight_bytes)
-        self.large_json = LargeJson()
+        self.large_json = asyncio.Lock()  # held while a large text is unpacked
         self._watch: Watch | None = None
         self._attaching = asyncio.Lock()
 

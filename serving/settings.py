@@ -252,15 +252,18 @@ class ServerSettings(RootSettings):
 
 
 def admin_token(settings: ServerSettings) -> str | None:
-    """The admin token; None: this server has none. ServingError: its file cannot be read, or holds none."""
+    """The admin token; None: this server has none. ServingError: its file cannot be read, or others can, or it holds none."""
     if settings.admin_token is not None:
         return settings.admin_token.get_secret_value()
     if (file := settings.admin_token_file) is None:
         return None
     try:
+        mode = file.stat().st_mode & 0o777
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"the admin token's file {file} cannot be read: {error}") from error
+    if mode & 0o007:
+        raise ServingError(f"the admin token's file {file} has mode {mode:04o}, so every user may use it; chmod o-rwx {file}")
     if len(token) < TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise ServingError(f"{file} holds no admin token; expected one line of {TOKEN_LENGTH} or more ASCII characters")
     return token

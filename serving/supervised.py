@@ -1,11 +1,36 @@
-"""What a process does for the supervisor that started it: it says whether it takes requests, and ends when that one is gone."""
+"""What a process does for the supervisor that started it: it says whether it takes requests, and ends when that one is gone.
+
+A signal to all processes of a group, as a terminal's Ctrl-C is one, ends no process in the midst of its start. The process that
+workers are forked from keeps such signals off, for as long as it lives. It ends with its supervisor.
+"""
 
 import os
 import pickle
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Protocol
+
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_kept_off() -> Iterator[None]:
+    """Keeps signals off processes that are started in the block, for good. Those for this one wait until it ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_signals() -> None:
+    """Has a forked process take signals. SIGINT and SIGHUP are the supervisor's: it ends or replaces its processes."""
+    for sig in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
 
 
 class Supervised(Protocol):

@@ -4,6 +4,7 @@
     SIGQUIT             workers are killed, now
     SIGHUP              every worker is replaced, one after another, each when its successor is ready
     SIGTTIN, SIGTTOU    one worker more, one less
+    SIGUSR1, SIGUSR2    nothing
 
 One loop looks at all workers at least four times a second, and at once when one ends. Nothing in it waits for a worker. So a
 worker that ended gets a successor at once, whatever the others do and whatever else is under way.
@@ -58,6 +59,8 @@ class Supervisor:
         self._retry_at: dict[int, float] = {}  # place -> when its worker is started anew
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
             signal.signal(sig, self._on_signal)
+        for sig in (signal.SIGUSR1, signal.SIGUSR2):  # which others send to have a log opened again
+            signal.signal(sig, signal.SIG_IGN)
 
     def run(self) -> int:
         """Serves until a signal; returns the exit code."""

@@ -18,7 +18,7 @@ from tableside.serving.logs import log_config
 from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
-from tableside.serving.supervised import answer
+from tableside.serving.supervised import answer, take_signals
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop
 PING_S = 1.0  # between two questions whether a worker that serves still answers
@@ -158,6 +158,7 @@ class WorkerProcess:
 
 def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -> None:
     """What the worker's process runs."""
+    take_signals()
     config.configure_logging()
     server = Worker(config)
     answer(server, pipe)

@@ -29,7 +29,7 @@ from tableside.serving.placement import Placer
 from tableside.serving.places import Buffer
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.settings import ServerSettings
-from tableside.serving.supervised import answer
+from tableside.serving.supervised import answer, take_signals
 from tableside.serving.version import ServedVersion
 from tableside.serving.watch import Watch
 
@@ -241,6 +241,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
 
 def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe) -> None:
     """What an engine's process runs. sockets: the one where doors connect."""
+    take_signals()
     config.configure_logging()
     (device,) = config.settings.devices
     Path("/proc/self/comm").write_text(f"{NAME}{device}")

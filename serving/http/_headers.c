@@ -348,6 +348,13 @@ static int64_t sum_of(const char *lengths, int64_t count) {
     return sign < 0 ? -1 : sum;
 }
 
+/* Whether none of `count` fp32 values is infinite or no number. */
+static int are_finite(const char *values, int64_t count) {
+    int32_t bad = 0;
+    for (int64_t k = 0; k < count; k++) bad |= (load_i32(values + 4 * k) & 0x7f800000) == 0x7f800000;
+    return !bad;
+}
+
 typedef struct { int64_t values, ids, lengths_from, lengths, bags, weights; } compact; /* of a kjt: offsets and counts */
 
 /* Reads every tensor's shape, checks its size, and notes it where it belongs. */
@@ -389,6 +396,7 @@ static int read_tensors(request *r, compact *kjt) {
             break;
         case ROLES: return 0;
         }
+        if ((x->role == WEIGHTS || x->role == KJT_WEIGHTS) && !are_finite(r->body + from, n)) return 0;
         int is_ids = x->role == IDS || x->role == VALUES || x->role == KJT_VALUES;
         from += bytes, to += is_ids ? 8 * n : bytes;
     }

@@ -32,29 +32,23 @@ def inputs_of(served: ServedVersion) -> int:
     return len(served.features) + (0 if served.scorer is None else len(served.scorer.dense))
 
 
-class LargeJson:
-    """Whose turn it is to parse a large text. Belongs to one event loop."""
+@asynccontextmanager
+async def room(turn: asyncio.Lock, text: bytes, inputs: int, hold: Hold) -> AsyncIterator[None]:
+    """The turn of a text, and room for what it unpacks to, for the length of a block. inputs: of the model.
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    @asynccontextmanager
-    async def room(self, text: bytes, inputs: int, hold: Hold) -> AsyncIterator[None]:
-        """The turn of a text, and room for what it unpacks to, for the length of a block. inputs: of the model.
-
-        ApiError: 400 where it has more objects or strings than requests for so many inputs, 503 where there is no room.
-        """
-        codes = np.frombuffer(text, np.uint8)
-        objects, lists, numbers, quotes = (int(np.count_nonzero(codes == ord(c))) for c in '{[,"')
-        for what, found, each in (("objects", objects, _OBJECTS), ("strings", quotes // 2, _STRINGS)):
-            if found > (most := _SPARE + each * inputs):
-                raise bad_request(
-                    f"the JSON has {found:,} {what}; expected at most {most:,}, as the model has {inputs:,} inputs: name its "
-                    "features alone, each once"
-                )
-        async with self._turn:
-            with hold.growing(_NUMBER_BYTES * numbers + _LIST_BYTES * lists):
-                yield
+    ApiError: 400 where it has more objects or strings than requests for so many inputs, 503 where there is no room.
+    """
+    codes = np.frombuffer(text, np.uint8)
+    objects, lists, numbers, quotes = (int(np.count_nonzero(codes == ord(c))) for c in '{[,"')
+    for what, found, each in (("objects", objects, _OBJECTS), ("strings", quotes // 2, _STRINGS)):
+        if found > (most := _SPARE + each * inputs):
+            raise bad_request(
+                f"the JSON has {found:,} {what}; expected at most {most:,}, as the model has {inputs:,} inputs: name its "
+                "features alone, each once"
+            )
+    async with turn:
+        with hold.growing(_NUMBER_BYTES * numbers + _LIST_BYTES * lists):
+            yield
 
 
 def text_of(array: NDArray[Any]) -> Any:

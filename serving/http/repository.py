@@ -42,8 +42,9 @@ async def answer(service: Service, path: Sequence[str], body: bytes, authorizati
 
 def is_operator(service: Service, authorization: bytes | None) -> bool:
     """Whether a request brings the server's admin token."""
-    token, given = service.admin_token, authorization or b""
-    return token is not None and hmac.compare_digest(given, b"Bearer " + token.encode())
+    scheme, _, given = (authorization or b"").partition(b" ")
+    token = service.admin_token
+    return token is not None and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
 
 
 def check_operator(service: Service, authorization: bytes | None, what: str) -> None:

@@ -85,6 +85,16 @@ def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
     return moved, wide
 
 
+def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:
+    """ApiError: a weight is infinite or no number."""
+    for tensor in tensors:
+        if tensor.datatype == "FP32" and split_name(tensor.name)[1] == "weights":
+            values = np.frombuffer(inputs, np.float32, tensor.elements, tensor.at)
+            if not np.isfinite(values).all():
+                at = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise bad_request(f"input {short(tensor.name)}: value {values[at]} at position {at} is not a finite FP32")
+
+
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
     """ApiError: a scorer's dense tensor is not [batch, width], or is among `before`, the names of inputs before it."""
     if len(tensor.shape) != 2 or tensor.shape[1] != width:

@@ -33,7 +33,7 @@ from tableside.serving.http.asgi import (
     respond_error,
 )
 from tableside.serving.http.ids import describe_ids
-from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of
+from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of, room
 from tableside.serving.http.openapi import POSTS, complete, refusals, takes
 from tableside.serving.http.v1_request import Body, JsonRequest, Layouts, encode, parse
 from tableside.serving.metrics import MetricsOfModels, Stages
@@ -174,7 +174,7 @@ class V1:
             body, understood = self._understand(scope, text, score)
             return understood or await self._of_version(body, score)
         inputs = max((inputs_of(engine.attached()) for engine in service.engines.values()), default=0)
-        async with service.large_json.room(text, inputs, hold):
+        async with room(service.large_json, text, inputs, hold):
             body, understood = await service.beside(self._understand, scope, text, score)
             return understood or await self._of_version(body, score)
 

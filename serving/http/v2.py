@@ -36,7 +36,7 @@ from tableside.serving.http.asgi import (
     too_large,
 )
 from tableside.serving.http.ids import describe_ids
-from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of
+from tableside.serving.http.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of, room
 from tableside.serving.http.origins import check_type
 from tableside.serving.http.repeated import Repeated
 from tableside.serving.http.templates import Templates
@@ -246,7 +246,7 @@ class V2:
         if length <= BESIDE_BYTES:
             infer = await self._understand_anew(served, body, length, hold, False)
         else:
-            async with self.service.large_json.room(body[:length], inputs_of(served), hold):
+            async with room(self.service.large_json, body[:length], inputs_of(served), hold):
                 infer = await self._understand_anew(served, body, length, hold, True)
         if is_header and isinstance(infer.inputs, PartlyOnDevice):
             self._repeated.keep(served, body, generation, infer)

@@ -20,7 +20,15 @@ from tableside.serving.errors import bad_request, short
 from tableside.serving.http import cuda_shm, kjt, shm
 from tableside.serving.http.json_lists import from_list
 from tableside.serving.http.large_json import text_of
-from tableside.serving.http.tensors import Tensor, check_datatype, check_dense, check_shape, feature_inputs, widened
+from tableside.serving.http.tensors import (
+    Tensor,
+    check_datatype,
+    check_dense,
+    check_shape,
+    check_weights,
+    feature_inputs,
+    widened,
+)
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
 from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Place, Regions, Slice
 from tableside.serving.request import FeatureInput, Request
@@ -86,6 +94,7 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
         one._replace(at=tensor.at) for tensor, one in zip(tensors, slices, strict=True) if one is not None and _is_on_device(one)
     ]
     of_features = [t for t in tensors if t.name not in dense]
+    check_weights([t for t, one in zip(tensors, slices, strict=True) if t.name not in dense and not _is_on_device(one)], inputs)
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
     if together:
         names = kjt.features_of(served, _parameters(header, "the request"))

@@ -12,7 +12,7 @@ import pytest
 from tableside.serving.admission import Bytes, Hold
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import read_body
-from tableside.serving.http.large_json import LargeJson, text_of
+from tableside.serving.http.large_json import room, text_of
 
 NUMBERS = b"[" + b"7," * 100_000 + b"7]"
 
@@ -28,12 +28,12 @@ def test_more_than_a_model_has_inputs_for_is_refused_unread(text: bytes, said: s
     """Where the model has more inputs the same text is read."""
 
     async def test() -> None:
-        large, total = LargeJson(), Bytes(1 << 30)
+        turn, total = asyncio.Lock(), Bytes(1 << 30)
         with pytest.raises(ApiError, match=said) as error:
-            async with large.room(text, 3, Hold(total)):
+            async with room(turn, text, 3, Hold(total)):
                 raise AssertionError("it is not read")
         assert error.value.status == 400 and total.held == 0
-        async with large.room(text, 30, Hold(total)):
+        async with room(turn, text, 30, Hold(total)):
             assert total.held > 0
 
     asyncio.run(test())
@@ -44,11 +44,11 @@ def test_what_a_text_unpacks_to_is_counted_while_it_is_there() -> None:
 
     async def test() -> None:
         total = Bytes(8 << 20)
-        async with LargeJson().room(NUMBERS, 1, Hold(total)):
+        async with room(asyncio.Lock(), NUMBERS, 1, Hold(total)):
             assert total.held > 40 * 100_000
         assert total.held == 0
         with pytest.raises(ApiError, match="max_in_flight_bytes") as error:
-            async with LargeJson().room(NUMBERS * 2, 1, Hold(total)):
+            async with room(asyncio.Lock(), NUMBERS * 2, 1, Hold(total)):
                 raise AssertionError("it is not read")
         assert error.value.status == 503 and total.held == 0
 
@@ -60,11 +60,11 @@ def test_one_text_is_unpacked_at_a_time() -> None:
     inside = 0
 
     async def test() -> None:
-        large, total = LargeJson(), Bytes(8 << 20)
+        turn, total = asyncio.Lock(), Bytes(8 << 20)
 
         async def one() -> None:
             nonlocal inside
-            async with large.room(NUMBERS, 1, Hold(total)):
+            async with room(turn, NUMBERS, 1, Hold(total)):
                 inside += 1
                 await asyncio.sleep(0)
                 assert inside == 1
@@ -81,7 +81,7 @@ def test_a_turn_is_given_back_where_the_client_left() -> None:
     async def test() -> None:
         total = Bytes(8 << 20)
         hold = Hold(total)
-        async with LargeJson().room(NUMBERS, 1, hold):
+        async with room(asyncio.Lock(), NUMBERS, 1, hold):
             hold.release()
             assert total.held == 0
         assert total.held == 0

@@ -30,6 +30,7 @@ def both(start: Start, root: Path, tmp_path: Path) -> Server:
     publish_demo(root, tmp_path, OTHER, "other")
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
+    file.chmod(0o640)
     return start("--workers", 3, "--admin-token-file", file)
 
 
@@ -82,6 +83,15 @@ def test_whoever_has_not_the_token_is_refused(both: Server, headers: dict[str, s
     assert set(answers(both, "demo", 3)) == {200} and set(answers(both, "other", 3)) == {404}
 
 
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer "])
+def test_the_scheme_is_written_in_any_case(start: Start, scheme: str) -> None:
+    """As HTTP has it; the token itself is compared as it is."""
+    server = start("--admin-token", TOKEN)
+    for token, status in ((TOKEN, 200), (TOKEN.swapcase(), 401)):
+        headers = {"Authorization": f"{scheme} {token}"}
+        assert httpx.post(f"{server.url}/v2/repository/models/demo/load", headers=headers).status_code == status
+
+
 def test_without_a_token_nothing_can_be_loaded(start: Start) -> None:
     """The calls say what is missing, and the extension is not announced."""
     server = start()
@@ -127,9 +137,13 @@ def test_a_server_with_a_token_may_begin_without_a_model(start: Start, root: Pat
 
 def test_a_token_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
+    (tmp_path / "token").chmod(0o600)
+    (tmp_path / "open").write_text(TOKEN + "\n")
+    (tmp_path / "open").chmod(0o644)
     for options, message in (
         (("--admin-token-file", tmp_path / "token"), "holds no admin token; expected one line of 16 or more"),
         (("--admin-token-file", tmp_path / "none"), "cannot be read"),
+        (("--admin-token-file", tmp_path / "open"), "has mode 0644, so every user may use it; chmod o-rwx"),
         (("--admin-token", "short"), "at least 16"),
         (("--admin-token", TOKEN, "--admin-token-file", tmp_path / "token"), "both set"),
     ):

@@ -530,3 +530,27 @@ def test_large_int32_ids_are_widened_beside_the_event_loop(version: ServedVersio
         found = memory.match(version, body, header_bytes)
         assert (found is None) == (ids > 1)
         assert found is None or found.made_bytes(body) >= 8 * ids
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -np.float32(np.nan)])
+def test_weights_that_are_no_numbers_are_left_to_the_slow_path(version: ServedVersion, weight: float) -> None:
+    """It refuses them, in named tensors and in a kjt."""
+    memory = Templates()
+    for feature, shape in (("user", (1,)), ("kjt", (1, 1))):
+        for last, is_taken in ((2.0, True), (weight, False)):
+            tensors = {
+                "values": ("INT64", np.array([1, 2])),
+                "lengths": ("INT32", np.full(shape, 2, np.int32)),
+                "weights": ("FP32", np.array([1, last], np.float32)),
+            }
+            entries = [
+                {"name": f"{feature}.{n}", "datatype": d, "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+                for n, (d, a) in tensors.items()
+            ]
+            asked = {"binary_data_output": True, **({"kjt.features": ["user"]} if feature == "kjt" else {})}
+            header = orjson.dumps({"inputs": entries, "parameters": asked})
+            body, header_bytes = body_of(header, [a for _, a in tensors.values()])
+            if is_taken:
+                learn(memory, version, body, header_bytes)
+            assert (memory.match(version, body, header_bytes) is not None) is is_taken
+            assert isinstance(slowly(version, body, header_bytes), str) is not is_taken

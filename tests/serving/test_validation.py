@@ -116,6 +116,14 @@ BINARY = [
     ([("user.values", "INT64", [1], ONE), ("user.lengths", "INT32", [1], b"\2\0\0\0")], {}, "add up to 2, but there are 1"),
     ([("user.values", "INT64", [1, 1], ONE), ("user.lengths", "INT32", [1], b"\1\0\0\0")], {}, "expected one dimension"),
     ([("text.values", "INT64", [1], ONE), ("text.weights", "FP32", [1], b"\0\0\x80?")], {}, "is not pooled and takes no weights"),
+    *(
+        (
+            [("user", "INT64", [1, 2], ONE * 2), ("user.weights", "FP32", [2], np.array([1, bad], np.float32).tobytes())],
+            {},
+            "at position 1 is not a finite FP32",
+        )
+        for bad in (np.nan, np.inf, -np.inf)
+    ),
     ([("nope", "INT64", [1, 1], ONE)], {}, "feature 'nope' is unknown"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "nope"}]}, "output 'nope' is unknown"),
     ([("user", "INT64", [1, 1], ONE)], {"outputs": [{"name": "text"}]}, "output 'text' was asked for without its input"),
