@@ -30,6 +30,8 @@ logger = logging.getLogger("tableside")
 
 Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
 _NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)  # what a message may raise
+MOST_DOORS = 1024  # of an engine: workers, their successors, and whoever else of this user connects
+HELLO_S = 10.0  # until a door has said what it is
 _WAIT_S = 2.0  # for doors to give memory of answers back; a door that reads so slowly is refused
 
 
@@ -95,10 +97,17 @@ class Door:
         self.connection = Connection(sock, self._read, self._end)
         self.uses: set[str] = set()
         self.moved: dict[str, int] = {}
+        self._silent = asyncio.get_running_loop().call_later(HELLO_S, self._leave, "it said no hello")
         self._memory: SharedMemory | None = None
         self._answers: dict[int, Buffer] = {}  # that the door may still read
 
+    def _leave(self, why: object) -> None:
+        logger.error("a worker sent its engine what is no message, and is left: %s", why)
+        self.connection.close()
+        self._end()
+
     def _end(self) -> None:
+        self._silent.cancel()
         self._answers.clear()
         self._memory = None  # now, and not when this object's cycle of references is found
         self._doors.ended(self)
@@ -107,10 +116,8 @@ class Door:
         try:
             self._take(message, descriptors)
         except _NONSENSE as error:
-            logger.error("a worker sent its engine what is no message, and is left: %r", error)
             messages.close_all(descriptors)
-            self.connection.close()
-            self._end()
+            self._leave(repr(error))
 
     def _take(self, message: bytes, descriptors: list[int]) -> None:
         match message[0]:
@@ -126,28 +133,31 @@ class Door:
 
     def _control(self, told: dict[str, Any], descriptors: list[int]) -> None:
         if "hello" in told:
-            if len(descriptors) != 1 or self._memory is not None:
-                raise ValueError(f"a hello with {len(descriptors)} descriptors, or a second one")
+            if len(descriptors) != 1 or self._memory is not None or not all(isinstance(m, str) for m in told["hello"]):
+                raise ValueError(f"a hello with {len(descriptors)} descriptors, or a second one, or of what are no models")
             self._memory = SharedMemory(descriptors.pop())
+            self._silent.cancel()
             self.uses |= set(told["hello"])
-            self._doors.later(self._greet())
-        elif "left" in told:
+            self._doors.later(self._greet(self._memory))
+            return
+        if self._memory is None or descriptors:
+            raise ValueError(f"a message before hello, or with {len(descriptors)} descriptors; expected a hello first")
+        if "left" in told:
             self.uses.discard(told["left"])
             self._doors.host.moved()
         elif "region" in told:
             self._doors.later(self._open(told["region"]))
         elif "moved" in told:
-            model, state = told["moved"]
+            model, state = _model_and_state(told["moved"])
             self.moved[model] = state
             self._doors.host.moved()
         else:
-            model, state = told["attach"]
+            model, state = _model_and_state(told["attach"])
             self._doors.later(self._attach(model, state))
 
-    async def _greet(self) -> None:
+    async def _greet(self, memory: SharedMemory) -> None:
         """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
-        loop, memory = asyncio.get_running_loop(), self._memory
-        assert memory is not None, "it came with the first message"
+        loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, self._doors.host.read_inputs_in, memory.bytes)
             told = await self._doors.host.serve(sorted(self.uses))
@@ -175,7 +185,8 @@ class Door:
     # ---- requests ----
 
     def _ask_all(self, message: bytes) -> None:
-        assert self._memory is not None, "a door says hello first"
+        if self._memory is None:
+            raise ValueError("requests before hello")
         held, size = self._memory.view, self._memory.size
         known: tuple[Wanted, int] | None = None
         layouts: Layouts | None = None
@@ -302,7 +313,12 @@ class Doors:
 
     def _accept(self) -> None:
         try:
-            self.open.add(Door(self, messages.accept(self._listening)))
+            connection = messages.accept(self._listening)
+            if len(self.open) < MOST_DOORS:
+                self.open.add(Door(self, connection))
+            else:
+                connection.close()
+                logger.error("an engine has %d doors, its limit; another one is refused", MOST_DOORS)
         except BlockingIOError:
             return
         except ServingError as error:
@@ -330,6 +346,14 @@ def _told(answer: Answer, state: int) -> bytes:
         return b""
     unfound = {} if answer.unfound is None else {"unfound": [tuple(u) for u in answer.unfound]}
     return orjson.dumps({**unfound, **({"state": state} if state else {})})
+
+
+def _model_and_state(told: Any) -> tuple[str, int]:
+    """What a message names. ValueError: it is something else."""
+    model, state = told
+    if not isinstance(model, str) or type(state) is not int:
+        raise ValueError(f"{told!r}: expected a model and the number of a state")
+    return model, state
 
 
 def _refused(error: BaseException) -> bytes:

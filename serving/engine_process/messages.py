@@ -9,7 +9,7 @@ A message is one byte that says its kind, then
     ANSWERS   engine → door    for each request: its number, where its answer begins in the engine's memory, its bytes, the bytes
                                of a JSON text and that text: nothing, {"unfound": …} or {"error": …}
     CONTROL   both             a JSON object; the first one brings the memory's file descriptor along
-    PART      both             the beginning of a JSON object that one message does not hold
+    PART      both             the beginning of a JSON object that one message does not hold, of MOST_PARTS at most
 
 The kernel says when the other end is gone, however it ended.
 """
@@ -31,6 +31,7 @@ import orjson
 from tableside.serving.errors import ServingError
 
 LARGEST = 60_000  # bytes of a message
+MOST_PARTS = 16 << 20  # bytes of a JSON object
 LATE_S = 1e-3  # that what nobody waits for may wait for more of its kind
 _ROOM = 1 << 17  # bytes for a message that is received
 _BACKLOG = 512
@@ -157,7 +158,7 @@ class Connection:
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox: dict[Kind, list[bytes]] = {}
         self._late: dict[Kind, list[bytes]] = {}
-        self._parts = b""
+        self._parts = bytearray()
         self._room = memoryview(bytearray(_ROOM))
         self._is_open, self._is_blocked = True, False
         self._closing = threading.Lock()  # held while the socket is closed, and used by another thread
@@ -266,15 +267,17 @@ class Connection:
             return
         except OSError:
             message, descriptors = b"", []
-        if not message:
+        if not message or (message[0] == Kind.PART and len(self._parts) + len(message) > MOST_PARTS):
+            close_all(descriptors)
             self.close()
             self._on_end()
             return
         if message[0] == Kind.PART:
+            close_all(descriptors)  # they come with the last part
             self._parts += message[1:]
             return
         if message[0] == Kind.CONTROL:
-            message, self._parts = message[:1] + self._parts + message[1:], b""
+            message, self._parts = message[:1] + self._parts + message[1:], bytearray()
         self._on_message(message, descriptors)
 
 
