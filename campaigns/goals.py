@@ -17,8 +17,10 @@ from campaigns import (
     flips,
     follows,
     forks,
+    headers,
     kills,
     loads,
+    origins,
     overload,
     present,
     programs,
@@ -103,6 +105,15 @@ SOAK = {
     "the supervisor's growth: mappings": at_most(2),
     "growth of files": at_most(2),
 }
+HEADERS = {
+    "requests": at_least(2000),
+    **_never("crashed workers", "memory beyond what is counted, MB"),
+    "health check beside one of them, slowest ms": at_most(1e3 * headers.SLOW_S),
+}
+ORIGINS = {
+    "requests of pages": at_least(20_000),
+    **_never("taken from a page", "own requests refused", "changes of memory", "changes of regions"),
+}
 PROGRAMS = _never("signals", "foreign_bytes", "hangs", "errors")
 FLIPS = {"changes of each format": at_least(MOST_CHANGES), **_never("silent", "broken")}
 FILES = {"mutations of each format": at_least(MOST_CHANGES), **_never("broken")}
@@ -167,4 +178,6 @@ CAMPAIGNS = {
     "redis_lies": Campaign(redis_lies.run, 1, redis_lies.GOALS),
     "states": Campaign(states.run, 4, states.GOALS),
     "evals": Campaign(evals.run, 8, evals.GOALS),
+    "headers": Campaign(headers.run, 4, HEADERS),
+    "origins": Campaign(origins.run, 2, ORIGINS),
 }

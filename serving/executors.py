@@ -19,7 +19,7 @@ from tableside.serving.scores import Scoring, ToScore
 from tableside.serving.scoring import ScoreStage
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
-INLINE_OUT_BYTES = 16 << 20  # of vectors up to which they are looked up on the event loop: some 10 ms, even where bags are empty
+INLINE_OUT_BYTES = 8 << 20  # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
 
 _Refusals = list[Exception | None]
 

@@ -162,7 +162,8 @@ class V1:
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
         result = answer.state or served.state, laid_out, answer.buffer
-        encoded = await service.beside(encode, *result) if request.out_bytes > ANSWER_BYTES else encode(*result)
+        is_large = request.out_bytes > ANSWER_BYTES or len(text) > BESIDE_BYTES
+        encoded = await service.beside(encode, *result) if is_large else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded

@@ -20,6 +20,8 @@ SHORT = {
     "redis_lies": (2, ("handmade lies", "random changes", "refused")),
     "states": (4, (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions")),
     "soak": (4, ("requests", "swaps")),
+    "headers": (4, ("requests",)),
+    "origins": (4, ("requests of pages", "own requests")),
 }
 
 
