@@ -4,5 +4,5 @@
 
     errors  <-  source  <-  published  <-  inputs  <-  lookups  <-  keyed  <-  dispatch  <-  operators  <-  embeddings  <-  swap
 
-`pending` and `missing` lie before `published`, which has one of each.
+`pending` and `missing` lie before `published`, which has one of each; `tracers` lies before `inputs`.
 """

@@ -14,8 +14,9 @@ from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given, Packed, as_bags, as_ids, as_weights, offsets_of
+from tableside.serving.modules.inputs import Form, Given, Packed, as_bags, as_ids, as_weights, check_tensor, offsets_of
 from tableside.serving.modules.published import Attached
+from tableside.serving.modules.tracers import check_memory
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
@@ -158,11 +159,13 @@ class DeviceLookup:
         return as_weights(name, weights, count)
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        check_tensor(name, tensor)
         if tensor.device != self._device:
             raise ModuleError(
                 f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; send it "
                 f"there, or make a module with device={str(tensor.device)!r}"
             )
+        check_memory(name, tensor)
 
 
 def _shape(one: Given, dim: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from tableside.serving.modules.inputs import Given, Packed
 from tableside.serving.modules.keyed import host_jagged, host_keyed
 from tableside.serving.modules.lookups import host_lookup
 from tableside.serving.modules.published import Attached
+from tableside.serving.modules.tracers import is_traced
 
 if TYPE_CHECKING:
     from tableside.serving.modules.device import DeviceLookup
@@ -25,7 +26,7 @@ def look_up(
 
 def prefetch(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given]) -> None:
     """Brings the rows of a call with these tensors to the GPU's cache. Nothing to do on the CPU."""
-    if attached.on_gpu:
+    if attached.on_gpu and not is_traced():
         _device_lookup(attached, key, names, output).prefetch(given)
 
 

@@ -9,17 +9,19 @@ from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch
+from torch._compile import _disable_dynamo
 
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
 from tableside.serving.modules import keyed
 from tableside.serving.modules.dispatch import look_up, look_up_packed, prefetch, prefetch_packed
-from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.errors import ModuleError, NotATensor
 from tableside.serving.modules.inputs import FeatureInput, Form, Given, Packed, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced, traced_packed
 from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
+from tableside.serving.modules.tracers import Leaf, NotInMemory, is_traced
 
 
 class SourceOptions(TypedDict, total=False):
@@ -36,7 +38,7 @@ class SourceOptions(TypedDict, total=False):
     owner: str | None
 
 
-class PublishedModule(torch.nn.Module):
+class PublishedModule(Leaf):
     """What both modules share: features of one model, in this process's attachment of it.
 
     features: None: all of the model that are pooled as the module's are. output: dtype of the vectors. follow: "live": a version
@@ -155,6 +157,8 @@ class PublishedModule(torch.nn.Module):
     # ---- calls ----
 
     def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[Given]:
+        if not isinstance(inputs, dict | Mapping):
+            raise NotATensor(f"the call has {type(inputs).__name__}; expected a dict of features, each with its torch.Tensor")
         found = [self._given(name, inputs[name]) for name in self.features if name in inputs]
         if len(found) == len(inputs) == len(self.features):
             return found
@@ -181,9 +185,12 @@ class PublishedModule(torch.nn.Module):
         raise NotImplementedError
 
     def _vectors(self, given: list[Given]) -> list[torch.Tensor]:
-        if torch.compiler.is_compiling():
-            return traced(self._call, given)
-        return look_up(self._published.now(), self._call, self.features, self.output, given)
+        if is_traced():
+            return traced(self._call, self.features, given)
+        try:
+            return look_up(self._published.now(), self._call, self.features, self.output, given)
+        except NotInMemory:
+            return traced(self._call, self.features, given)
 
 
 class EmbeddingBags(PublishedModule):
@@ -223,7 +230,7 @@ class EmbeddingBags(PublishedModule):
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
         """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features. is_weighted: by its
         weights, where it has some. Raises as `forward`."""
-        by_offsets = self._published.source.on_gpu and not torch.compiler.is_compiling()
+        by_offsets = self._published.source.on_gpu and not is_traced()
         order = keyed.places_of(keys, inputs.keys())
         return self._side_by_side(keyed.packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted))
 
@@ -237,13 +244,16 @@ class EmbeddingBags(PublishedModule):
         return self._side_by_side(Packed([], len(self.features), values, Form.ENDS, offsets, weights))
 
     def _side_by_side(self, packed: Packed) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return traced_packed(self._call, packed)
-        return look_up_packed(self._published.now(), self._call, self.features, self.output, packed)
+        if is_traced():
+            return traced_packed(self._call, self.features, packed)
+        try:
+            return look_up_packed(self._published.now(), self._call, self.features, self.output, packed)
+        except NotInMemory:
+            return traced_packed(self._call, self.features, packed)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
         attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
-        if attached.on_gpu:
+        if attached.on_gpu and not is_traced():
             packed = keyed.packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
             prefetch_packed(attached, self._call, self.features, self.output, packed)
 
@@ -263,6 +273,8 @@ class Embeddings(PublishedModule):
     def jagged(self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False) -> dict[str, Any]:
         """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features. with_ids: with the ids
         as weights. Raises as `forward`."""
+        if is_traced():
+            return self._untraced(inputs, keys, names, with_ids)
         attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
         if attached.on_gpu:
             given = self._apart(inputs, order)
@@ -274,9 +286,19 @@ class Embeddings(PublishedModule):
         ids = [g.values for g in given] if with_ids else None
         return keyed.jagged_tensors(names, vectors, inputs, order, ids)
 
+    @_disable_dynamo
+    def _untraced(self, *given: Any) -> dict[str, Any]:
+        """`jagged` between two graphs of torch.compile. ModuleError: somebody else traces the call."""
+        if is_traced():
+            raise ModuleError(
+                f"a KeyedJaggedTensor of {', '.join(self.features)} is not traced: how many vectors each feature gets would be "
+                "that of this call; give a dict of ids"
+            )
+        return self.jagged(*given)
+
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
         attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
-        if attached.on_gpu:
+        if attached.on_gpu and not is_traced():
             prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
 
     def _apart(self, inputs: Any, order: list[int] | None) -> list[Given]:

@@ -8,6 +8,10 @@ class ModuleError(ServingError, ValueError):
     """A module that cannot be made here, or a call that it does not take."""
 
 
+class NotATensor(ModuleError, TypeError):
+    """A call with lists, arrays or numbers where tensors are expected."""
+
+
 class BadFeatureIds(QuantError):
     """Ids or lengths of one feature that cannot be looked up.
 

@@ -9,13 +9,14 @@ ids: int64 or int32; lengths and offsets alike. weights: floats, one an id. Valu
 what has another type or is not contiguous.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
-from tableside.serving.modules.errors import ModuleError
+from tableside.serving.modules.errors import ModuleError, NotATensor
+from tableside.serving.modules.tracers import check_constant
 
 
 class Bags(NamedTuple):
@@ -69,7 +70,8 @@ FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
 def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Given:
-    """The input of a pooled feature. ModuleError: it says nothing about bags, or too much."""
+    """The input of a pooled feature. ModuleError: it says nothing about bags, or too much.
+    NotATensor: the ids are none."""
     if isinstance(value, torch.Tensor):
         if value.dim() != 2:
             raise ModuleError(
@@ -78,6 +80,7 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
             )
         return Given(_FIXED, value, None, None)
     values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
+    check_tensor(name, values)
     if offsets is None and lengths is None:
         if values.dim() != 2:
             raise ModuleError(f"feature {name!r} has neither offsets nor lengths; give one of them, or ids [bags, ids of a bag]")
@@ -94,10 +97,18 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
 
 
 def given_ids(name: str, value: FeatureInput) -> Given:
-    """The input of a feature that is not pooled. ModuleError: it is no tensor."""
+    """The input of a feature that is not pooled. NotATensor: it is none."""
+    return Given(_IDS, check_tensor(name, value), None, None)
+
+
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """The value. NotATensor: a feature's ids, bags or weights are a list, an array, a number."""
     if not isinstance(value, torch.Tensor):
-        raise ModuleError(f"feature {name!r} is not pooled and came as {type(value).__name__}; expected a tensor of ids")
-    return Given(_IDS, value, None, None)
+        raise NotATensor(
+            f"feature {name!r} came with {type(value).__name__}; expected a torch.Tensor (torch.tensor of a list, "
+            "torch.from_numpy of an array)"
+        )
+    return value
 
 
 def as_ids(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -113,11 +124,7 @@ def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
         raise ModuleError(
             f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, one an id"
         )
-    if weights.requires_grad and torch.is_grad_enabled():
-        raise ModuleError(
-            f"feature {name!r}: weights require a gradient, and published tables have none; "
-            "detach them, or call under torch.no_grad"
-        )
+    check_constant(name, weights)
     return weights.detach().to(torch.float32).contiguous()
 
 
@@ -141,6 +148,9 @@ def _as_torch_takes(
     name: str, value: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The fields of `Bags`, of (values, offsets, weights)."""
-    if (not isinstance(value, tuple) and isinstance(value, Mapping)) or not 1 <= len(value) <= 3 or value[0] is None:
-        raise ModuleError(f"feature {name!r} came as {type(value).__name__}; expected (values, offsets) or (…, …, weights)")
+    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3:
+        raise NotATensor(
+            f"feature {name!r} came as {type(value).__name__}; expected a torch.Tensor, or (values, offsets) or (…, …, weights) "
+            "of tensors"
+        )
     return value[0], value[1] if len(value) > 1 else None, None, value[2] if len(value) > 2 else None

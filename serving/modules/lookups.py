@@ -16,8 +16,9 @@ from tableside.quant.contract import Place
 from tableside.quant.cpu.bags import MOST_IDS, lengths_of, tensor_places
 from tableside.quant.errors import Problem
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Form, Given, as_bags, as_ids, as_weights
+from tableside.serving.modules.inputs import Form, Given, as_bags, as_ids, as_weights, check_tensor
 from tableside.serving.modules.published import Attached
+from tableside.serving.modules.tracers import check_memory
 
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
@@ -65,9 +66,8 @@ class HostLookup:
         held: list[object] = []
         for name, dim, one in zip(self._names, self._dims, given, strict=True):
             form, values, bags, weights = one
-            if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
-                values = host_ids(name, values)
-                held.append(values)
+            values = host_ids(name, values)
+            held.append(values)
             count = values.numel()
             lengths_at, bag_length, bag_count, weights_at = -1, 0, count, -1
             if form is Form.FIXED:
@@ -139,8 +139,10 @@ def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeature
 
 
 def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
+    check_tensor(name, tensor)
     if not tensor.is_cpu:
         raise ModuleError(
             f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them there, or make a module "
             f"with device='{tensor.device}'"
         )
+    check_memory(name, tensor)

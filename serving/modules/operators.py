@@ -25,6 +25,7 @@ from tableside.serving.modules.dispatch import look_up, look_up_packed
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import Form, Given, Packed
 from tableside.serving.modules.published import Attached, Published, published_by_string
+from tableside.serving.modules.tracers import check_constant
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
 _attached: "weakref.WeakValueDictionary[str, Published]" = weakref.WeakValueDictionary()  # by calls that were held against it
@@ -58,8 +59,10 @@ def call_of(text: str) -> Call:
         raise ModuleError(f"an operator's call is unreadable ({error!r}); export the program again with this release") from error
 
 
-def traced(call: str, given: Sequence[Given]) -> list[torch.Tensor]:
-    """The operator over a module's inputs, for torch.compile and torch.export."""
+def traced(call: str, names: Sequence[str], given: Sequence[Given]) -> list[torch.Tensor]:
+    """The operator over a module's inputs, for who traces a call."""
+    for name, one in zip(names, given, strict=True):
+        check_constant(name, one.weights)
     forms = "".join([f"{int(g.form)}{'-' if g.weights is None else 'w'}" for g in given])
     found: list[torch.Tensor] = _LOOK_UP(call, forms, [t for g in given for t in g[1:] if t is not None])
     return found
@@ -99,9 +102,10 @@ def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list
     return outputs
 
 
-def traced_packed(call: str, packed: Packed) -> torch.Tensor:
+def traced_packed(call: str, names: Sequence[str], packed: Packed) -> torch.Tensor:
     """The operator over the ids of all features in one tensor."""
     order, features, values, form, bags, weights = packed
+    check_constant(", ".join(names), weights)
     how = " ".join([str(number) for number in (int(form), features, *order)])
     found: torch.Tensor = _LOOK_UP_KEYED(call, how, [values, bags] if weights is None else [values, bags, weights])
     return found

@@ -13,13 +13,14 @@ from tableside.serving.modules.inputs import Bags
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
+from tableside.serving.modules.tracers import Leaf
 from tableside.serving.modules.wanted import Wanted, find_feature, of_bag, of_configs, of_embedding
 from tableside.serving.version import ServedVersion
 
 Mapped = str | Mapping[str, str] | None
 
 
-class SwappedBag(torch.nn.Module):
+class SwappedBag(Leaf):
     """In place of a torch.nn.EmbeddingBag, and called as it is."""
 
     def __init__(self, bags: EmbeddingBags) -> None:
@@ -35,7 +36,7 @@ class SwappedBag(torch.nn.Module):
         return found
 
 
-class SwappedEmbedding(torch.nn.Module):
+class SwappedEmbedding(Leaf):
     """In place of a torch.nn.Embedding, and called as it is."""
 
     def __init__(self, embeddings: Embeddings) -> None:
@@ -49,7 +50,7 @@ class SwappedEmbedding(torch.nn.Module):
         return found
 
 
-class SwappedBagCollection(torch.nn.Module):
+class SwappedBagCollection(Leaf):
     """In place of TorchRec's EmbeddingBagCollection, quantized or not, and called as it is."""
 
     def __init__(self, bags: EmbeddingBags, wanted: Sequence[Wanted], configs: list[Any], is_weighted: bool) -> None:
@@ -74,7 +75,7 @@ class SwappedBagCollection(torch.nn.Module):
         return self._is_weighted
 
 
-class SwappedCollection(torch.nn.Module):
+class SwappedCollection(Leaf):
     """In place of TorchRec's EmbeddingCollection, quantized or not, and called as it is."""
 
     def __init__(self, embeddings: Embeddings, wanted: Sequence[Wanted], configs: list[Any], need_indices: bool) -> None:

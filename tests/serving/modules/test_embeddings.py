@@ -1,5 +1,6 @@
 """Modules against torch's own over the same fp32 rows, in every form of input."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -211,3 +212,34 @@ def test_quantized_rows_are_what_the_segment_holds(root: Path, publish: object) 
     theirs = Embeddings("q", ["u"], root=str(root), backend="reference")({"u": torch.arange(ROWS)})["u"]
     assert torch.equal(ours, theirs)
     assert not torch.equal(ours, torch.from_numpy(tables_of()["user"]))
+
+
+IN_LISTS: dict[str, Callable[[EmbeddingBags, Embeddings], object]] = {
+    "ids, a list": lambda bags, ids: bags({"user_sum": [[1, 2]]}),
+    "ids, a list of three": lambda bags, ids: bags({"user_sum": [1, 2, 3]}),
+    "ids, an array": lambda bags, ids: bags({"user_sum": np.ones((2, 2), np.int64)}),
+    "ids, a number": lambda bags, ids: bags({"user_sum": 3}),
+    "ids, nothing": lambda bags, ids: bags({"user_sum": None}),
+    "ids with offsets, an array": lambda bags, ids: bags({"user_sum": (np.arange(3), torch.tensor([0]))}),
+    "offsets, a list": lambda bags, ids: bags({"user_sum": (torch.arange(3), [0])}),
+    "offsets, an array": lambda bags, ids: bags({"user_sum": (torch.arange(3), np.array([0]))}),
+    "lengths, a list": lambda bags, ids: bags({"user_sum": Bags(torch.arange(3), lengths=[3])}),
+    "weights, a list": lambda bags, ids: bags({"user_sum": (torch.arange(3), torch.tensor([0]), [1.0, 1.0, 1.0])}),
+    "weights, an array": lambda bags, ids: bags({"user_sum": (torch.arange(3), torch.tensor([0]), np.ones(3))}),
+    "packed ids": lambda bags, ids: bags.packed([1, 2], torch.tensor([0, 2])),
+    "packed offsets": lambda bags, ids: bags.packed(torch.arange(2), np.array([0, 2])),
+    "packed weights": lambda bags, ids: bags.packed(torch.arange(2), torch.tensor([0, 2]), [1.0, 1.0]),
+    "ids of sequences, a list": lambda bags, ids: ids({"user_ids": [1]}),
+    "ids of sequences, an array": lambda bags, ids: ids({"user_ids": np.arange(3)}),
+    "all": lambda bags, ids: bags(torch.arange(3)),
+    "all, a list": lambda bags, ids: ids([1, 2]),
+}
+
+
+@pytest.mark.parametrize("case", IN_LISTS)
+def test_what_is_no_tensor_is_a_type_error(model: str, case: str) -> None:
+    """That says what is expected: a tensor."""
+    bags, ids = EmbeddingBags("ads", ["user_sum"], root=model), Embeddings("ads", ["user_ids"], root=model)
+    with pytest.raises(TypeError, match=r"expected .*torch\.Tensor") as error:
+        IN_LISTS[case](bags, ids)
+    assert isinstance(error.value, ModuleError)
