@@ -4,5 +4,6 @@
 
     errors  <-  source  <-  published  <-  inputs  <-  lookups  <-  keyed  <-  dispatch  <-  operators  <-  embeddings  <-  swap
 
-`pending` and `missing` lie before `published`, which has one of each; `tracers` lies before `inputs`.
+`pending` and `missing` lie before `published`, which has one of each; `tracers` lies before `inputs`,
+and `padding` before `dispatch`.
 """

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tableside.serving.modules.errors import BadFeatureIds
 from tableside.serving.modules.inputs import Given, Packed
 from tableside.serving.modules.keyed import host_jagged, host_keyed
 from tableside.serving.modules.lookups import host_lookup
+from tableside.serving.modules.padding import Padding, apart, in_the_whole, without_padding
 from tableside.serving.modules.published import Attached
 from tableside.serving.modules.tracers import is_traced
 
@@ -16,9 +18,17 @@ if TYPE_CHECKING:
 
 
 def look_up(
-    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given]
+    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given], padding: Padding = ()
 ) -> list[torch.Tensor]:
     """A tensor for each feature. key: of the lookup among those of the version. ModuleError, BadFeatureIds: as `HostLookup`."""
+    if padding:
+        found = [without_padding(name, one, of_it) for name, one, of_it in zip(names, given, padding, strict=True)]
+        try:
+            return look_up(attached, key, names, output, [one for one, _ in found])
+        except BadFeatureIds as error:
+            if attached.on_gpu:  # it is of a call before
+                raise
+            raise in_the_whole(error, found[names.index(error.feature)][1]) from None
     if attached.on_gpu:
         return _device_lookup(attached, key, names, output)(given)
     return host_lookup(attached, key, names, output)(given)
@@ -30,8 +40,12 @@ def prefetch(attached: Attached, key: str, names: tuple[str, ...], output: torch
         _device_lookup(attached, key, names, output).prefetch(given)
 
 
-def look_up_packed(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed) -> torch.Tensor:
+def look_up_packed(
+    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed, padding: Padding = ()
+) -> torch.Tensor:
     """[bags, sum of dims]. Raises as `look_up`."""
+    if padding and (given := apart(packed)) is not None:
+        return torch.cat(look_up(attached, key, names, output, given, padding), 1)
     if attached.on_gpu:
         return _device_lookup(attached, key, names, output).packed(packed)
     return host_keyed(attached, key, names, output)(host_jagged(", ".join(names), packed), packed.order or None)

@@ -19,6 +19,7 @@ from tableside.serving.modules.errors import ModuleError, NotATensor
 from tableside.serving.modules.inputs import FeatureInput, Form, Given, Packed, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced, traced_packed
+from tableside.serving.modules.padding import Padding
 from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
 from tableside.serving.modules.tracers import Leaf, NotInMemory, is_traced
@@ -49,6 +50,7 @@ class PublishedModule(Leaf):
     """
 
     _poolings: tuple[Pooling, ...]
+    _padding: Padding = ()
 
     def __init__(
         self,
@@ -72,7 +74,11 @@ class PublishedModule(Leaf):
         self.output = output
         self._published = published(source)
         self.features, self.dims = self._choose(features)
-        self._call = Call(source.to_string(), self.features, self.dims, str(output).removeprefix("torch.")).to_string()
+        self._call = self._to_call()
+
+    def _to_call(self) -> str:
+        output = str(self.output).removeprefix("torch.")
+        return Call(self._published.source.to_string(), self.features, self.dims, output, self._padding).to_string()
 
     def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The features, and the dims of their vectors. ModuleError: one is not there, or pooled as no feature of this module."""
@@ -171,7 +177,10 @@ class PublishedModule(Leaf):
 
     def prefetch(self, inputs: Any) -> None:
         """Brings the rows that a call with this dict or KeyedJaggedTensor reads to the GPU's cache (placement "cached"), beside
-        what the current stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU."""
+        what the current stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU, nor
+        with a `padding_idx`, whose ids are found in the call."""
+        if self._padding:
+            return
         if keyed.is_keyed(inputs):
             self.prefetch_keyed(inputs, self.features)
         else:
@@ -188,7 +197,7 @@ class PublishedModule(Leaf):
         if is_traced():
             return traced(self._call, self.features, given)
         try:
-            return look_up(self._published.now(), self._call, self.features, self.output, given)
+            return look_up(self._published.now(), self._call, self.features, self.output, given, self._padding)
         except NotInMemory:
             return traced(self._call, self.features, given)
 
@@ -196,7 +205,8 @@ class PublishedModule(Leaf):
 class EmbeddingBags(PublishedModule):
     """Pooled features, of any dims, row formats and poolings, looked up together.
 
-    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come.
+    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come. padding_idx: feature -> an id that is left out of
+    its sums and of its means' counts (`serving.modules.padding`).
     """
 
     _poolings = (Pooling.SUM, Pooling.MEAN)
@@ -209,10 +219,16 @@ class EmbeddingBags(PublishedModule):
         output: torch.dtype = torch.float32,
         follow: Literal["live"] | None = "live",
         include_last_offset: bool = False,
+        padding_idx: Mapping[str, int] | None = None,
         **options: Unpack[SourceOptions],
     ) -> None:
         super().__init__(model, features, output=output, follow=follow, **options)
         self.include_last_offset = include_last_offset
+        if padding_idx:
+            if unknown := [str(name) for name in padding_idx if name not in self.features]:
+                raise ModuleError(f"padding_idx names {', '.join(unknown)}; expected some of: {', '.join(self.features)}")
+            self._padding = tuple(padding_idx.get(name) for name in self.features)
+            self._call = self._to_call()
 
     def forward(self, inputs: Any) -> Any:
         """Vectors of bags: a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a KeyedTensor for a
@@ -247,13 +263,13 @@ class EmbeddingBags(PublishedModule):
         if is_traced():
             return traced_packed(self._call, self.features, packed)
         try:
-            return look_up_packed(self._published.now(), self._call, self.features, self.output, packed)
+            return look_up_packed(self._published.now(), self._call, self.features, self.output, packed, self._padding)
         except NotInMemory:
             return traced_packed(self._call, self.features, packed)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
         attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
-        if attached.on_gpu and not is_traced():
+        if attached.on_gpu and not self._padding and not is_traced():
             packed = keyed.packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
             prefetch_packed(attached, self._call, self.features, self.output, packed)
 

@@ -24,6 +24,7 @@ import torch
 from tableside.serving.modules.dispatch import look_up, look_up_packed
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import Form, Given, Packed
+from tableside.serving.modules.padding import Padding
 from tableside.serving.modules.published import Attached, Published, published_by_string
 from tableside.serving.modules.tracers import check_constant
 
@@ -32,12 +33,14 @@ _attached: "weakref.WeakValueDictionary[str, Published]" = weakref.WeakValueDict
 
 
 class Call(NamedTuple):
-    """What stays the same of a module's calls. dims: of the vectors of each feature; output: name of a torch dtype."""
+    """What stays the same of a module's calls. dims: of the vectors of each feature; output: name of a torch dtype. padding: the
+    `padding_idx` of each feature."""
 
     source: str
     names: tuple[str, ...]
     dims: tuple[int, ...]
     output: str
+    padding: Padding = ()
 
     def to_string(self) -> str:
         return json.dumps(self._asdict())
@@ -54,7 +57,7 @@ def call_of(text: str) -> Call:
     """ModuleError: the text is none that `Call.to_string` gave."""
     try:
         raw = json.loads(text)
-        return Call(raw["source"], tuple(raw["names"]), tuple(raw["dims"]), raw["output"])
+        return Call(raw["source"], tuple(raw["names"]), tuple(raw["dims"]), raw["output"], tuple(raw.get("padding", ())))
     except (ValueError, TypeError, KeyError) as error:
         raise ModuleError(f"an operator's call is unreadable ({error!r}); export the program again with this release") from error
 
@@ -85,7 +88,7 @@ def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[Given]:
 
 def _look_up(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     c = call_of(call)
-    return look_up(attachment(call), call, c.names, c.dtype, _given(forms, inputs))
+    return look_up(attachment(call), call, c.names, c.dtype, _given(forms, inputs), c.padding)
 
 
 def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,7 +125,7 @@ def _look_up_keyed(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch
     c, (form, features, order) = call_of(call), _how_of(how)
     values, bags, *weights = inputs
     packed = Packed(order, features, values, form, bags, weights[0] if weights else None)
-    return look_up_packed(attachment(call), call, c.names, c.dtype, packed)
+    return look_up_packed(attachment(call), call, c.names, c.dtype, packed, c.padding)
 
 
 def _look_up_keyed_fake(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """`swap_embeddings`: a trained model's embedding modules, replaced by ones that read published tables and are called alike."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -20,12 +21,32 @@ from tableside.serving.version import ServedVersion
 Mapped = str | Mapping[str, str] | None
 
 
-class SwappedBag(Leaf):
+class Swapped(Leaf):
+    """In place of a trained module. It holds one module over published tables, and takes no weights."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        """Leaves out what the trained module had of its own, and says so."""
+        ((name, module),) = self.named_children()
+        if trained := [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}{name}.")]:
+            warnings.warn(
+                f"{', '.join(trained)} of the state dict: ignored, since {prefix.removesuffix('.') or 'this module'} reads the "
+                f"published model {module.model!r}; load a checkpoint of these weights to change it",
+                stacklevel=2,
+            )
+            for key in trained:
+                del state_dict[key]
+            state_dict.setdefault(f"{prefix}{name}._extra_state", module.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+class SwappedBag(Swapped):
     """In place of a torch.nn.EmbeddingBag, and called as it is."""
 
-    def __init__(self, bags: EmbeddingBags) -> None:
+    def __init__(self, bags: EmbeddingBags, old: torch.nn.EmbeddingBag) -> None:
         super().__init__()
         self.bags = bags
+        self.num_embeddings, self.embedding_dim, self.mode = old.num_embeddings, old.embedding_dim, old.mode
+        self.padding_idx, self.include_last_offset = old.padding_idx, old.include_last_offset
 
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -36,12 +57,13 @@ class SwappedBag(Leaf):
         return found
 
 
-class SwappedEmbedding(Leaf):
-    """In place of a torch.nn.Embedding, and called as it is."""
+class SwappedEmbedding(Swapped):
+    """In place of a torch.nn.Embedding, and called as it is. padding_idx changes no vector: the row is trained as it is."""
 
-    def __init__(self, embeddings: Embeddings) -> None:
+    def __init__(self, embeddings: Embeddings, old: torch.nn.Embedding) -> None:
         super().__init__()
         self.embeddings = embeddings
+        self.num_embeddings, self.embedding_dim, self.padding_idx = old.num_embeddings, old.embedding_dim, old.padding_idx
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[*shape of the ids, dim]. Raises as `Embeddings.forward`."""
@@ -50,7 +72,7 @@ class SwappedEmbedding(Leaf):
         return found
 
 
-class SwappedBagCollection(Leaf):
+class SwappedBagCollection(Swapped):
     """In place of TorchRec's EmbeddingBagCollection, quantized or not, and called as it is."""
 
     def __init__(self, bags: EmbeddingBags, wanted: Sequence[Wanted], configs: list[Any], is_weighted: bool) -> None:
@@ -59,23 +81,31 @@ class SwappedBagCollection(Leaf):
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
 
     def forward(self, features: Any) -> Any:
-        """A KeyedTensor. Raises as `EmbeddingBags.forward`."""
+        """A KeyedTensor. Raises as `EmbeddingBags.forward`. ModuleError: the collection is weighted, and the input is not."""
+        self._check_weights(features)
         values = self.bags.side_by_side(features, self._keys, self._is_weighted)
         return keyed.keyed_tensor(self._names, self.bags.dims, values)
 
     def prefetch(self, features: Any) -> None:
         """As `EmbeddingBags.prefetch`, for the KeyedJaggedTensor of the next call."""
+        self._check_weights(features)
         self.bags.prefetch_keyed(features, self._keys, self._is_weighted)
 
     def embedding_bag_configs(self) -> list[Any]:
         """As the collection that was replaced."""
         return self._configs
 
+    def _check_weights(self, features: Any) -> None:
+        if self._is_weighted and features.weights_or_none() is None:
+            raise ModuleError(
+                f"the collection of {', '.join(self._names)} is weighted; expected a KeyedJaggedTensor with weights"
+            )
+
     def is_weighted(self) -> bool:
         return self._is_weighted
 
 
-class SwappedCollection(Leaf):
+class SwappedCollection(Swapped):
     """In place of TorchRec's EmbeddingCollection, quantized or not, and called as it is."""
 
     def __init__(self, embeddings: Embeddings, wanted: Sequence[Wanted], configs: list[Any], need_indices: bool) -> None:
@@ -160,14 +190,14 @@ def _embeddings(module: torch.nn.Module) -> Iterator[_Found]:
 def _found(path: str, old: Any) -> _Found | None:
     if isinstance(old, torch.nn.EmbeddingBag):
         refused = [f"mode {old.mode!r} is not served"] if old.mode not in ("sum", "mean") else []
-        if old.padding_idx is not None:
-            refused.append(
-                f"padding_idx {old.padding_idx} leaves ids out of bags, which is not served; leave them out of the input"
-            )
         return _Found(path, old, of_bag(path, old), refused + _norm(old))
     if isinstance(old, torch.nn.Embedding):
         return _Found(path, old, of_embedding(path, old), _norm(old))
     name = type(old).__name__
+    if any(base.__name__ == "ShardedModule" for base in type(old).__mro__):  # TorchRec's, which need not be installed
+        return _Found(
+            path, old, [], [f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"]
+        )
     pooled, bare = callable(getattr(old, "embedding_bag_configs", None)), callable(getattr(old, "embedding_configs", None))
     if not (pooled or bare) or isinstance(old, (SwappedBagCollection, SwappedCollection)):
         return None
@@ -213,11 +243,13 @@ def _replacement(one: _Found, model: str, features: list[str], **options: Any) -
     if one.wanted[0].pooling is Pooling.NONE:
         embeddings = Embeddings(model, features, **options)
         if isinstance(old, torch.nn.Embedding):
-            return SwappedEmbedding(embeddings)
+            return SwappedEmbedding(embeddings, old)
         needs_ids = bool(old.need_indices()) if hasattr(old, "need_indices") else False
         return SwappedCollection(embeddings, one.wanted, old.embedding_configs(), needs_ids)
     if isinstance(old, torch.nn.EmbeddingBag):
-        return SwappedBag(EmbeddingBags(model, features, include_last_offset=old.include_last_offset, **options))
+        padding = None if old.padding_idx is None else {features[0]: old.padding_idx}
+        bags = EmbeddingBags(model, features, include_last_offset=old.include_last_offset, padding_idx=padding, **options)
+        return SwappedBag(bags, old)
     return SwappedBagCollection(
         EmbeddingBags(model, features, **options), one.wanted, old.embedding_bag_configs(), old.is_weighted()
     )

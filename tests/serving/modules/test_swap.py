@@ -1,5 +1,8 @@
 """`swap_embeddings` in torch's and TorchRec's real modules: called as before, with the vectors of before."""
 
+import copy
+import dataclasses
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from tableside.torch import EmbeddingBags, ModuleError, swap_embeddings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import torchrec_ranks
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
     from torchrec.modules.embedding_configs import PoolingType
     from torchrec.modules.embedding_modules import get_embedding_names_by_table
@@ -69,6 +73,74 @@ def test_torchs_modules_are_called_as_before(model: str, tables: Tables) -> None
     assert not {n for n, _ in module.named_parameters() if not n.startswith("top")}
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_padding_is_served(root: Path, publish: Any, tables: Tables, mode: str) -> None:
+    """Of an EmbeddingBag, one whose index counts from the end as well: torch's vectors. An Embedding gives the row itself."""
+    features = {"user_sum": {"table": "user", "pooling": mode}, "user_ids": {"table": "user", "pooling": "none"}}
+    publish({"user": tables["user"]}, "ads", {"user": "fp32"}, features)
+    for padding in (3, -1):
+        module = torch.nn.Module()
+        module.user_sum = torch.nn.EmbeddingBag(ROWS, DIMS["user"], mode=mode, padding_idx=padding)
+        module.user_ids = torch.nn.Embedding(ROWS, DIMS["user"], padding_idx=padding)
+        for one in (module.user_sum, module.user_ids):
+            one.weight.data.copy_(torch.from_numpy(tables["user"]))
+        expected = module.user_sum(IDS, OFFSETS), module.user_ids(IDS)
+        swap_embeddings(module, "ads", root=str(root))
+        for found, before in zip((module.user_sum(IDS, OFFSETS), module.user_ids(IDS)), expected, strict=True):
+            torch.testing.assert_close(found, before, rtol=0, atol=TOLERANCE)
+
+
+def test_what_modules_say_of_themselves_is_kept(model: str, tables: Tables) -> None:
+    """What code around them reads; copies and pickles have it too."""
+    module = Plain(tables, padding_idx=2)
+    names = ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset")
+    paths = {"user_sum": names, "inner.page": names, "user_ids": ("num_embeddings", "embedding_dim", "padding_idx")}
+    expected = {path: [getattr(module.get_submodule(path), n) for n in of_it] for path, of_it in paths.items()}
+    swap_embeddings(module, "ads", MAPPING, root=model)
+    for path, of_it in paths.items():
+        swapped = module.get_submodule(path)
+        for one in (swapped, copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+            assert [getattr(one, n) for n in of_it] == expected[path]
+
+
+def test_the_state_of_the_trained_model_loads_and_says_what_it_ignores(model: str, tables: Tables) -> None:
+    """Weights of what was replaced, each named; the rest is loaded. Its own state loads without a word."""
+    module = bag_collection(tables)
+    module.user_sum, module.top = torch.nn.EmbeddingBag(ROWS, 16, mode="sum"), torch.nn.Linear(4, 2)
+    trained = {name: 2 * value for name, value in module.state_dict().items()}
+    swap_embeddings(module, "ads", COLLECTION, root=model)
+    vectors = module.user_sum(IDS, OFFSETS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert str(module.load_state_dict(trained)) == "<All keys matched successfully>"
+    text = " ".join(str(w.message) for w in warned)
+    for name in ("ebc.embedding_bags.users.weight", "ebc.embedding_bags.things.weight", "user_sum.weight"):
+        assert name in text
+    assert "ignored, since user_sum reads the published model 'ads'" in text and "top" not in text
+    assert torch.equal(module.top.weight, trained["top.weight"]) and torch.equal(module.user_sum(IDS, OFFSETS), vectors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.load_state_dict(module.state_dict())
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other"'):
+        module.load_state_dict({**module.state_dict(), "other": torch.ones(1)})
+
+
+def swap_sharded(rank: int, root: str) -> str:
+    """What a rank's swap says of a model behind DistributedModelParallel."""
+    before = dict((module := torchrec_ranks.sharded()).named_modules())
+    with pytest.raises(ModuleError) as error:
+        swap_embeddings(module, "ads", root=root)
+    assert dict(module.named_modules()) == before
+    return str(error.value)
+
+
+def test_a_sharded_model_is_refused(model: str) -> None:
+    """With what to do: a rank has shards, which no table takes the place of."""
+    for text in torchrec_ranks.run_ranks(swap_sharded, model):
+        for name in ("ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"):
+            assert f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it" in text
+
+
 def test_a_module_at_two_paths_is_one_afterwards(model: str, tables: Tables) -> None:
     """Tied embeddings stay tied."""
     module = torch.nn.Module()
@@ -96,7 +168,6 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_replaced(model: str, tab
     for line in (
         "model 'ads' version 1 does not fit the module",
         "gone: no embedding module is there",
-        "user_sum: padding_idx 0 leaves ids out of bags, which is not served",
         "user_sum: max_norm 1.0 changes rows as they are read",
         "inner.page: feature 'page_sum' has rows 500 where the module has 501, dim 24 where the module has 25, pooling sum where "
         "the module has mean",
@@ -197,6 +268,23 @@ def bag_collection(tables: Tables) -> torch.nn.Module:
     for name, table in (("users", "user"), ("things", "item")):
         holder.ebc.embedding_bags[name].weight.data.copy_(torch.from_numpy(tables[table]))
     return holder
+
+
+def test_a_weighted_collection_wants_weights(model: str, tables: Tables) -> None:
+    """As TorchRec's, whose AssertionError says so; with weights the vectors are TorchRec's."""
+    holder, keys = torch.nn.Module(), ["shared", "item_mean", "user_sum"]
+    sums = [dataclasses.replace(config, pooling=PoolingType.SUM) for config in bag_configs()[:1]]
+    holder.ebc = EmbeddingBagCollection(tables=sums, is_weighted=True)
+    holder.ebc.embedding_bags["users"].weight.data.copy_(torch.from_numpy(tables["user"]))
+    old = holder.ebc
+    swap_embeddings(holder, "ads", {"ebc": {"shared": "user_sum"}}, root=model)
+    with pytest.raises(AssertionError, match="doesn't have weights"):
+        old(keyed(keys))
+    for call in (holder.ebc, holder.ebc.prefetch):
+        with pytest.raises(ModuleError, match="is weighted; expected a KeyedJaggedTensor with weights"):
+            call(keyed(keys))
+    found, expected = holder.ebc(keyed(keys, weighted=True)), old(keyed(keys, weighted=True))
+    torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
