@@ -154,7 +154,7 @@ class Published:
 
     def after_fork(self) -> None:
         """In a child: locks and the engine are those of no other thread, counts begin at 0; tables of a GPU are out of reach."""
-        self._attaching, self.missing = threading.RLock(), Missing()
+        self._attaching, self.missing, self.pending = threading.RLock(), Missing(), Pending()
         if self.source.on_gpu and self.source.device != "interpreter":
             self._current, self.follows = None, False
             self._refusal = (
