@@ -28,6 +28,7 @@ from campaigns import (
     requests,
     soak,
     states,
+    traces,
 )
 from campaigns.common import Goal, Run, at_least, at_most, console, none
 
@@ -180,4 +181,5 @@ CAMPAIGNS = {
     "evals": Campaign(evals.run, 8, evals.GOALS),
     "headers": Campaign(headers.run, 4, HEADERS),
     "origins": Campaign(origins.run, 2, ORIGINS),
+    "trace": Campaign(traces.run, 5, traces.GOALS),
 }

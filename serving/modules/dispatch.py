@@ -45,7 +45,8 @@ def look_up_packed(
 ) -> torch.Tensor:
     """[bags, sum of dims]. Raises as `look_up`."""
     if padding and (given := apart(packed)) is not None:
-        return torch.cat(look_up(attached, key, names, output, given, padding), 1)
+        found = look_up(attached, key, names, output, given, padding)
+        return torch.cat(found, 1, out=found[0].new_empty(0))  # autocast, which refuses fp16 on the CPU, leaves `out` alone
     if attached.on_gpu:
         return _device_lookup(attached, key, names, output).packed(packed)
     return host_keyed(attached, key, names, output)(host_jagged(", ".join(names), packed), packed.order or None)

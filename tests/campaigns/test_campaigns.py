@@ -22,6 +22,7 @@ SHORT = {
     "soak": (4, ("requests", "swaps")),
     "headers": (4, ("requests",)),
     "origins": (4, ("requests of pages", "own requests")),
+    "trace": (4, ("modules", "traced answers")),
 }
 
 

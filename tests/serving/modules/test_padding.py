@@ -109,6 +109,16 @@ def test_ids_of_all_features_in_one_tensor(model: str, device: str) -> None:
     module.check()
 
 
+@pytest.mark.parametrize("output", [torch.float16, torch.bfloat16])
+def test_autocast_changes_nothing(model: str, output: torch.dtype) -> None:
+    """Though torch.cat of fp16 raises under it on the CPU."""
+    module, told = padded(model, output=output), (ids_of().repeat(2), torch.cat([OFFSETS, ENDS + 20]))
+    expected = module.packed(*told)
+    with torch.autocast("cpu"):
+        assert torch.equal(module.packed(*told), expected)
+    assert expected.dtype is output
+
+
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_a_gpu_leaves_padding_out(model: str, placement: str) -> None:
     """In every form, prefetched or not: as bags without it, bit for bit."""
