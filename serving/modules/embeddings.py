@@ -163,7 +163,7 @@ class PublishedModule(Leaf):
     # ---- calls ----
 
     def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[Given]:
-        if not isinstance(inputs, dict | Mapping):
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):
             raise NotATensor(f"the call has {type(inputs).__name__}; expected a dict of features, each with its torch.Tensor")
         found = [self._given(name, inputs[name]) for name in self.features if name in inputs]
         if len(found) == len(inputs) == len(self.features):

@@ -66,6 +66,7 @@ class Packed(NamedTuple):
 
 _IDS, _FIXED, _LENGTHS, _OFFSETS, _ENDS = Form  # a name is found sooner than an attribute of an enum
 _INTEGERS = (torch.int64, torch.int32)
+_SEQUENCES = (tuple, list)  # a union would be made anew by each call
 FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
@@ -80,7 +81,8 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
             )
         return Given(_FIXED, value, None, None)
     values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
-    check_tensor(name, values)
+    if not isinstance(values, torch.Tensor):
+        check_tensor(name, values)
     if offsets is None and lengths is None:
         if values.dim() != 2:
             raise ModuleError(f"feature {name!r} has neither offsets nor lengths; give one of them, or ids [bags, ids of a bag]")
@@ -148,7 +150,7 @@ def _as_torch_takes(
     name: str, value: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The fields of `Bags`, of (values, offsets, weights)."""
-    if not isinstance(value, tuple | list) or not 1 <= len(value) <= 3:
+    if not isinstance(value, _SEQUENCES) or not 1 <= len(value) <= 3:
         raise NotATensor(
             f"feature {name!r} came as {type(value).__name__}; expected a torch.Tensor, or (values, offsets) or (…, …, weights) "
             "of tensors"

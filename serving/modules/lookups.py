@@ -66,8 +66,11 @@ class HostLookup:
         held: list[object] = []
         for name, dim, one in zip(self._names, self._dims, given, strict=True):
             form, values, bags, weights = one
-            values = host_ids(name, values)
-            held.append(values)
+            if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
+                values = host_ids(name, values)
+                held.append(values)
+            else:
+                check_memory(name, values)
             count = values.numel()
             lengths_at, bag_length, bag_count, weights_at = -1, 0, count, -1
             if form is Form.FIXED:
@@ -139,7 +142,8 @@ def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeature
 
 
 def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
-    check_tensor(name, tensor)
+    if not isinstance(tensor, torch.Tensor):
+        check_tensor(name, tensor)
     if not tensor.is_cpu:
         raise ModuleError(
             f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them there, or make a module "
