@@ -49,26 +49,45 @@ NEVER = (
 )
 
 
-class Writer:
-    """Applies, compacts and goes back, until it is told to end. rows: state -> which batch wrote each row last; both tables are
-    changed alike."""
+class Steps:
+    """A thread that takes one step after another. An error ends it, and comes out of `finish`."""
 
-    def __init__(self, root: Path, seed: int) -> None:
-        self.model, self.rows, self.counts = Model(root, "demo"), {State(1): np.zeros(ROWS, np.float32)}, Counter[str]()
-        self._applied = 0
-        self._chance, self._rng, self._number = random_of(seed, "present"), np.random.default_rng(seed), 0
-        self._ending = threading.Event()
+    def __init__(self) -> None:
+        self.counts, self._ending = Counter[str](), threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.error: Exception | None = None
+        self._error: Exception | None = None
+
+    def step(self) -> None:
+        raise NotImplementedError
 
     def _run(self) -> None:
         try:
             while not self._ending.is_set():
-                self._step()
+                self.step()
         except Exception as error:  # noqa: BLE001  (raised by `finish`)
-            self.error = error
+            self._error = error
 
-    def _step(self) -> None:
+    def begin(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class Writer(Steps):
+    """Applies, compacts and goes back, until it is told to end. rows: state -> which batch wrote each row last; both tables are
+    changed alike."""
+
+    def __init__(self, root: Path, seed: int) -> None:
+        super().__init__()
+        self.model, self.rows = Model(root, "demo"), {State(1): np.zeros(ROWS, np.float32)}
+        self._applied = 0
+        self._chance, self._rng, self._number = random_of(seed, "present"), np.random.default_rng(seed), 0
+
+    def step(self) -> None:
         if self._number % COMPACT_EVERY == COMPACT_EVERY - 1:
             live, record = self._live(), self.model.record()
             merged = record.latest_sequence + 1  # the deltas as one, of which the next version is made
@@ -109,48 +128,20 @@ class Writer:
             self.model.activate(*state)
             self.counts["times gone back"] += 1
 
-    def begin(self) -> None:
-        self._thread.start()
 
-    def finish(self) -> None:
-        self._ending.set()
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-
-
-class Asker:
+class Asker(Steps):
     """A client in a thread. It sends a request again only where its connection broke."""
 
     def __init__(self, url: str, writer: Writer, seed: int) -> None:
-        self.counts, self._writer, self._url = Counter[str](), writer, url
-        self._rng, self._ending = np.random.default_rng(seed), threading.Event()
+        super().__init__()
+        self._client, self._writer, self._rng = Client(url, retries=20, timeout_s=60), writer, np.random.default_rng(seed)
         self.state = State(0)
-        self._thread = threading.Thread(target=self._run)
-        self.error: Exception | None = None
 
-    def begin(self) -> None:
-        self._thread.start()
-
-    def finish(self) -> None:
-        self._ending.set()
-        self._thread.join()
-        if self.error is not None:
-            raise self.error
-
-    def _run(self) -> None:
-        try:
-            with Client(self._url, retries=20, timeout_s=60) as client:
-                while not self._ending.is_set():
-                    self._ask(client)
-        except Exception as error:  # noqa: BLE001  (raised by `finish`)
-            self.error = error
-
-    def _ask(self, client: Client) -> None:
+    def step(self) -> None:
         rows = self._rng.integers(0, ROWS, IDS)
         rows[0] = 0
         try:
-            found = client.lookup("demo", {"dense": Jagged(rows), "raw": Jagged(rows * RAW_STEP)})
+            found = self._client.lookup("demo", {"dense": Jagged(rows), "raw": Jagged(rows * RAW_STEP)})
         except ClientError as error:
             what = {404: "404 without a version", 503: "answered 503"}.get(error.status, "other refusals")
             self.counts[what] += 1
@@ -159,13 +150,17 @@ class Asker:
             self.counts[f"told: {what}"] = 1
             time.sleep(0.01)
             return
-        self.state = State(*client.answered_by())
+        self.state = State(*self._client.answered_by())
         expected: NDArray[np.float32] | None = self._writer.rows.get(self.state)
         self.counts["requests"] += 1
         self.counts["answers of no state"] += expected is None
         if expected is not None:
             for vectors in found.values():
                 self.counts["wrong rows"] += int((vectors != expected[rows][:, None]).any(1).sum())
+
+    def finish(self) -> None:
+        super().finish()
+        self._client.close()
 
 
 def publish(root: Path, files: Path) -> int:
@@ -214,8 +209,8 @@ def one_server(seconds: float, seed: int, options: tuple[str, ...], budget: floa
                 _torment(server.pid, root, seconds, chance, counts)
                 counts["servers that stayed behind"] += not _catches_up(writer, askers)
             finally:
-                for asker in askers:
-                    asker.finish()
+                for one in (writer, *askers):
+                    one.finish()
     return sum((asker.counts for asker in askers), counts + writer.counts)
 
 

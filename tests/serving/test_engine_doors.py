@@ -58,7 +58,7 @@ def control(told: Any) -> bytes:
 @pytest.mark.parametrize(
     "message",
     [
-        bytes([Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 32, 0),
+        bytes([Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0),
         control({"left": "demo"}),
         control({"moved": ["demo", 1]}),
         control({"attach": ["demo", 1]}),
