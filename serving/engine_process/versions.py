@@ -110,6 +110,11 @@ class DoorEngine(Engine):
             beside=Beside(self._backend, self._gpu_from_ids) if self._gpu_from_ids else None,
         )
 
+    def is_passing(self, state: State, error: Exception) -> bool:
+        """As of any engine. What one engine process served, its successor may not know."""
+        told = self._link.live.get(self.model.name)
+        return super().is_passing(state, error) or (told is not None and told["state"] != state.number)
+
     def swap(self, served: ServedVersion) -> None:
         super().swap(served)
         self._link.moved(self.model.name, served.state.number)

@@ -20,7 +20,12 @@ from tableside.loader.errors import SegmentError
 from tableside.loader.retention import Retention
 from tableside.loader.states import State, state_of
 from tableside.loader.versions import Model
+from tableside.quant import choose
+from tableside.serving.admission import overloaded
 from tableside.serving.client import Client, ClientError
+from tableside.serving.engine_process.versions import DoorEngine
+from tableside.serving.errors import not_found
+from tableside.serving.settings import ServerSettings
 
 MOST = 2000  # whole numbers up to which are exact in fp16
 
@@ -107,6 +112,23 @@ def test_a_process_begins_with_the_next_state_where_the_first_one_goes(publish: 
     (root / "demo/1.segment").write_bytes(b"")
     with pytest.raises(SegmentError):
         engine_of(root, 1 << 20).begin()
+
+
+class Told:
+    """What a link to an engine process says of the models that this serves."""
+
+    def __init__(self, state: State) -> None:
+        self.live = {"demo": {"state": state.number}}
+
+
+@pytest.mark.parametrize("now", [State(1, 7), State(1, 8), State(2)])
+def test_a_door_asks_again_for_what_the_next_engine_process_serves(publish: Callable[..., Any], root: Path, now: State) -> None:
+    """An engine process that took another one's place may not know the state that the door asked that one for."""
+    publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
+    door = DoorEngine(Told(now), Model(root, "demo"), choose(), ServerSettings())  # type: ignore[arg-type]
+    unknown = not_found("version 1 of model 'demo' cannot be served")
+    assert door.is_passing(State(1, 7), unknown) is (now != State(1, 7))
+    assert door.is_passing(State(1, 7), overloaded("the engine process is being replaced"))
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["engine", "cpu"])
