@@ -82,8 +82,8 @@ class Service:
         if self.link is not None:
             await self.link.open()
         self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
-        for engine in self.engines.values():
-            engine.begin()
+        for engine in self.engines.values():  # on a thread, as what an engine process says of states comes over this loop
+            await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         if self.models is not None:
             await self._follow()
         self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)

@@ -280,7 +280,7 @@ class EngineLink(Executor):
             for asked in self._asked.values():
                 self._send(asked)
             for model, state in self._moved.items():
-                self.moved(model, state)
+                self._tell_moved(model, state)
         elif "live" in told:
             self._learn(told["live"])
         elif "attached" in told:
@@ -304,8 +304,12 @@ class EngineLink(Executor):
     # ---- versions ----
 
     def moved(self, model: str, state: int) -> None:
-        """Tells the engine that this door asks for a state, by its number, from now on."""
+        """Tells the engine that this door asks for a state, by its number, from now on. Any thread may call."""
+        assert self._loop is not None, "the link is open"
         self._moved[model] = state
+        self._loop.call_soon_threadsafe(self._tell_moved, model, state)
+
+    def _tell_moved(self, model: str, state: int) -> None:
         if self._connection is not None and self.is_ready:
             self._connection.control({"moved": [model, state]})
 
