@@ -164,7 +164,10 @@ def _keep_signs(one: Checked) -> None:
     if one.table.row_format.has_scale:
         return
     lengths = np.ones(one.ids.size, np.int64) if one.lengths is None else one.lengths.astype(np.int64)
-    vectors = np.flatnonzero((lengths == 1) & (one.out == 0).any(axis=1))
+    vectors = np.flatnonzero(lengths == 1)
+    vectors = vectors[(one.out[vectors] == 0).any(axis=1)]  # the others are not looked at
+    if not vectors.size:
+        return
     at = (np.cumsum(lengths) - lengths)[vectors]
     rows = reference.unpack(torch.from_numpy(one.table.packed[one.ids[at]]), one.table.row_format, one.table.dim).numpy()
     one.out[vectors] = np.copysign(one.out[vectors], rows if one.weights is None else rows * one.weights[at, None])
