@@ -340,7 +340,8 @@ class Engine:
                 served = self.attach(wanted)
                 break
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                if (newest := resolve(self.model, version)) != wanted:  # changes came, and this state went
+                is_gone = isinstance(error, (VersionError, ApiError))
+                if is_gone and (newest := resolve(self.model, version)) != wanted:  # changes came, and this state went
                     state = newest
                     continue
                 logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
