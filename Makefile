@@ -127,8 +127,8 @@ bench: dev       ## the benchmarks that need no GPU; results go to benchmarks/re
 plots: dev       ## draws the results: docs/images
 	@$(BIN)/python benchmarks/plots.py
 
-figures: dev     ## writes the results' figures into README.md and docs/
-	@$(BIN)/python benchmarks/figures.py --write
+figures: dev     ## writes the tables of README.md and docs/ from the results
+	@$(BIN)/python benchmarks/figures.py
 
 CAMPAIGN_S ?= 600
 campaign: dev    ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count

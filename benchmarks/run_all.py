@@ -60,7 +60,7 @@ def main() -> None:
         lines.append(f"{seconds:6.0f} s  {benchmark:30}{', '.join(names) or 'nothing written'}")
     console.rule("written")
     console.print(*lines, sep="\n")
-    console.print("write the texts' figures with: python benchmarks/figures.py --write; draw the plots with: make plots")
+    console.print("write the tables of the pages with: make figures; draw the plots with: make plots")
 
 
 if __name__ == "__main__":

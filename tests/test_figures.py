@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/ are those of the result files, and those say what was measured, and where."""
+"""The generated tables of README.md and docs/ are those of the result files, and those say what was measured, and where."""
 
 import json
 import re
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import common
-import figure_values
 import figures
 import plots
 import pytest
@@ -17,31 +16,35 @@ from tableside.serving.settings import ServerSettings
 
 TOP = Path(__file__).parent.parent
 RESULTS = sorted((TOP / "benchmarks" / "results").glob("*.json"))
-TEXTS = {str(p.relative_to(TOP)): p for p in figures.documents()}
-
-
-def read(name: str) -> figures.Text:
-    return figures.read_text(name, TEXTS[name].read_text())
+TEXTS = {str(p.relative_to(TOP)): p.read_text() for p in figures.pages()}
+HISTORY = "docs/log.md"
 
 
 # ---- texts ----
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_the_numbers_of_a_text_are_those_of_the_result_files(name: str) -> None:
-    """As they are printed; and a number that looks measured names its file or says why it has none."""
-    assert figures.faults_of(read(name)) == []
+def test_the_tables_of_a_page_are_those_of_the_results(name: str) -> None:
+    assert figures.with_tables(TEXTS[name]) == TEXTS[name], "run make figures"
 
 
-def test_every_key_is_named_by_a_text() -> None:
-    assert set(figure_values.keys()) - figures.used_keys([read(name) for name in TEXTS]) == set()
+def test_every_table_stands_on_one_page() -> None:
+    assert sorted(figures.MARKED.findall("".join(TEXTS.values()))) == sorted(figures.tables())
+
+
+@pytest.mark.parametrize("name", set(TEXTS) - {HISTORY})
+def test_prose_holds_no_measured_number(name: str) -> None:
+    """Neither a mark of one nor a rate, which is always measured; tables and code may."""
+    prose = re.sub(r"(?s:^```.*?^```$)|^(?:\|| {4}).*$", "", TEXTS[name], flags=re.MULTILINE)
+    assert "<!--f:" not in TEXTS[name]
+    assert re.findall(r"\d [kMG]? ?(?:rows|keys|ids|requests|lookups)/s|\d [GM]B/s|\d µs", prose) == []
 
 
 def test_every_result_file_is_used() -> None:
-    """By a figure of a text, by a plot, or by a text that names it."""
-    texts = "".join(path.read_text() for path in TEXTS.values())
-    used = {spec["file"] for spec in figure_values.keys().values()}
-    named = set(re.findall(r"results/(\w+)\.json", texts))
+    """By a table, by a plot, or by a text that names it."""
+    specs = [spec for table in figures.tables().values() for spec in (table, *table["rows"])]
+    used = {spec["file"] for spec in specs if "file" in spec}
+    named = set(re.findall(r"results/(\w+)\.json", "".join(TEXTS.values())))
     used |= set(re.findall(r'(?:read_result|rows_of)\("(\w+)"', (TOP / "benchmarks" / "plots.py").read_text()))
     assert named <= {path.stem for path in RESULTS}
     assert {path.stem for path in RESULTS} - used - named == set()
@@ -88,7 +91,7 @@ def test_a_plot_is_drawn_alike_every_time(name: str, tmp_path: Path) -> None:
 
 def test_the_plots_are_shown() -> None:
     """Two by README.md, beside a drawing by hand; every one by some text; and no other images are there."""
-    shown = {path.stem: re.findall(r"images/(\w+)\.svg\)", path.read_text()) for path in TEXTS.values()}
+    shown = {path.stem: re.findall(r"images/(\w+)\.svg\)", path.read_text()) for path in figures.pages()}
     assert len(shown["README"]) == 3 and DRAWING in shown["README"]
     assert {name for names in shown.values() for name in names} == {*plots.PLOTS, DRAWING}
     assert {path.name for path in plots.IMAGES.iterdir()} == {f"{name}.svg" for name in (*plots.PLOTS, DRAWING)}
@@ -130,104 +133,61 @@ def test_every_benchmark_that_needs_no_gpu_is_run_by_make_bench() -> None:
     assert "benchmarks/run_all.py" in (TOP / "Makefile").read_text()
 
 
-# ---- the comparison itself ----
+# ---- the tables themselves ----
 
 ROWS = [
-    {"format": "int8", "ids": "uniform", "us": 118.166, "theirs": 211.9},
-    {"format": "int8", "ids": "zipf", "us": 91.898, "theirs": 204.8},
-    {"format": "int4", "ids": "uniform", "us": 107.619, "theirs": None},
+    {"format": "int8", "ids": "uniform", "us": 118.166, "M rows/s": 1.5},
+    {"format": "int8", "ids": "zipf", "us": 91.898, "M rows/s": 2},
+    {"format": "int4", "ids": "uniform", "us": 107.619, "M rows/s": None},
 ]
-KEYS: dict[str, dict[str, Any]] = {
-    "one": {"file": "f", "where": {"format": "int8", "ids": "uniform"}, "field": "us"},
-    "ms": {"file": "f", "where": {"format": "int8"}, "field": "us", "take": "range", "scale": 1e-3},
-    "both": {"file": "f", "where": {"ids": "uniform"}, "each": {"format": ["int8", "int4"]}, "field": "us"},
-    "fields": {"file": "f", "where": {"format": "int8"}, "each": {"field": ["us", "theirs"], "ids": ["uniform", "zipf"]}},
-    "ratio": {"file": "f", "where": {"ids": "zipf"}, "field": "us", "over": "theirs"},
-    "of-uniform": {"file": "f", "where": {"format": "int8", "ids": "zipf"}, "field": "us", "over": {"ids": "uniform"}},
-    "copy": {"file": "f", "field": "copy_gb_s"},
-    "two-rows": {"file": "f", "where": {"format": "int8"}, "field": "us"},
-    "no-number": {"file": "f", "where": {"format": "int4"}, "field": "theirs"},
-    "rows-s": {"file": "f", "field": "rows_per_s"},
-}
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of a result file that is made here."""
-    monkeypatch.setattr(figure_values, "keys", lambda: KEYS)
-    monkeypatch.setattr(figure_values, "read_result", lambda _: {"rows": ROWS, "copy_gb_s": 4202.8, "rows_per_s": 680262.9})
-
-
-def faults(text: str) -> list[str]:
-    return [fault.partition(": ")[2] for fault in figures.faults_of(figures.read_text("a.md", text))]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "It takes 118<!--f:one--> µs, or 118.2<!--f:one--> µs.",
-        "It takes 0.092–0.118<!--f:ms--> ms.",
-        "| int8 / int4 | 118 / 108<!--f:both--> |",
-        "| x | 118 / 92 | 212 / 205<!--f:fields--> |",
-        "It takes 0.45<!--f:ratio--> of the time, **0.78<!--f:of-uniform--> ×** that of uniform ids.",
-        "Copies run at 4,203<!--f:copy--> GB/s, or at 4203<!--f:copy--> GB/s.",
-        "It does 680,000<!--f:rows-s--> rows/s.",
-        "The goal is 1.1 × <!--f:none goal-->, with 4 × as many, in 64 MiB.",
-        "`118 µs`\n\n    118 µs\n\n```\n118 µs\n```\n",
-    ],
-)
-def test_numbers_that_are_right(planted: None, text: str) -> None:
-    assert faults(text) == []
+def planted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A table over a result file that is made here."""
+    table: dict[str, Any] = {"head": ["rows", "µs"], "file": "f", "cells": ["{us:.1f}"]}
+    monkeypatch.setattr(figures, "tables", lambda: {"t": table})
+    monkeypatch.setattr(figures, "read_result", lambda _: {"rows": ROWS, "others": ROWS[2:]})
+    return table
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("added", "row", "printed"),
     [
-        ("It takes 119<!--f:one--> µs.", "119 of one is 118 in its file"),
-        ("It takes 118.3<!--f:one--> µs.", "118.3 of one is 118.2 in its file"),
-        ("It takes 0.092–0.119<!--f:ms--> ms.", "0.119 of ms is 0.118 in its file"),
-        ("It does 690,000<!--f:rows-s--> rows/s.", "690,000 of rows-s is 680,000 in its file"),
-        ("It takes 118<!--f:won--> µs.", "won is no key"),
-        ("It takes 118<!--f:two-rows--> µs.", "two-rows: 2 rows have {'format': 'int8'}; expected one"),
-        ("It takes 118<!--f:no-number--> µs.", "the field 'theirs' is None; expected a number"),
-        ("It takes 118<!--f:ms--> µs.", "'ms' has 2 values, and 1 numbers stand before it"),
-        ("It takes 118 µs.", "no marker behind 118"),
-        ("It takes\n118–120 µs, 0.4 / 0.5 GB, 0.6 ×, 7 M rows/s.", "no marker behind 118"),
-        ("It takes 118<!--f:none whatever--> µs.", "the reason 'whatever' is none of"),
-        ("It takes 118.123<!--f:none log--> µs.", "docs/log.md has no 118.123"),
-        ("| a | b |\n| --- | --- |\n| D 64 | 118<!--f:one--> |\n| D 32 | 72 |\n", "no marker behind 72"),
-        ("## What it costs\n\n| a | b |\n| --- | --- |\n| D 64 | 118 |\n", "no marker behind 118"),
+        ({}, {"where": {"format": "int4"}}, "| a | 107.6 |"),
+        ({"where": {"format": "int8"}}, {"where": {"ids": "zipf"}}, "| a | 91.9 |"),
+        ({}, {"where": {"format": "int8"}}, "| a | 91.9–118.2 |"),
+        ({}, {"where": {"format": ["int4", "int8"], "ids": "uniform"}}, "| a | 107.6–118.2 |"),
+        ({"columns": [{"ids": "zipf"}, {"ids": "uniform"}]}, {"where": {"format": "int8"}}, "| a | 91.9 | 118.2 |"),
+        ({}, {"where": {"format": "int8"}, "cells": ["{M rows/s:.0f} M rows/s, {us:.0f}"]}, "| a | 2 M rows/s, 92–118 |"),
+        ({"list": "others"}, {}, "| a | 107.6 |"),
     ],
 )
-def test_numbers_that_are_wrong(planted: None, text: str, fault: str) -> None:
-    assert any(fault in found for found in faults(text)), faults(text)
-
-
-def test_each_unmarked_number_of_a_series_is_named(planted: None) -> None:
-    numbers = "118 and 120 and 0.4 and 0.5 and 0.6 and 7"
-    assert faults("It takes 118–120 µs, 0.4 / 0.5 GB, 0.6 ×, 7 M rows/s.") == [f"no marker behind {numbers}"]
-
-
-def test_numbers_are_written_as_they_were_printed(planted: None) -> None:
-    text = "1<!--f:one--> 0.1–0.15<!--f:ms--> 700,000<!--f:rows-s--> 1.5<!--f:copy--> 9<!--f:none goal-->"
-    right = "118<!--f:one--> 0.1–0.12<!--f:ms--> 680,000<!--f:rows-s--> 4,202.8<!--f:copy--> 9<!--f:none goal-->"
-    assert figures.corrected(figures.read_text("a.md", text)) == right
+def test_a_row_is_printed(planted: dict[str, Any], added: dict[str, Any], row: dict[str, Any], printed: str) -> None:
+    """Values that are printed alike are printed once."""
+    planted |= {**added, "rows": [{"label": "a", **row}]}
+    text = figures.with_tables("a\n<!--table:t-->\n| old |\n<!--/table-->\nb")
+    assert text == f"a\n<!--table:t-->\n\n| rows | µs |\n| --- | --- |\n{printed}\n\n<!--/table-->\nb"
+    assert figures.with_tables(text) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text", "printed"),
+    ("row", "fault"),
     [
-        (680_262.9, "680,000", "680,000"),  # three digits are kept where zeros may be rounded ones
-        (684_262.9, "680,000", "684,000"),
-        (20_087, "20,100", "20,100"),
-        (1366.5, "1367", "1366"),
-        (999.6, "99", "1,000"),
-        (0.04512, "0.045", "0.045"),
-        (12.6, "9", "13"),
+        ({"where": {"format": "int2"}}, r"table 't', row 'a': f.json has no row with {'format': 'int2'}"),
+        ({"cells": ["{ms:.1f}"]}, "table 't', row 'a': 'ms'"),
+        ({"cells": ["{M rows/s:.1f}"]}, r"table 't', row 'a': expected numbers, found \[1.5, 2, None\]"),
     ],
 )
-def test_a_number_as_it_is_printed(value: float, text: str, printed: str) -> None:
-    assert figure_values.as_printed(value, text) == printed
+def test_a_cell_without_a_value_is_an_error(planted: dict[str, Any], row: dict[str, Any], fault: str) -> None:
+    planted["rows"] = [{"label": "a", **row}]
+    with pytest.raises(figures.FigureError, match=fault):
+        figures.table_text("t")
+
+
+def test_an_unknown_table_is_an_error() -> None:
+    with pytest.raises(figures.FigureError, match=r"figures.toml has no table 'tt'"):
+        figures.with_tables("<!--table:tt-->\n<!--/table-->")
 
 
 # ---- how results are kept ----
