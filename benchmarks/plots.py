@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from figure_values import TOP, read_result
+from figures import TOP, read_result
 
 IMAGES = TOP / "docs" / "images"
 OURS, PEER, FLOOR = ("#0072b2", "#56b4e9"), "#d55e00", "#999999"  # told apart by readers who see few colours

@@ -32,7 +32,7 @@ def test_every_table_stands_on_one_page() -> None:
     assert sorted(figures.MARKED.findall("".join(TEXTS.values()))) == sorted(figures.tables())
 
 
-@pytest.mark.parametrize("name", set(TEXTS) - {HISTORY})
+@pytest.mark.parametrize("name", sorted({*TEXTS} - {HISTORY}))
 def test_prose_holds_no_measured_number(name: str) -> None:
     """Neither a mark of one nor a rate, which is always measured; tables and code may."""
     prose = re.sub(r"(?s:^```.*?^```$)|^(?:\|| {4}).*$", "", TEXTS[name], flags=re.MULTILINE)
