@@ -22,7 +22,7 @@ $(VENV)/.base: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside into $(VENV)"
 	@$(PIP) install --editable .
-	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.loader.program._layers, tableside.serving.http._headers, tableside.serving._mapping' 2>/dev/null || { \
+	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.loader.program._layers, tableside.serving.http._headers' 2>/dev/null || { \
 		echo "the native kernel was not built (Python.h? Debian: apt-get install python3-dev); installing FBGEMM's, which is large"; \
 		$(PIP) install --editable '.[fbgemm]'; }
 	@touch $@
@@ -99,7 +99,6 @@ test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's addre
 	@$(WATCHED) -k "native or builder" tests/quant/test_raw_lookups.py tests/quant/test_index_builder.py
 	@$(WATCHED) -k "not fbgemm" tests/quant/test_overlay.py tests/loader/test_apply.py tests/loader/test_compact.py
 	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
-	@$(WATCHED) -k "not memory_of_others" tests/serving/test_mapping.py tests/serving/test_regions.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -40,7 +40,6 @@ setup(
         extension("quant.cpu._native", kernel_sources, *fast, headers=kernel_headers, link=["-pthread"]),
         extension("loader.program._layers", layers_sources, *fast, headers=[*layers_headers, *kernel_headers], link=["-pthread"]),
         extension("serving.http._headers", ["serving/http/_headers.c"], "-O3"),
-        extension("serving._mapping", ["serving/_mapping.c"], "-O2"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

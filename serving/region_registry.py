@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tableside.serving.errors import short
 from tableside.serving.shared_list import SharedList
 
 
@@ -22,6 +23,15 @@ class Registered(NamedTuple):
     inode: int
     worker: str = ""
     handle: str = ""
+
+    @property
+    def label(self) -> str:
+        """What errors call it, with the name that the client gave it."""
+        return f"{'CUDA ' if self.handle else ''}shared memory region {short(self.name)}"
+
+    def holds(self, offset: int, size: int) -> bool:
+        """Whether `size` bytes from byte `offset` on lie in the region."""
+        return min(offset, size) >= 0 and offset + size <= self.byte_size
 
 
 Change = Callable[[list[Registered]], list[Registered]]

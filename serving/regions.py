@@ -1,14 +1,13 @@
 """Regions of shared memory that clients registered, as a worker reads and writes them.
 
-A region is a part of an object of POSIX shared memory: a file in /dev/shm that its client made. A worker opens and maps a
-region when a request names it first. A client may truncate it at any time, so it is mapped by `_mapping.c`, which says that
-pages were gone where SIGBUS would end the worker. Ids are copied before they are checked, so a client that writes meanwhile
-changes nothing that was checked. Vectors that follow each other in a region are looked up into it; others are copied. Where
-`_mapping.c` was not built all is read and written as a file, which takes longer (docs/log.md).
+A region is a part of an object of POSIX shared memory, which its client made. A worker opens the object when a request names the
+region first, and never maps it: `pread` of a truncated object returns fewer bytes, where a mapping would end the worker with
+SIGBUS. So bytes are copied once on their way in and once on their way out, and a client that writes meanwhile changes nothing
+that was checked.
 
 An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that is not reserved. A
-region ends when it is unregistered, and when its object loses its name. Nothing of that is told apart in errors, which would
-otherwise say what lies in /dev/shm.
+region ends when it is unregistered, and when its object loses its name. One error stands for all reasons, as several would say
+what lies in /dev/shm.
 """
 
 import base64
@@ -17,28 +16,19 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
+import posix_ipc
 
 from tableside.serving.errors import ApiError, Kind, bad_request, short
-from tableside.serving.places import Buffer
 from tableside.serving.region_registry import RegionRegistry, Registered
 from tableside.serving.shared_list import lives, process_of
-
-try:
-    from tableside.serving import _mapping
-except ImportError:  # it was not built, as the native kernel was not
-    _mapping = None  # type: ignore[assignment]
 
 FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
-ALIGNMENT = 16  # of bytes that vectors are looked up into
 _MOST_NAME_BYTES = 255
 LARGEST = (1 << 62) - 1  # offset and size of a region
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class RegionLimits(NamedTuple):
@@ -55,17 +45,7 @@ class Region:
         """fd: of the region's object, which this object owns from now on."""
         self.entry = entry
         self._fd = fd
-        self._mapped: _mapping.Mapping | None = None
         weakref.finalize(self, os.close, fd)
-
-    @cached_property
-    def label(self) -> str:
-        """What errors call it: the name that the client gave it."""
-        return f"shared memory region {short(self.entry.name)}"
-
-    def holds(self, offset: int, size: int) -> bool:
-        """Whether `size` bytes from byte `offset` on lie in the region."""
-        return min(offset, size) >= 0 and offset + size <= self.entry.byte_size
 
     def check(self) -> None:
         """ApiError: the object is shorter than it was when it was registered, or has lost its name."""
@@ -76,12 +56,7 @@ class Region:
             raise self._truncated()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the region on. ApiError: the object was truncated or lost its name."""
-        if (there := self.place(offset, into.nbytes)) is not None:
-            np.copyto(np.frombuffer(into, np.uint8), there.bytes)
-            if there.is_whole():
-                self.check()
-                return
+        """Fills `into` from byte `offset` of the region on. ApiError: the object ends before that."""
         at = self.entry.offset + offset
         while into.nbytes:
             count = os.preadv(self._fd, [into], at)
@@ -94,76 +69,27 @@ class Region:
 
         ApiError: the object was truncated or lost its name, or there is no memory.
         """
-        if (there := self.place(offset, values.nbytes)) is not None:
-            np.copyto(there.bytes, np.frombuffer(values, np.uint8))
-            if there.is_whole():
-                self.check()
-                return
         self.check()
         at = self.entry.offset + offset
         while values.nbytes:
             try:
                 count = os.pwrite(self._fd, values, at)
             except OSError as error:
-                raise self.full(error.strerror) from None
+                message = f"{self.entry.label} takes no more bytes ({error.strerror}); free shared memory, then try again"
+                raise ApiError(507, Kind.TOO_LARGE, message) from None
             values, at = values[count:], at + count
-
-    def place(self, offset: int, size: int) -> "Place | None":
-        """`size` bytes from byte `offset` on as they lie in the region. None: the region cannot be mapped."""
-        mapped = self._mapped
-        if mapped is None or not mapped.is_whole:
-            if _mapping is None:
-                return None
-            try:
-                mapped = _mapping.map(self._fd, self.entry.offset, self.entry.byte_size)
-            except OSError:  # there is no room for it; files need none
-                return None
-            self._mapped = mapped
-        return Place(self, mapped, np.frombuffer(memoryview(mapped), np.uint8, size, offset))
-
-    def full(self, why: str | None) -> ApiError:
-        """507: there is no memory for what is written."""
-        message = f"{self.label} takes no more bytes ({why}); free shared memory, then try again"
-        return ApiError(507, Kind.TOO_LARGE, message)
 
     def _truncated(self) -> ApiError:
         return bad_request(
-            f"{self.label}: its object is shorter than the {self.entry.byte_size:,} bytes from byte {self.entry.offset:,} on "
-            "that were registered; unregister it, and register it as it is"
+            f"{self.entry.label}: its object is shorter than the {self.entry.byte_size:,} bytes from byte "
+            f"{self.entry.offset:,} on that were registered; unregister it, and register it as it is"
         )
 
 
-class Place(NamedTuple):
-    """Bytes of a region where they lie. Its client may change them at any time. Who wrote them calls `settle`."""
-
-    region: Region
-    mapped: "_mapping.Mapping"
-    bytes: Buffer
-
-    def is_whole(self) -> bool:
-        """Whether all pages were there that were read or written so far."""
-        return self.mapped.is_whole
-
-    def settle(self) -> None:
-        """After bytes were written. ApiError: the object does not have them all."""
-        self.region.check()
-        if not self.is_whole():
-            raise self.region.full("some of its pages were gone meanwhile")
-
-
-class DeviceRegion:
+class DeviceRegion(NamedTuple):
     """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it has said."""
 
-    def __init__(self, entry: Registered) -> None:
-        self.entry = entry
-
-    @property
-    def label(self) -> str:
-        return f"CUDA shared memory region {short(self.entry.name)}"
-
-    def holds(self, offset: int, size: int) -> bool:
-        """As `Region.holds`."""
-        return min(offset, size) >= 0 and offset + size <= self.entry.byte_size
+    entry: Registered
 
 
 class Slice(NamedTuple):
@@ -228,15 +154,6 @@ def write(slices: Iterable[Slice], buffer: memoryview) -> None:
             one.region.write(one.offset, buffer[one.at : one.at + one.size])
 
 
-def place_of_all(slices: Sequence[Slice], size: int) -> Place | None:
-    """Where a buffer of `size` bytes lies that is written into regions whole; None: not in one piece, or not mapped."""
-    if len(slices) != 1:
-        return None
-    (one,) = slices
-    is_all = one.at == 0 and one.size == size and one.offset % ALIGNMENT == 0
-    return one.region.place(one.offset, size) if is_all and isinstance(one.region, Region) else None
-
-
 class Regions:
     """The regions of a server, as one of its workers uses them. Any thread may call."""
 
@@ -245,9 +162,7 @@ class Regions:
         self._registry, self._limits = registry, limits
         self.until_disconnected = until_disconnected
         self._worker = process_of(os.getpid()) if until_disconnected else ""
-        self._folder = os.open(FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._folder)
-        self._device = os.fstat(self._folder).st_dev
+        self._device = os.stat(FOLDER).st_dev
         self._lock = threading.Lock()
         self._generation = -1
         self._entries: dict[str, Registered] = {}
@@ -355,12 +270,6 @@ class Regions:
 
     def find(self, name: str) -> Region:
         """A region of the host that is registered, and as long as it was then. ApiError: it is not."""
-        region = self.opened(name)
-        region.check()
-        return region
-
-    def opened(self, name: str) -> Region:
-        """As `find`, for who reads or writes it at once: these find out whether it is as long. ApiError: it is not registered."""
         with self._lock:
             self._refresh()
             region = self._open.get(name)
@@ -373,6 +282,7 @@ class Regions:
                 if (found.st_dev, found.st_ino) != (entry.device, entry.inode):
                     raise gone(name)
                 self._open[name] = region
+        region.check()
         return region
 
     def look(self) -> None:
@@ -400,8 +310,9 @@ class Regions:
         if not file or "/" in file or "\0" in file or file.startswith(RESERVED):
             raise _no_object(name)
         try:
-            fd = os.open(file, _OPEN, dir_fd=self._folder)
-        except (OSError, UnicodeEncodeError):
+            os.fsencode(file)  # posix_ipc 1.3.2 ends the process over what has no encoding
+            fd = posix_ipc.SharedMemory(f"/{file}").fd
+        except (ValueError, OSError, posix_ipc.Error):
             raise _no_object(name) from None
         found = os.fstat(fd)
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
@@ -415,7 +326,7 @@ class Regions:
         if entry.handle:
             return True
         try:
-            found = os.stat(entry.key.lstrip("/"), dir_fd=self._folder, follow_symlinks=False)
+            found = os.lstat(os.path.join(FOLDER, entry.key.lstrip("/")))
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (entry.device, entry.inode)

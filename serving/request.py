@@ -58,7 +58,6 @@ class Request:
         "is_small",
         "model",
         "names_version",
-        "out",
         "out_bytes",
         "outputs",
         "plan",
@@ -88,20 +87,18 @@ class Request:
         scoring: Scoring | None = None,
         is_small: bool = False,
         sequence: int = 0,
-        out: Buffer | None = None,
     ) -> None:
         """features, tables: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are
         read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
         unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
-        beside a device looks it up. sequence: of the last change that the version holds. out: the output buffer that `look_up`
-        fills; None: memory of its own.
+        beside a device looks it up. sequence: of the last change that the version holds.
 
         names_version, which is set before it runs: whether its client named the version, so that no other may answer.
         """
         self.model, self.version, self.features, self.tables = model, version, features, tables
         self.plan, self.scoring, self.outputs = plan, scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
-        self.unpooled_bags, self.is_small, self.sequence, self.out = unpooled_bags, is_small, sequence, out
+        self.unpooled_bags, self.is_small, self.sequence = unpooled_bags, is_small, sequence
         self.names_version = False
 
     @property
@@ -119,7 +116,7 @@ class Request:
 
         ApiError: an id, or a length of a pooled feature, is wrong.
         """
-        out = np.empty(self.out_bytes, np.uint8) if self.out is None else self.out
+        out = np.empty(self.out_bytes, np.uint8)
         try:
             return Answer(out, self.plan.run(inputs, out))
         except BadIds as error:

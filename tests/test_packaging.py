@@ -210,6 +210,7 @@ def test_a_slow_fallback_is_a_warning_that_says_what_to_do(tmp_path: Path, root:
 # ---- what is declared ----
 
 MODULES = {
+    "posix-ipc": "posix_ipc",
     "prometheus-client": "prometheus_client",
     "pydantic-settings": "pydantic_settings",
     "fbgemm-gpu-cpu": "fbgemm_gpu",

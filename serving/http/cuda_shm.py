@@ -81,8 +81,9 @@ def check_inputs(
         is_read = tensor.name in dense or is_narrow(tensor) or (part == "lengths" and (together or feature in unpooled))
         if is_read:
             raise bad_request(
-                f"input {short(tensor.name)} lies in {one.region.label}, and the server reads it itself (dense tensors, INT32 "
-                "ids, lengths of a kjt or of unpooled features); send it in the body, or in system shared memory"
+                f"input {short(tensor.name)} lies in {one.region.entry.label}, and the server reads it itself (dense "
+                "tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in the body, or in system shared "
+                "memory"
             )
 
 

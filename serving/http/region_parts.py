@@ -48,7 +48,7 @@ class RegionParts:
         """
         if any(map(known.is_on_device, self.names)):
             return None
-        found = [known.opened(name) for name in self.names]
+        found = [known.find(name) for name in self.names]
         limits = [*(region.entry.byte_size for region in found), binary.nbytes]
         header_bytes = -(-header.nbytes // 8) * 8
         at, body_at = header_bytes, 0
@@ -88,7 +88,7 @@ class RegionParts:
         """
         if any(map(known.is_on_device, self.names)):
             return None
-        found = [known.opened(name) for name in self.names]
+        found = [known.find(name) for name in self.names]
         limits = [region.entry.byte_size for region in found]
         runs: list[tuple[int, int, int, int]] = []
         last, begin, begin_at, end, end_at = _BODY, 0, 0, 0, 0

@@ -80,9 +80,9 @@ def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> 
         raise bad_request(f"{where}: {REGION} is {short(name)}; expected the name of a registered region")
     size, offset = count(parameters.get(SIZE), SIZE, where), count(parameters.get(OFFSET, 0), OFFSET, where)
     region = regions.any(name)
-    if not region.holds(offset, size):
+    if not region.entry.holds(offset, size):
         raise bad_request(
-            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.label}, which has "
+            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}, which has "
             f"{region.entry.byte_size:,} bytes"
         )
     return region, offset, size

@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from tableside.loader.model import SCORE
 from tableside.quant import Place
 from tableside.quant.gpu.follower import VectorField
-from tableside.serving import regions
 from tableside.serving.http import kjt, shm
 from tableside.serving.http.large_json import inputs_of
 from tableside.serving.http.region_parts import RegionParts
@@ -121,10 +120,7 @@ class Template:
             return None
         in_body = self.shared.outputs.in_body
         parts = tuple(ends for ends, is_sent in zip(infer.parts, in_body, strict=True) if is_sent)
-        place = regions.place_of_all(into, infer.request.out_bytes) if self.scorer is None else None
-        if place is not None:
-            infer.request.out = place.bytes
-        return infer._replace(parts=parts, has_binary=any(in_body), into=into, place=place)
+        return infer._replace(parts=parts, has_binary=any(in_body), into=into)
 
     def _request(self, body: Any, found: tuple[Any, ...]) -> InferRequest:
         places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets, dense, rows = found

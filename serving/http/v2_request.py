@@ -30,7 +30,7 @@ from tableside.serving.http.tensors import (
     widened,
 )
 from tableside.serving.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
-from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Place, Regions, Slice
+from tableside.serving.regions import DeviceRegion, PartlyOnDevice, Regions, Slice
 from tableside.serving.request import FeatureInput, Request
 from tableside.serving.version import ServedVersion
 
@@ -54,7 +54,6 @@ class InferRequest(NamedTuple):
     follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
     outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the vectors and masks that are sent
     as JSON. into: which parts of the output buffer are written into regions.
-    place: where all of `into` lies, which the request may use as its output buffer.
     """
 
     request: Request
@@ -67,7 +66,6 @@ class InferRequest(NamedTuple):
     outputs: tuple[Sent, ...] = ()
     request_id: str = ""
     into: tuple[Slice, ...] = ()
-    place: Place | None = None
 
     def made_bytes(self, came: Any) -> int:
         """Of inputs that lie in memory of their own: those of regions, of JSON, or with int32 ids. came: what the client sent."""
@@ -350,10 +348,7 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
     if infer.offsets is not None:
         at, values = infer.offsets
         buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
-    if infer.place is not None and infer.place.bytes is buffer:
-        infer.place.settle()
-    else:
-        regions.write(infer.into, buffer.data)
+    regions.write(infer.into, buffer.data)
     head = infer.head or orjson.dumps(
         _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
     )

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -544,7 +543,7 @@ def test_an_object_that_is_truncated_while_it_is_used(server: Server, client: An
                 client.infer("demo", [found], outputs=[one.ask("user", 16 * 256, BYTES - 16 * 256)])
                 answers["right"] += 1
             except InferenceServerException as error:
-                assert re.search("its object is shorter than|some of its pages were gone meanwhile", str(error))
+                assert "its object is shorter than" in str(error)
                 answers["refused"] += 1
             return min(answers.values()) >= 50
 

@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_memory import on_small_tmpfs
 
 from tableside.serving import regions, shared_list
 from tableside.serving.errors import ApiError
@@ -37,15 +40,6 @@ def make() -> Iterator[Callable[..., Path]]:
     yield run
     for path in made:
         path.unlink(missing_ok=True)
-
-
-@pytest.fixture(params=["mapped", "files"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How regions are read and written: mapped, or as files, where that was not built."""
-    if request.param == "files":
-        monkeypatch.setattr(regions, "_mapping", None)
-    else:
-        pytest.importorskip("tableside.serving._mapping")
 
 
 def worker(registry: RegionRegistry, limits: RegionLimits = LIMITS) -> Regions:
@@ -179,7 +173,6 @@ def test_limits_hold_for_all_regions_together(make: Callable[..., Path]) -> None
 # ---- how long they last ----
 
 
-@pytest.mark.usefixtures("way")
 def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     """One registers it, another reads and writes it, a third unregisters it; descriptors go with it."""
     path, registry = make(64), RegionRegistry()
@@ -200,7 +193,6 @@ def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     assert not descriptors(path)
 
 
-@pytest.mark.usefixtures("way")
 def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None:
     """Unregistering ends no request: its answer goes into the object that it named, and the descriptor goes after that."""
     path, one = make(64), worker(RegionRegistry())
@@ -276,7 +268,6 @@ def test_a_region_may_end_with_its_worker(make: Callable[..., Path]) -> None:
 # ---- truncated objects ----
 
 
-@pytest.mark.usefixtures("way")
 def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     """Found where the region is named, where it is read and where it is written; it is not made longer again by that."""
     path, one = make(8192), worker(RegionRegistry())
@@ -294,44 +285,43 @@ def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     region.read(0, memoryview(bytearray(8192)))
 
 
-def test_vectors_are_written_where_they_lie(make: Callable[..., Path]) -> None:
-    """A place is the object's own memory. It is settled where the object has all of it, and is refused where it has not."""
-    pytest.importorskip("tableside.serving._mapping")
-    path, one = make(8192), worker(RegionRegistry())
-    one.register("r", path.name, 16, 8000)
-    region = one.find("r")
-    place = region.place(32, 64)
-    assert place is not None
-    place.bytes[:] = 7
-    place.settle()
-    assert path.read_bytes()[:128] == bytes(48) + b"\7" * 64 + bytes(16)
-    os.truncate(path, 4096)
-    late = region.place(4096, 64)
-    assert late is not None
-    for each in (place, late):  # one was torn, as was the mapping that both are of; for the other the object is too short as well
-        late.bytes[:] = 8
-        with pytest.raises(ApiError, match="its object is shorter"):
-            each.settle()
-    os.truncate(path, 8192)
-    with pytest.raises(ApiError, match="some of its pages were gone meanwhile"):
-        late.settle()
-    again = region.place(4096, 64)
-    assert again is not None
-    again.bytes[:] = 9
-    again.settle()
-    assert path.read_bytes()[4112 : 4112 + 65] == b"\t" * 64 + b"\0"
+FULL = """
+import os, sys
+import numpy as np
+from small_memory import fill
+from pathlib import Path
+from tableside.serving import regions
+from tableside.serving.region_registry import RegionRegistry
+
+path = Path("/dev/shm/holes")
+path.touch(0o600)
+os.truncate(path, 1 << 20)
+known = regions.Regions(RegionRegistry(), regions.RegionLimits(1, 1 << 30))
+known.register("r", path.name, 0, 1 << 20)
+region = known.find("r")
+fill(Path("/dev/shm"))
+into = memoryview(bytearray(1 << 20))
+region.read(0, into)
+assert not any(into)
+try:
+    region.write(0, into)
+    print("written")
+except regions.ApiError as error:
+    print(error.status, error)
+Path("/dev/shm/filler").unlink()
+region.write(0, memoryview(b"\\2" * (1 << 20)))
+print(set(path.read_bytes()))
+"""
 
 
-def test_which_answers_are_written_where_they_lie(make: Callable[..., Path]) -> None:
-    """One piece that is all of the buffer, at a multiple of 16 bytes."""
-    pytest.importorskip("tableside.serving._mapping")
-    one = worker(RegionRegistry())
-    one.register("r", make(256).name, 0, 256)
-    region = one.find("r")
-    assert regions.place_of_all([Slice(region, 16, 64, 0)], 64) is not None
-    for slices in ([], [Slice(region, 8, 64, 0)], [Slice(region, 16, 32, 0)], [Slice(region, 16, 64, 8)]):
-        assert regions.place_of_all(slices, 64) is None
-    assert regions.place_of_all([Slice(region, 0, 32, 0), Slice(region, 64, 32, 32)], 64) is None
+def test_no_room() -> None:
+    """An object with holes takes memory when it is written, and none when it is read. Where there is none it takes no bytes."""
+    paths = os.pathsep.join([str(Path(__file__).parent.parent / "helpers"), *sys.path])
+    command = [*on_small_tmpfs(Path("/dev/shm"), "size=2m"), sys.executable, "-c", FULL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    assert not done.stderr
+    refusal = "507 shared memory region 'r' takes no more bytes (No space left on device); free shared memory, then try again"
+    assert done.stdout.splitlines() == [refusal, "{2}"]
 
 
 # ---- slices ----
