@@ -8,7 +8,6 @@ import time
 
 from uvicorn.config import STARTUP_FAILURE
 
-from tableside.serving import metrics_files
 from tableside.serving.engine_process.main import run_engine
 from tableside.serving.engine_process.messages import address_of, listen
 from tableside.serving.worker import WorkerConfig, WorkerProcess
@@ -51,7 +50,6 @@ class EngineKeeper:
         is_due, self._retry_at = self._retry_at > 0, 0.0
         if not is_due:
             self._made.kill()
-            metrics_files.worker_ended(self._made.process.pid)
             if not self._made.is_ready:
                 return self._put_off(has_served)
         logger.error("the engine process %s of device %s ended; it is replaced", self._made.process.pid, self._device)

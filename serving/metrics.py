@@ -1,35 +1,29 @@
 """Prometheus metrics, summed over all workers, right after any of them was killed.
 
-Workers write counters and histograms to memory-mapped files, where those of a killed worker still count. That is
-prometheus_client's multi-process mode, in the folder that PROMETHEUS_MULTIPROC_DIR names before this module is imported
-(`serving.metrics_files`). A gauge of a killed worker would stay, so no gauge is written: what is true now, as versions and sizes,
-is collected by the worker that is asked.
+Workers count in memory-mapped files, where what a killed worker counted stays (`serving.counters`). What is true now, as
+versions and sizes, is collected by the worker that is asked.
 """
 
 import os
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
-from tableside.serving import metrics_files, shared_counts, worker_gauges
+from tableside.serving import metrics_files, worker_gauges
+from tableside.serving.counters import Counted, Counter, Histogram
 from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
 from tableside.serving.request import Request
-from tableside.serving.shared_counts import Tally
-from tableside.serving.worker_gauges import WorkerGauges
 
 if TYPE_CHECKING:
     from tableside.quant.cache.statistics import Statistics
     from tableside.quant.gpu.clock import Times
-
-shared_counts.count_in_reserved_files()
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 STAGES = ("parse", "lookup", "encode")
@@ -42,20 +36,20 @@ STAGE_SECONDS = Histogram(
     "tableside_stage_seconds",
     "Seconds a request spent in a stage.",
     ["model", "protocol", "stage"],
-    buckets=_SECONDS,
+    bounds=_SECONDS,
 )
 REQUEST_SECONDS = Histogram(
     "tableside_request_seconds",
     "Seconds from the first byte of a request to the last byte of its response: ok, refused, unavailable, failed, aborted.",
     ["protocol", "outcome"],
-    buckets=_SECONDS,
+    bounds=_SECONDS,
 )
 CPU_SECONDS = Counter("tableside_cpu_seconds_total", "Seconds that workers computed, those that ended included.", ["process"])
 SCORE_SECONDS = Histogram(
     "tableside_score_seconds",
     "Seconds that the scorer took for a request, or for those of a GPU's batch together.",
     ["model"],
-    buckets=_SECONDS,
+    bounds=_SECONDS,
 )
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
 WITHOUT_ROW = Counter(
@@ -71,13 +65,13 @@ GPU_SECONDS = Histogram(
     "tableside_gpu_seconds",
     "Seconds of a batch on the GPU by stage: queue (every request), staging, copy_in, kernels, copy_out (one batch of 16).",
     ["device", "stage"],
-    buckets=(1e-6, 3e-6, *_SECONDS),
+    bounds=(1e-6, 3e-6, *_SECONDS),
 )
 GPU_BATCH = Histogram(
     "tableside_gpu_batch_requests",
     "Requests that went to the GPU together.",
-    ["device"],  # without a label its file would be opened on import, in the process that workers are forked from
-    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    ["device"],
+    bounds=(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
 CACHE_TABLES = {
     "ids": Counter("tableside_cache_ids_total", "Ids looked up through a GPU's cache.", ["table"]),
@@ -99,7 +93,7 @@ UPDATE_LAG = Histogram(
     "tableside_update_lag_seconds",
     "From when the oldest of some changes was made, or applied where that is not known, until a worker answered from them.",
     ["model"],
-    buckets=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 3600),
+    bounds=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 3600),
 )
 
 
@@ -112,41 +106,22 @@ class Stages(NamedTuple):
     encoded: float
 
 
-class _Observed:
-    """A histogram that is counted in place (`shared_counts.Tally`)."""
-
-    def __init__(self, histogram: Any) -> None:
-        self._sum = Tally(histogram._sum)
-        self._buckets = [Tally(bucket) for bucket in histogram._buckets]
-        self._bounds = histogram._upper_bounds
-
-    def observe(self, value: float) -> None:
-        self._sum.add(value)
-        self._buckets[bisect_left(self._bounds, value)].add(1)
-
-    def observe_all(self, values: Sequence[float]) -> None:
-        self._sum.add(sum(values))
-        for value in values:
-            self._buckets[bisect_left(self._bounds, value)].add(1)
-
-
 class ModelMetrics:
     """The counters of one model and protocol. Their labels are resolved once. Belongs to one event loop."""
 
     def __init__(self, model: str, protocol: str) -> None:
         self._model = model
-        self._without_row: dict[str, tuple[Tally, Tally]] = {}
-        self._ok = Tally(REQUESTS.labels(model, protocol, "ok")._value)
-        self._parse, self._lookup, self._encode = (_Observed(STAGE_SECONDS.labels(model, protocol, s)) for s in STAGES)
+        self._ok = REQUESTS.labels(model, protocol, "ok")
+        self._parse, self._lookup, self._encode = (STAGE_SECONDS.labels(model, protocol, stage) for stage in STAGES)
         counters = (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES)
-        self._ids, self._vectors, self._row_bytes, self._in, self._out = (Tally(c.labels(model)._value) for c in counters)
+        self._ids, self._vectors, self._row_bytes, self._in, self._out = (c.labels(model) for c in counters)
 
     def answered(self, request: Request, body_bytes: int, times: Stages, unfound: Sequence[Unfound] | None = None) -> None:
         """Counts a request that was answered. unfound: as `Plan.run` returns it."""
         self._ok.add(1)
-        self._parse.observe(times.parsed - times.started)
-        self._lookup.observe(times.looked_up - times.parsed)
-        self._encode.observe(times.encoded - times.looked_up)
+        self._parse.add(times.parsed - times.started)
+        self._lookup.add(times.looked_up - times.parsed)
+        self._encode.add(times.encoded - times.looked_up)
         self._ids.add(request.ids)
         self._vectors.add(request.vectors)
         self._row_bytes.add(request.row_bytes)
@@ -160,11 +135,8 @@ class ModelMetrics:
         for table, counts in zip(tables, unfound, strict=True):
             if not any(counts):
                 continue
-            if (tallies := self._without_row.get(table)) is None:
-                missing, backfilled = (Tally(WITHOUT_ROW.labels(self._model, table, r)._value) for r in Unfound._fields)
-                tallies = self._without_row[table] = missing, backfilled
-            for tally, count in zip(tallies, counts, strict=True):
-                tally.add(count)
+            for reason, count in zip(Unfound._fields, counts, strict=True):
+                WITHOUT_ROW.labels(self._model, table, reason).add(count)
 
 
 class MetricsOfModels(dict[str, ModelMetrics]):
@@ -179,36 +151,23 @@ class MetricsOfModels(dict[str, ModelMetrics]):
         return made
 
 
-class RequestSeconds:
-    """The histograms of whole requests by protocol and outcome, both from fixed sets. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._histograms: dict[tuple[str, str], _Observed] = {}
-
-    def observe(self, protocol: str, outcome: str, seconds: float) -> None:
-        """Counts a request whose response is sent, or whose client left."""
-        if (found := self._histograms.get((protocol, outcome))) is None:
-            found = self._histograms[protocol, outcome] = _Observed(REQUEST_SECONDS.labels(protocol, outcome))
-        found.observe(seconds)
-
-
 class GpuMetrics:
     """The histograms of one device. Their labels are resolved once. One thread calls `waited`, and one `answered`."""
 
     def __init__(self, device: str) -> None:
-        self._requests = _Observed(GPU_BATCH.labels(device))
-        self._stages = {stage: _Observed(GPU_SECONDS.labels(device, stage)) for stage in GPU_STAGES}
+        self._requests = GPU_BATCH.labels(device)
+        self._stages = {stage: GPU_SECONDS.labels(device, stage) for stage in GPU_STAGES}
 
     def waited(self, seconds: Sequence[float]) -> None:
         """Counts how long each request of a batch waited until it began."""
-        self._stages["queue"].observe_all(seconds)
+        self._stages["queue"].add_all(seconds)
 
     def answered(self, requests: int, times: "Times | None") -> None:
         """Counts a batch that the GPU answered. times: of its stages, where they were taken."""
-        self._requests.observe(requests)
+        self._requests.add(requests)
         if times is not None:
             for stage, seconds in asdict(times).items():
-                self._stages[stage].observe(seconds)
+                self._stages[stage].add(seconds)
 
 
 class CacheMetrics:
@@ -322,7 +281,7 @@ class _Now:
 
 def _of_workers() -> Iterator[Metric]:
     """What the workers of this server do now, summed over those that run."""
-    seen = worker_gauges.workers(_folder())
+    seen = list(worker_gauges.workers(_folder()))
     nows = [worker.now for worker in seen]
     for name, text, value in (
         ("workers", "Workers that run.", len(seen)),
@@ -347,31 +306,16 @@ def _of_workers() -> Iterator[Metric]:
 
 
 def _folder() -> Path:
-    folder = os.environ.get(shared_counts.VARIABLE)
+    folder = os.environ.get(metrics_files.VARIABLE)
     if not folder:
-        raise ServingError(f"{shared_counts.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
+        raise ServingError(f"{metrics_files.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
     return Path(folder)
-
-
-def gauges() -> WorkerGauges | None:
-    """Where this worker writes what it does now; None: no server started it, so there is nobody to read that."""
-    return WorkerGauges(_folder()) if shared_counts.VARIABLE in os.environ else None
-
-
-def counters() -> Iterable[Metric]:
-    """Counters and histograms, summed over every worker that ever ran. A damaged file is left out and logged."""
-    return metrics_files.collect(_folder())
-
-
-class _Merged:
-    def collect(self) -> Iterable[Metric]:
-        return counters()
 
 
 def exposition(engines: Iterable[Engine]) -> bytes:
     """The text that /metrics answers."""
     registry = CollectorRegistry()
-    registry.register(_Merged())
+    registry.register(Counted(_folder()))
     registry.register(_Now(engines))
     return generate_latest(registry)
 
@@ -379,15 +323,11 @@ def exposition(engines: Iterable[Engine]) -> bytes:
 def statistics(model: str) -> dict[str, tuple[int, float]]:
     """Stage -> (count, seconds) of a model's answered requests, and "refused" -> (count, 0), over all workers and protocols."""
     found = dict.fromkeys((*STAGES, "refused"), (0, 0.0))
-    for metric in counters():
-        for sample in metric.samples:
-            if sample.labels.get("model") != model:
-                continue
-            stage = sample.labels.get("stage", "")
-            if sample.name == "tableside_stage_seconds_count":
-                found[stage] = (found[stage][0] + int(sample.value), found[stage][1])
-            elif sample.name == "tableside_stage_seconds_sum":
-                found[stage] = (found[stage][0], found[stage][1] + sample.value)
-            elif sample.name == "tableside_requests_total" and sample.labels.get("outcome") == "refused":
-                found["refused"] = (found["refused"][0] + int(sample.value), 0.0)
+    sums = metrics_files.sums(_folder())
+    for (of, _, stage), (seconds, *buckets) in sums.get(STAGE_SECONDS.name, {}).items():
+        if of == model:
+            found[stage] = (found[stage][0] + int(sum(buckets)), found[stage][1] + seconds)
+    for (of, _, outcome), (count,) in sums.get(REQUESTS.name, {}).items():
+        if (of, outcome) == (model, "refused"):
+            found["refused"] = (found["refused"][0] + int(count), 0.0)
     return found

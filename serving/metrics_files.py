@@ -1,19 +1,26 @@
-"""The files that workers count in. Each server has a folder. In it lie a file for each worker and type, and for each type one
-file with the counts of all workers that ended.
+"""The files that the processes of a server count in: one folder a server, one file a process.
 
-prometheus_client maps `counter_PID.db` and `histogram_PID.db` into each worker (`serving.shared_counts`). Here they are summed:
+A file is an array of doubles, and the names of what they count:
 
-* `fold` adds what a worker that ended had counted to `counter_folded.db` and `histogram_folded.db`, and removes its files.
-  1. The sums, and the entry "folded PID" = 1, are written to a file of another name, which is then renamed.  2. The worker's file
-  is removed.  3. The entry becomes 0, in place, as another process may get that PID.
-* `totals` lists the folder first, then reads the folded file, then the workers' files whose PIDs that one does not list. A file
-  that is gone by then was folded meanwhile, and reading begins again. So a scrape has every count once, whenever a fold, or a
-  kill that ends a fold, comes in between.
+    byte 0            what a worker does now, in 8 doubles (`serving.worker_gauges`)
+    byte 64           counts: one or several doubles a name, in the names' order
+    byte NAMES_AT     a line a name, as JSON: [name, how many doubles, label, ...]
+
+A process maps its file and adds to the doubles in place. Shared memory that is full kills who writes to it
+(SIGBUS), so doubles are reserved by `posix_fallocate` before their name is written. What finds no room is
+counted in the process's own memory: it is missing from /metrics, and requests are answered.
+
+A process locks its file for as long as it lives. It takes over a file that nobody holds, with its counts,
+before it makes a new one. So the counts of processes that ended stay, there are no more files than there were
+processes at once, and a sum over all files has every count once at any time. A kill may cut a name short: it
+has no end of line then, and nothing was counted under it.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
+import itertools
 import json
 import logging
 import mmap
@@ -21,28 +28,21 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from prometheus_client import Metric
-from prometheus_client.mmap_dict import MmapedDict
 
 from tableside.loader.huge_pages import huge_page_bytes
-from tableside.serving import worker_gauges
-from tableside.serving.errors import ServingError
-from tableside.serving.shared_counts import NOWHERE, REMEDY, VARIABLE, SharedCounts, entry_bytes, reserve
 
 logger = logging.getLogger("tableside")
 
-TYPES = ("counter", "histogram")
-_FOLDED = "folded "  # and a PID: the entry of a file that is in the sums
-_TORN = (ValueError, RuntimeError, KeyError, IndexError, TypeError, struct.error)  # what a torn file makes of its parser
-_TRIES = 100  # of a reader; each further one takes a fold that ends meanwhile
-_NAME = "tableside_worker_restarts"
-RESTARTS = json.dumps([_NAME, f"{_NAME}_total", {}, "Workers that ended by themselves, or were killed, and were replaced."])
-_supervisor: dict[str, SharedCounts] = {}  # by folder: the supervisor's own counts
-_reported: set[str] = set()  # torn files, which are logged once
+VARIABLE = "TABLESIDE_METRICS"  # of the environment: the folder of this server
+NAMES_AT = 1 << 24
+_HEAD = struct.Struct("8d")
+_STEP_BYTES = 1 << 16  # that are reserved at once
+_PREFIX = "counts_"
+_REMEDY = "free shared memory (tableside gc), then have the workers replaced (SIGHUP to the server)"
+_lock = threading.Lock()
 
 
 # ---- the folder ----
@@ -63,7 +63,7 @@ def metrics_folder(root: Path) -> Iterator[None]:
     for stale in root.glob(".metrics-*"):
         _remove_if_free(stale)
     lock = -1
-    folder = root / ".metrics-none"  # is not there: every file in it is refused
+    folder = root / ".metrics-none"  # is not there: no file can be made in it
     try:
         folder, lock = _new_folder(root)
     except OSError as error:
@@ -74,13 +74,10 @@ def metrics_folder(root: Path) -> Iterator[None]:
             error.strerror,
         )
     os.environ[VARIABLE] = str(folder)
-    worker_restarted(0)  # so that the counter is there
     try:
         yield
     finally:
         os.environ.pop(VARIABLE, None)
-        if (counts := _supervisor.pop(str(folder), None)) is not None:
-            counts.close()
         if lock >= 0:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
@@ -112,153 +109,171 @@ def _remove_if_free(folder: Path) -> None:
         os.close(lock)
 
 
-# ---- folding: in the supervisor ----
+# ---- writing: each process in its file ----
 
 
-def worker_ended(pid: int | None) -> None:
-    """Folds what a worker of this server counted. Called when it has been joined; again does nothing."""
-    if pid is not None and (folder := os.environ.get(VARIABLE)):
-        fold(Path(folder), pid)
-        with contextlib.suppress(OSError):  # it does not count any more in any case
-            worker_gauges.forget(Path(folder), pid)
+def doubles(name: str, labels: Sequence[str], count: int) -> "memoryview[float]":
+    """The `count` doubles of a name with these labels, to be added to in place. Any thread may call."""
+    with _lock:
+        file = _own_file(os.environ.get(VARIABLE))
+        line = json.dumps([name, count, *labels]).encode() + b"\n"
+        found = None if file is None else file.place(line, count)
+    return found if found is not None else memoryview(bytearray(8 * count)).cast("d")
 
 
-def worker_restarted(times: int = 1) -> None:
-    """Counts that a worker ended by itself, or was killed, and is replaced. In the supervisor, whose file no fold touches."""
-    if not (folder := os.environ.get(VARIABLE)) or not Path(folder).is_dir():
-        return
-    if folder not in _supervisor:
-        _supervisor[folder] = SharedCounts(f"{folder}/counter_supervisor.db")
-    counts = _supervisor[folder]
-    counts.write_value(RESTARTS, counts.read_value(RESTARTS)[0] + times, 0.0)  # type: ignore[no-untyped-call]
+def set_head(values: Sequence[float]) -> None:
+    """Replaces the 8 doubles at the beginning of this process's file."""
+    with _lock:
+        file = _own_file(os.environ.get(VARIABLE))
+    if file is not None:
+        file.set_head(values)
 
 
-def fold(folder: Path, pid: int) -> None:
-    """Adds what the process `pid`, which has ended, counted to the folded files, and removes its own.
-
-    Only the supervisor folds. Where there is no room the files stay as they are, and still count.
-    """
-    for kind in TYPES:
-        try:
-            _end_fold(folder, kind)
-            _fold(folder, kind, pid)
-        except OSError as error:
-            logger.warning("%s_%d.db in %s is kept: folding it failed (%s); %s", kind, pid, folder, error.strerror, REMEDY)
-
-
-def _fold(folder: Path, kind: str, pid: int) -> None:
-    folded, dead = folder / f"{kind}_folded.db", folder / f"{kind}_{pid}.db"
-    if not dead.exists():
-        return
-    sums = dict(_counts(_read_or_report(folded))) if folded.exists() else {}
-    for key, value in _counts(_read_or_report(dead)):
-        sums[key] = sums.get(key, 0.0) + value
-    is_folded, partial = f"{_FOLDED}{pid}", folded.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    reserve(partial, mmap.PAGESIZE + sum(map(entry_bytes, (*sums, is_folded))))
-    file: Any = MmapedDict(str(partial))  # type: ignore[no-untyped-call]
+@functools.cache
+def _own_file(folder: str | None) -> "CountsFile | None":
+    """None: no server started this process, or there is no room."""
     try:
-        for key, value in (*sums.items(), (is_folded, 1.0)):
-            file.write_value(key, value, 0.0)
-        partial.replace(folded)
-        dead.unlink()
-        file.write_value(is_folded, 0.0, 0.0)
-    finally:
-        file.close()
+        return None if folder is None else CountsFile(Path(folder))
+    except OSError as error:
+        message = "no room for metrics in %s (%s): this process's are left out; %s"
+        logger.error(message, folder, error.strerror, _REMEDY)
+        return None
 
 
-def _end_fold(folder: Path, kind: str) -> None:
-    """Ends a fold that was killed after its sums had been renamed."""
-    folded = folder / f"{kind}_folded.db"
-    listed = _listed(_read_or_report(folded)) if folded.exists() else ()
-    for pid in listed:
-        (folder / f"{kind}_{pid}.db").unlink(missing_ok=True)
-        file: Any = MmapedDict(str(folded))  # type: ignore[no-untyped-call]
-        file.write_value(f"{_FOLDED}{pid}", 0.0, 0.0)
-        file.close()
+class CountsFile:
+    """A file of counts that this process holds until it ends. Not thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """OSError: there is no room."""
+        self._folder, self._fd = folder, _taken(folder)
+        self._places = _places(self._fd)
+        self._used = 8 * max((p.stop for p in self._places.values()), default=_HEAD.size // 8)
+        self._names_end = NAMES_AT + sum(map(len, self._places))
+        self._reserved = 0
+        try:
+            os.ftruncate(self._fd, self._names_end)
+            self._reserve(self._used)
+            self._map = mmap.mmap(self._fd, NAMES_AT)
+        except OSError:
+            os.close(self._fd)
+            raise
+        self._doubles = memoryview(self._map).cast("d")
+        self.set_head([0] * 8)
+
+    def set_head(self, values: Sequence[float]) -> None:
+        _HEAD.pack_into(self._map, 0, *values)
+
+    def place(self, line: bytes, count: int) -> "memoryview[float] | None":
+        """The `count` doubles of a name. None: there is no room."""
+        if line not in self._places and not self._add(line, count):
+            return None
+        return self._doubles[self._places[line]]
+
+    def _add(self, line: bytes, count: int) -> bool:
+        end = self._used + 8 * count
+        try:
+            self._reserve(end)
+            if os.pwrite(self._fd, line, self._names_end) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._fd, self._names_end)
+            message = "no room for more metrics in %s (%s): new ones are left out; %s"
+            _say_once(message, self._folder, error.strerror, _REMEDY)
+            return False
+        self._places[line] = slice(self._used // 8, end // 8)
+        self._used, self._names_end = end, self._names_end + len(line)
+        return True
+
+    def _reserve(self, end: int) -> None:
+        """Has all bytes up to `end` in memory. OSError: there is no room."""
+        if end > NAMES_AT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if end > self._reserved:
+            wanted = -(-end // _STEP_BYTES) * _STEP_BYTES
+            os.posix_fallocate(self._fd, 0, wanted)
+            self._reserved = wanted
+
+
+def _taken(folder: Path) -> int:
+    """A descriptor of the first file that no process holds, locked."""
+    for number in itertools.count():
+        fd = os.open(folder / f"{_PREFIX}{number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if _locks(fd, fcntl.LOCK_EX):
+            break
+        os.close(fd)
+    return fd
+
+
+def _locks(fd: int, how: int) -> bool:
+    """Whether no process holds the file; it is locked then."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ---- reading: in whichever worker is asked ----
 
-
-def collect(folder: Path) -> Iterator[Metric]:
-    """Counters and histograms, summed over all workers of the server, those that ended included. A torn file is left out."""
-    for kind, sums in totals(folder).items():
-        yield from _metrics(kind, sums)
+Sums = dict[str, dict[tuple[str, ...], list[float]]]
 
 
-def totals(folder: Path) -> dict[str, dict[str, float]]:
-    """type -> prometheus_client's key of a value -> its sum over workers. ServingError: folds come in between over and over."""
-    for _ in range(_TRIES):
+def sums(folder: Path) -> Sums:
+    """Name -> labels -> the sums of its doubles over all processes, those that ended included.
+
+    A damaged file is left out.
+    """
+    found: Sums = {}
+    for path in folder.glob(f"{_PREFIX}*"):
         try:
-            return {kind: _total(folder, kind) for kind in TYPES}
-        except FileNotFoundError:
+            counts = list(_counts(path))
+        except (ValueError, TypeError) as error:
+            _say_once("metrics file %s is damaged and left out: %s", path, repr(error))
             continue
-    raise ServingError(f"metrics files in {folder} went {_TRIES} times while they were read; ask again")
+        for name, labels, values in counts:
+            of_name = found.setdefault(name, {})
+            before = of_name.get(labels)
+            of_name[labels] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
+    return found
 
 
-def _total(folder: Path, kind: str) -> dict[str, float]:
-    """FileNotFoundError: a file was folded meanwhile."""
-    files = sorted(folder.glob(f"{kind}_*.db"))  # first: of what goes after this, the folded file knows
-    folded = folder / f"{kind}_folded.db"
-    found = _read_or_report(folded) if folded.exists() else {}
-    sums = dict(_counts(found))
-    skipped = {folded, *(folder / f"{kind}_{pid}.db" for pid in _listed(found))}
-    for file in files:
-        if file not in skipped:
-            for key, value in _counts(_read_or_report(file)):
-                sums[key] = sums.get(key, 0.0) + value
-    return sums
+def heads(folder: Path) -> Iterator[tuple[float, ...]]:
+    """The 8 doubles at the beginning of each file whose process lives."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with path.open("rb") as file:
+            head = os.pread(file.fileno(), _HEAD.size, 0)
+            if len(head) == _HEAD.size and not _locks(file.fileno(), fcntl.LOCK_SH):
+                yield _HEAD.unpack(head)
 
 
-def _counts(found: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    return ((key, value) for key, value in found.items() if key != NOWHERE and not key.startswith(_FOLDED))
+def _counts(path: Path) -> Iterator[tuple[str, tuple[str, ...], list[float]]]:
+    with path.open("rb") as file:
+        places = _places(file.fileno())  # before the doubles, which were there before their names
+        data = os.pread(file.fileno(), 8 * max((p.stop for p in places.values()), default=0), 0)
+    values: memoryview[float] = memoryview(data).cast("d")
+    for line, place in places.items():
+        name, _, labels = _parsed(line)
+        yield name, labels, list(values[place])
 
 
-def _listed(found: Mapping[str, float]) -> list[str]:
-    """The PIDs whose files are in the sums, and may still be there."""
-    return [key.removeprefix(_FOLDED) for key, value in found.items() if key.startswith(_FOLDED) and value]
-
-
-def _read_or_report(file: Path) -> dict[str, float]:
-    """The values of a file; none of one that is torn, which is logged once. FileNotFoundError: it is gone."""
-    try:
-        found: dict[str, float] = {}
-        if file.stat().st_size:  # else its worker has just begun
-            found = {key: value for key, value, _, _ in MmapedDict.read_all_values_from_file(str(file))}  # type: ignore[no-untyped-call]
-            for key, _ in _counts(found):
-                _parsed(key)
-    except _TORN as error:
-        if str(file) not in _reported:
-            logger.warning("metrics file %s is damaged and left out: %r", file, error)
-        _reported.add(str(file))
-        return {}
+def _places(fd: int) -> dict[bytes, slice]:
+    """A file's names, each as its line, and which of the doubles are theirs."""
+    found, at = {}, _HEAD.size // 8
+    for line in os.pread(fd, max(0, os.fstat(fd).st_size - NAMES_AT), NAMES_AT).splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            count = _parsed(line)[1]
+            found[line] = slice(at, at + count)
+            at += count
     return found
 
 
 @functools.cache
-def _parsed(key: str) -> tuple[str, str, dict[str, str], str]:
-    """Family, name, labels and help of a value."""
-    family, name, labels, text = json.loads(key)
-    return str(family), str(name), dict(labels), str(text)
+def _parsed(line: bytes) -> tuple[str, int, tuple[str, ...]]:
+    """Name, doubles and labels. ValueError, TypeError: it is no line of ours."""
+    name, count, *labels = json.loads(line)
+    return name, int(count), tuple(labels)
 
 
-def _metrics(kind: str, sums: Mapping[str, float]) -> Iterator[Metric]:
-    """The metrics of a type; the buckets of histograms are added up, each counting those below it."""
-    found: dict[str, Metric] = {}
-    buckets: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, str, float]]] = {}
-    for key, value in sums.items():
-        family, name, labels, text = _parsed(key)
-        metric = found.setdefault(family, Metric(family, text, kind))
-        if (bound := labels.get("le")) is None:
-            metric.add_sample(name, labels, value)
-        else:
-            others = tuple((n, v) for n, v in labels.items() if n != "le")
-            buckets.setdefault((family, others), []).append((float(bound), bound, value))
-    for (family, others), counts in buckets.items():
-        total = 0.0
-        for _, bound, value in sorted(counts):
-            total += value
-            found[family].add_sample(f"{family}_bucket", {**dict(others), "le": bound}, total)
-        found[family].add_sample(f"{family}_count", dict(others), total)
-    yield from found.values()
+@functools.cache
+def _say_once(message: str, *arguments: object) -> None:
+    logger.error(message, *arguments)

@@ -1,13 +1,13 @@
 """Regions of shared memory that clients registered, as a worker reads and writes them.
 
-A region is a part of an object of POSIX shared memory, which its client made. A worker opens the object when a request names the
-region first, and never maps it: `pread` of a truncated object returns fewer bytes, where a mapping would end the worker with
-SIGBUS. So bytes are copied once on their way in and once on their way out, and a client that writes meanwhile changes nothing
-that was checked.
+A region is a part of an object of POSIX shared memory, which its client made. A worker opens the object when
+a request names the region first, and never maps it: `pread` of a truncated object returns fewer bytes, where
+a mapping would end the worker with SIGBUS. So bytes are copied once on their way in and once on their way
+out, and a client that writes meanwhile changes nothing that was checked.
 
-An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that is not reserved. A
-region ends when it is unregistered, and when its object loses its name. One error stands for all reasons, as several would say
-what lies in /dev/shm.
+An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that
+is not reserved. A region ends when it is unregistered, and when its object loses its name. One error stands
+for all reasons, as several would say what lies in /dev/shm.
 """
 
 import base64
@@ -311,7 +311,7 @@ class Regions:
             raise _no_object(name)
         try:
             os.fsencode(file)  # posix_ipc 1.3.2 ends the process over what has no encoding
-            fd = posix_ipc.SharedMemory(f"/{file}").fd
+            fd: int = posix_ipc.SharedMemory(f"/{file}").fd
         except (ValueError, OSError, posix_ipc.Error):
             raise _no_object(name) from None
         found = os.fstat(fd)

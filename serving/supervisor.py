@@ -20,7 +20,7 @@ from types import FrameType
 
 from uvicorn.config import STARTUP_FAILURE
 
-from tableside.serving import metrics_files
+from tableside.serving.counters import RESTARTS
 from tableside.serving.engine_keeper import EngineKeeper
 from tableside.serving.following import Following
 from tableside.serving.worker import WorkerConfig, WorkerProcess
@@ -64,6 +64,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serves until a signal; returns the exit code."""
+        RESTARTS.labels()  # so that it is shown before it counts
         for engine in self._engines.values():
             engine.start()
         for _ in range(self.config.settings.workers):
@@ -98,7 +99,7 @@ class Supervisor:
             if not worker.look() and not self._is_ending:
                 self._replace_ended(place, worker)
         self._go_on_replacing()
-        self._retiring = [w for w in self._retiring if not self._is_gone(w)]
+        self._retiring = [w for w in self._retiring if w.process.is_alive()]
         if not self._announced and self.workers and all(w.is_ready for w in self.workers):
             self._announced = True
             self._announce()
@@ -133,7 +134,6 @@ class Supervisor:
             return
         is_due = self._retry_at.pop(place, None) is not None
         worker.kill()
-        metrics_files.worker_ended(worker.process.pid)
         if not is_due and not worker.is_ready:
             self._put_off(place, worker)
             return
@@ -142,7 +142,7 @@ class Supervisor:
             self._successor = None
             return
         logger.info("worker %s ended; it is replaced", worker.process.pid)
-        metrics_files.worker_restarted()
+        RESTARTS.labels().inc()
         self.workers[place] = self._started(worker.device)
 
     def _put_off(self, place: int, worker: WorkerProcess) -> None:
@@ -166,7 +166,6 @@ class Supervisor:
         old, new, deadline = self._successor
         if not new.look() or time.monotonic() > deadline:
             new.kill()
-            metrics_files.worker_ended(new.process.pid)
             logger.error("worker %s is kept: its successor %s was not ready in time", old.process.pid, new.process.pid)
             self._successor, self._to_replace = None, []
         elif new.is_ready:
@@ -185,12 +184,6 @@ class Supervisor:
     def _retire(self, worker: WorkerProcess) -> None:
         worker.terminate()
         self._retiring.append(worker)
-
-    def _is_gone(self, worker: WorkerProcess) -> bool:
-        if worker.process.is_alive():
-            return False
-        metrics_files.worker_ended(worker.process.pid)
-        return True
 
     # ---- starting and ending ----
 

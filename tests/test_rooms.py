@@ -53,7 +53,7 @@ SERVING = (
     *("shared_list", "model_list", "region_registry", "places", "regions", "stash_metrics"),
     *("scorer", "device_calls", "program", "scorers", "id_indexes", "compiled_kernels", "placed_deltas", "placement"),
     *("scores", "request", "version", "engine"),
-    *("shared_counts", "worker_gauges", "metrics_files", "metrics", "deadline", "scoring", "device_scores"),
+    *("metrics_files", "counters", "worker_gauges", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batch_threads", "batching"),
     *("watch", "supervised", "engine_process", "scrub", "service", "evaluation", "follow", "modules"),
     *("http", "worker", "following", "engine_keeper", "supervisor", "server", "preload", "cli"),

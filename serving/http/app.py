@@ -6,7 +6,7 @@ import time
 
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
-from tableside.serving import metrics
+from tableside.serving import metrics, worker_gauges
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, ServingError
 from tableside.serving.http.asgi import Disconnected, Receive, Scope, Send, respond_error
 from tableside.serving.http.door import Door
@@ -14,7 +14,6 @@ from tableside.serving.http.v1 import make_app
 from tableside.serving.http.v2 import V2
 from tableside.serving.service import Service
 from tableside.serving.settings import ServerSettings
-from tableside.serving.worker_gauges import WorkerGauges
 
 logger = logging.getLogger("tableside")
 
@@ -30,7 +29,6 @@ class Application:
         self._v2 = V2(self.service)
         self.door, self.slices = Door(self._v2), self.service.slices
         self._v1 = make_app(self.service, self.tell)
-        self._gauges: WorkerGauges | None = None
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0
 
@@ -63,8 +61,7 @@ class Application:
 
     def tell(self) -> None:
         """Writes down what this worker does now, and brings its counters up to date."""
-        if self._gauges is not None:
-            self._gauges.write(self.service.now(self.door.traffic.connections, self.door.traffic.in_flight))
+        worker_gauges.tell(self.service.now(self.door.traffic.connections, self.door.traffic.in_flight))
         used = time.process_time()
         self._cpu_seconds.inc(used - self._counted_cpu_s)
         self._counted_cpu_s = used
@@ -82,7 +79,6 @@ class Application:
         except (LoaderError, QuantError, ServingError, OSError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
-        self._gauges = metrics.gauges()
         if self.service.settings.traces:
             from tableside.serving.http.tracing import SpanWriter  # of an extra
 
@@ -93,8 +89,6 @@ class Application:
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
         await self.service.stop()
-        if self._gauges is not None:
-            self._gauges.close()
         if spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector
         await send({"type": "lifespan.shutdown.complete"})

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from tableside.serving.metrics import RequestSeconds
+from tableside.serving.metrics import REQUEST_SECONDS
 
 V1, V2, OTHER = "v1", "v2", "http"
 REQUEST_ID, PARENT = b"x-request-id", b"traceparent"
@@ -75,7 +75,6 @@ class Traffic:
     def __init__(self) -> None:
         self.connections = self.in_flight = 0
         self.spans: Spans | None = None
-        self._seconds = RequestSeconds()
 
     def began(self) -> None:
         """A request's headers are here."""
@@ -86,10 +85,10 @@ class Traffic:
         self.in_flight -= 1
         outcome = outcome_of(status) if status else "aborted"
         seconds = time.perf_counter() - since
-        self._seconds.observe(protocol, outcome, seconds)
+        REQUEST_SECONDS.labels(protocol, outcome).add(seconds)
         if self.spans is not None:
             self.spans.write(protocol, outcome, status, seconds, trace)
 
     def refused(self, status: int, since: float) -> None:
         """What came is refused before it was a request."""
-        self._seconds.observe(OTHER, outcome_of(status), time.perf_counter() - since if since else 0.0)
+        REQUEST_SECONDS.labels(OTHER, outcome_of(status)).add(time.perf_counter() - since if since else 0.0)

@@ -38,7 +38,7 @@ from tableside.serving.settings import ServerSettings
 
 @pytest.fixture(autouse=True)
 def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
 
 
 def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path) -> None:

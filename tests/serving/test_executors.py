@@ -37,7 +37,7 @@ VALUES = {"user": rows_of(100, 8), "item": rows_of(100, 8, 1)}
 
 @pytest.fixture(autouse=True)
 def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
 
 
 def attach(root: Path, folder: Path, device: str | None) -> tuple[ServedVersion, Placer]:

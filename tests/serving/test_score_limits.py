@@ -133,7 +133,7 @@ print("done")
 def test_a_call_that_blocks_the_event_loop_ends_the_worker(timeout_s: float, takes_s: float, status: int, tmp_path: Path) -> None:
     """Nobody could be answered: the process ends at once, to be replaced. One in time goes on."""
     code = STUCK.format(timeout_s=timeout_s, takes_s=takes_s)
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    environment = {**os.environ, "TABLESIDE_METRICS": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == status, done.stderr
     assert ("done" in done.stdout) == (status == 0)

@@ -33,7 +33,7 @@ NARROW = [Precision.BF16, Precision.FP16]
 
 @pytest.fixture(autouse=True)
 def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
 
 
 def answers(asked: Sequence[Asked], both: Both) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
