@@ -270,8 +270,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             ("hbm",) if name == INTERPRETER else ("cached", "--hbm-budget", "1MiB")
         )  # the interpreter takes a second for a cache
         options = ("--devices", name, "--gpu-from-ids", "0", "--placement", *placed)
-        regions = ("--allow-client-shm", "--client-shm-until", "disconnected")
-        with local_server(["demo"], *options, *regions, root=root, workers=DOORS) as server:
+        with local_server(["demo"], *options, "--allow-client-shm", root=root, workers=DOORS) as server:
             port = int(urlsplit(server.url).port or 0)
             spawn = multiprocessing.get_context("spawn")
             clients = [spawn.Process(target=ask, args=(server.url, seed, c, board, RETRIES)) for c in range(CLIENTS)]

@@ -1,8 +1,8 @@
-"""Dynamic batching: requests that arrive while the GPU works, or within a set delay, go to it together, lookups and scores.
+"""Dynamic batching: requests that arrive while the GPU works go to it together, lookups and scores.
 
 Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it all
 (`serving.batch_threads`): one takes what waits and starts it, the other waits for results and passes them on. The event loop only
-adds to what waits. Without a delay no request ever waits for others: a batch is what came while the two before it were under way.
+adds to what waits. No request waits for others: a batch is what came while the two before it were under way.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ class _Batch:
 
 
 class Batcher(Executor):
-    """Runs requests on a GPU, at most `max_batch` together; each waits at most `delay_s` for others. Belongs to one event loop.
+    """Runs requests on a GPU, at most `max_batch` together. Belongs to one event loop.
 
     Its first thread takes what waits and starts it, its second one passes results on.
     """
@@ -108,14 +108,13 @@ class Batcher(Executor):
         self,
         backend: BatchBackend,
         max_batch: int,
-        delay_s: float,
         max_waiting: int = 1024,
         max_wait_s: float = 1.0,
         tell: Callable[[Told], None] | None = None,
     ) -> None:
         """max_waiting, max_wait_s: as for `serving.admission.Slots`, whose rules are followed here. tell: gets the results of a
         batch on a thread, where the requests' futures allow that; None: futures are told on the event loop."""
-        self._backend, self._max_batch, self._delay_s = backend, max_batch, delay_s
+        self._backend, self._max_batch = backend, max_batch
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
         self._tell = tell or self._tell_on_loop
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -224,33 +223,23 @@ class Batcher(Executor):
             with self._lock:
                 if self._is_closed:
                     return None
-                due_s = None if self._is_idle else self._due_s()
-                if due_s is not None and due_s <= 0:
-                    if taken := self._take():
-                        self._under_way.append(batch := _Batch(taken, self._batches % _TIMED_EVERY == 0))
-                        break
-                    continue
+                if not self._is_idle and self._may_begin() and (taken := self._take()):
+                    self._under_way.append(batch := _Batch(taken, self._batches % _TIMED_EVERY == 0))
+                    break
                 self._is_idle = True
-            with contextlib.suppress(queue.Empty):
-                self._woken.get(timeout=due_s)
+            self._woken.get()
             with self._lock:
                 self._is_idle = False
         self._batches += 1
         return batch
 
-    def _due_s(self) -> float | None:
-        """How long the next batch may wait for more requests; None: none can begin."""
-        is_held = self._is_ending or self._lost is not None or len(self._under_way) >= _UNDER_WAY
-        if is_held or not self._waiting:
-            return None
-        if len(self._waiting) >= self._max_batch:
-            return 0.0
-        return self._waiting[0].since + self._delay_s - time.perf_counter()
+    def _may_begin(self) -> bool:
+        return not self._is_ending and self._lost is None and len(self._under_way) < _UNDER_WAY
 
     def _take(self) -> list[_Waiting]:
         self._refuse_late()
         taken: list[_Waiting] = []
-        size, late_since = 0, time.perf_counter() - self._delay_s - NEWEST_FIRST_AFTER_S
+        size, late_since = 0, time.perf_counter() - NEWEST_FIRST_AFTER_S
         while self._waiting and len(taken) < self._max_batch:
             end = -1 if self._waiting[0].since < late_since else 0
             w = self._waiting[end]
@@ -265,7 +254,7 @@ class Batcher(Executor):
         return taken
 
     def _refuse_late(self) -> None:
-        while self._waiting and time.perf_counter() - self._waiting[0].since > self._delay_s + self._max_wait_s:
+        while self._waiting and time.perf_counter() - self._waiting[0].since > self._max_wait_s:
             error = overloaded(f"the request waited {self._max_wait_s:g} s for the GPU (max_wait_s)")
             self._on_loop(_fail, self._waiting.popleft(), error)
 

@@ -19,6 +19,7 @@ from tableside.serving.scores import Scoring, ToScore
 from tableside.serving.scoring import ScoreStage
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
+INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
 INLINE_OUT_BYTES = 8 << 20  # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
 
 _Refusals = list[Exception | None]
@@ -62,9 +63,9 @@ class Executor(ABC):
 class CpuExecutor(Executor):
     """Runs each request alone. Large lookups run on the thread `beside`, large calls of scorers on a thread of their own."""
 
-    def __init__(self, beside: ThreadPoolExecutor, inline_rows: int) -> None:
-        """beside: one thread, which its owner shuts down. inline_rows: ids up to which a lookup runs on the event loop."""
-        self._beside, self._inline_rows = beside, inline_rows
+    def __init__(self, beside: ThreadPoolExecutor) -> None:
+        """beside: one thread, which its owner shuts down."""
+        self._beside = beside
         self._scores_on_loop, self._scores_on_thread = ScoreStage(), ScoreStage()
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
@@ -89,7 +90,7 @@ class CpuExecutor(Executor):
         return answer
 
     def _is_large(self, request: Request) -> bool:
-        return request.ids > self._inline_rows or request.out_bytes > INLINE_OUT_BYTES
+        return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES
 
     def end_if_lost(self) -> bool:
         return False

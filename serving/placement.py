@@ -351,12 +351,9 @@ class Placer:
         """How a cache over so many bytes of tables decides."""
         from tableside.quant.cache.settings import CacheSettings, Policy
 
-        s = self._settings
         return CacheSettings(
-            Policy(s.cache_policy),
-            s.cache_half_life,
-            staging_buffers=s.cache_staging_buffers + self._ahead,
-            staging_bytes=s.cache_staging_bytes,
+            Policy(self._settings.cache_policy),
+            staging_buffers=1 + self._ahead,
             gather_threads=self._gatherers(cached_bytes),
             replays=True,
         )

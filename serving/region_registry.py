@@ -10,9 +10,8 @@ from tableside.serving.shared_list import SharedList
 class Registered(NamedTuple):
     """A region as it was registered: `byte_size` bytes from byte `offset` on of the object `key` of POSIX shared memory.
 
-    device, inode: of that object, so that another one of its name is not taken for it. worker: the process that registered it,
-    for as long as its connection lasts; "" where the region outlives that. handle: of a region in a GPU's memory, in base64:
-    `device` is that GPU's number then, and there is no object.
+    device, inode: of that object, so that another one of its name is not taken for it. handle: of a region in a GPU's memory,
+    in base64: `device` is that GPU's number then, and there is no object.
     """
 
     name: str
@@ -21,7 +20,6 @@ class Registered(NamedTuple):
     byte_size: int
     device: int
     inode: int
-    worker: str = ""
     handle: str = ""
 
     @property

@@ -22,20 +22,13 @@ import posix_ipc
 
 from tableside.serving.errors import ApiError, Kind, bad_request, short
 from tableside.serving.region_registry import RegionRegistry, Registered
-from tableside.serving.shared_list import lives, process_of
 
 FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
 _MOST_NAME_BYTES = 255
 LARGEST = (1 << 62) - 1  # offset and size of a region
-
-
-class RegionLimits(NamedTuple):
-    """Of all regions of a server together: how many, and their bytes."""
-
-    regions: int
-    bytes: int
+MOST_REGIONS, MOST_BYTES = 64, 4 << 30  # of a server
 
 
 class Region:
@@ -157,11 +150,8 @@ def write(slices: Iterable[Slice], buffer: memoryview) -> None:
 class Regions:
     """The regions of a server, as one of its workers uses them. Any thread may call."""
 
-    def __init__(self, registry: RegionRegistry, limits: RegionLimits, *, until_disconnected: bool = False) -> None:
-        """until_disconnected: a region ends with the connection that registered it."""
-        self._registry, self._limits = registry, limits
-        self.until_disconnected = until_disconnected
-        self._worker = process_of(os.getpid()) if until_disconnected else ""
+    def __init__(self, registry: RegionRegistry) -> None:
+        self._registry = registry
         self._device = os.stat(FOLDER).st_dev
         self._lock = threading.Lock()
         self._generation = -1
@@ -189,7 +179,7 @@ class Regions:
             )
         fd = self._open_object(name, key)
         found = os.fstat(fd)
-        entry = Registered(name, key, offset, byte_size, found.st_dev, found.st_ino, self._worker)
+        entry = Registered(name, key, offset, byte_size, found.st_dev, found.st_ino)
         region = Region(fd, entry)
         if found.st_size < offset + byte_size:
             raise bad_request(
@@ -210,7 +200,7 @@ class Regions:
                 f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle has {len(handle)} "
                 f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
             )
-        entry = Registered(name, "", 0, byte_size, device, 0, self._worker, base64.b64encode(handle).decode())
+        entry = Registered(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
         self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
         return entry
 
@@ -218,15 +208,15 @@ class Regions:
         """ApiError: a region of that name is there, or the new one is one too many."""
         if any(e.name == new.name for e in entries):
             raise bad_request(f"shared memory region {short(new.name)} is registered already; unregister it first")
-        if len(entries) >= self._limits.regions:
+        if len(entries) >= MOST_REGIONS:
             raise bad_request(
-                f"{len(entries)} shared memory regions are registered, the limit (max_client_shm_regions); unregister some",
+                f"{len(entries)} shared memory regions are registered, the limit; unregister some",
                 Kind.TOO_LARGE,
             )
-        if (size := sum(e.byte_size for e in entries) + new.byte_size) > self._limits.bytes:
+        if (size := sum(e.byte_size for e in entries) + new.byte_size) > MOST_BYTES:
             raise bad_request(
-                f"all shared memory regions would have {size:,} bytes; the limit is {self._limits.bytes:,} "
-                "(max_client_shm_bytes): unregister some, or register fewer bytes",
+                f"all shared memory regions would have {size:,} bytes; the limit is {MOST_BYTES:,}: "
+                "unregister some, or register fewer bytes",
                 Kind.TOO_LARGE,
             )
         return entries
@@ -286,11 +276,11 @@ class Regions:
         return region
 
     def look(self) -> None:
-        """Closes what was unregistered; unregisters what lost its name, or the connection that it was to last for."""
+        """Closes what was unregistered; unregisters what lost its name."""
         with self._lock:
             self._refresh()
             entries = list(self._entries.values())
-        if over := [e for e in entries if not self._is_named(e) or (e.worker and not lives(e.worker))]:
+        if over := [e for e in entries if not self._is_named(e)]:
             self._registry.change(lambda now: [e for e in now if e not in over])
             with self._lock:
                 self._refresh()

@@ -21,7 +21,7 @@ from tableside.serving.metrics import ERRORS
 from tableside.serving.model_list import ModelList
 from tableside.serving.placement import Placer
 from tableside.serving.region_registry import RegionRegistry
-from tableside.serving.regions import RegionLimits, Regions
+from tableside.serving.regions import Regions
 from tableside.serving.scrub import Scrubber
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.version import ServedVersion
@@ -67,9 +67,7 @@ class Service:
 
     def share_regions(self, registry: RegionRegistry) -> None:
         """Allows the regions of a registry that all workers share."""
-        s = self.settings
-        limits = RegionLimits(s.max_client_shm_regions, s.max_client_shm_bytes)
-        self.regions = Regions(registry, limits, until_disconnected=s.client_shm_until == "disconnected")
+        self.regions = Regions(registry)
 
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
@@ -81,7 +79,7 @@ class Service:
             self._expect(self.models.wanted().models)
         if self.link is not None:
             await self.link.open()
-        self.executor = self.link or CpuExecutor(self._beside, self.settings.inline_rows)
+        self.executor = self.link or CpuExecutor(self._beside)
         for engine in self.engines.values():  # on a thread, as what an engine process says of states comes over this loop
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         if self.models is not None:

@@ -80,21 +80,7 @@ class ServerSettings(RootSettings):
         "lfu",
         description="which rows a GPU's cache lets go: those used least, with old uses counting less, or not used for longest",
     )
-    cache_half_life: int = Field(
-        1000, ge=1, le=1 << 16, description="lookups through a GPU's cache after which a use counts half (lfu)"
-    )
-    cache_staging_buffers: int = Field(
-        1,
-        ge=1,
-        le=16,
-        description="buffers in a GPU's memory to which misses are fetched, one for each batch in flight; all of them take a "
-        "fifth of the cache's memory at most",
-    )
-    cache_staging_bytes: Bytes = Field(256 << 20, ge=1 << 12, description="largest of these buffers, as 256MiB")
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
-    batch_delay_ms: float = Field(
-        0.0, ge=0, le=1000, description="milliseconds that a request may wait for others to join its batch on a GPU"
-    )
     verify: Literal["full", "header"] = Field(
         "full",
         description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
@@ -137,15 +123,6 @@ class ServerSettings(RootSettings):
     allow_client_shm: bool = Field(
         False, description="clients on this host may register shared memory of the server's user, for inputs and outputs"
     )
-    max_client_shm_regions: int = Field(64, ge=1, le=1024, description="regions of shared memory that clients may register")
-    max_client_shm_bytes: Bytes = Field(
-        4 << 30, ge=4096, description="bytes of all regions of shared memory that clients may register, as 512MiB"
-    )
-    client_shm_until: Literal["unregistered", "disconnected"] = Field(
-        "unregistered",
-        description="a region lasts until it is unregistered, or only until the connection closes that registered it; in either "
-        "case until its object is removed",
-    )
     log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
     traces: str = Field(
         "",
@@ -171,20 +148,6 @@ class ServerSettings(RootSettings):
     )
     gpu_from_ids: int = Field(
         4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
-    )
-    request_memory: Bytes = Field(
-        128 << 20, ge=1 << 20, description="memory in which a worker hands requests to its GPU's engine process, as 128MiB"
-    )
-    answer_memory: Bytes = Field(
-        512 << 20, ge=1 << 20, description="page-locked memory in which an engine process hands answers to its workers, as 512MiB"
-    )
-    engine_timeout_s: float = Field(
-        30, gt=0, description="seconds that a request waits for an engine process, or for its successor, before it gets 503"
-    )
-    inline_rows: int = Field(
-        200_000,
-        ge=0,
-        description="rows up to which a lookup runs on the event loop, not on a thread beside it",
     )
 
     engines: int = Field(1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set")
@@ -222,14 +185,6 @@ class ServerSettings(RootSettings):
                 f"max_in_flight_bytes is {self.max_in_flight_bytes:,}; the largest request and its response alone may take "
                 f"{self.max_body_bytes + self.max_response_bytes:,} (max_body_bytes + max_response_bytes)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_request_fits_an_engine(self) -> "ServerSettings":
-        for name, least in (("request_memory", self.max_body_bytes), ("answer_memory", self.max_response_bytes)):
-            if self.devices and getattr(self, name) < 2 * least:
-                asked = "max_body_bytes" if name == "request_memory" else "max_response_bytes"
-                raise ValueError(f"{name} is {getattr(self, name):,}; expected at least twice {asked}, {2 * least:,}")
         return self
 
     @field_validator("placement", mode="before")

@@ -56,7 +56,7 @@ class AnswerMemory:
                         503,
                         ErrorKind.OVERLOADED,
                         f"answers that clients read take {self._blocks.held:,} bytes and this one {size:,}; the engine has "
-                        f"{self.memory.size:,} (answer_memory); try again later",
+                        f"{self.memory.size:,}; try again later",
                     )
         return np.asarray(Lent(self.memory, at, size, partial(self._give_back, at)))
 

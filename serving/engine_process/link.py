@@ -1,7 +1,7 @@
 """A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where that one ended.
 
 Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked again of its
-successors, twice at most. A request that waits longer than `engine_timeout_s` is answered 503.
+successors, twice at most. A request that waits longer than TIMEOUT_S is answered 503.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ logger = logging.getLogger("tableside")
 
 Done = Callable[[Answer | Exception], None]
 
+TIMEOUT_S = 30.0  # that a request waits for an engine process, or for its successor
+REQUESTS_BYTES = 128 << 20  # of memory for a door's requests, at least
 _LOOK_S = 0.1
 _DESCRIBED = 64  # states of all models that what the engine said of is kept
 _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
@@ -80,8 +82,7 @@ class EngineLink(Executor):
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings, self._models = settings, set(settings.models)
-        self._timeout_s = settings.engine_timeout_s
-        self._memory = SharedMemory.create("tableside-requests", settings.request_memory)
+        self._memory = SharedMemory.create("tableside-requests", max(REQUESTS_BYTES, 2 * settings.max_body_bytes))
         self._held = self._memory.view
         self._blocks = Blocks(self._memory.size)
         self._answers: SharedMemory | None = None
@@ -188,7 +189,7 @@ class EngineLink(Executor):
     async def _room(self, size: int) -> int:
         """Room in this door's memory, after those that waited before. ApiError 503: there is none in time."""
         if size > self._memory.size:
-            raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all (request_memory)")
+            raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all")
         if len(self._waiting) >= self._settings.max_waiting:
             raise overloaded(f"{len(self._waiting)} requests wait for room, the limit (max_waiting)")
         self._waiting.append(waiting := _Waiting(size, time.monotonic()))
@@ -372,12 +373,12 @@ class EngineLink(Executor):
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             for asked in list(self._asked.values()):
-                if now - asked.since > self._timeout_s:
-                    error = overloaded(f"the engine process did not answer within {self._timeout_s:g} s (engine_timeout_s)")
+                if now - asked.since > TIMEOUT_S:
+                    error = overloaded(f"the engine process did not answer within {TIMEOUT_S:g} s")
                     self._refuse(asked, error)
             for waiting in self._waiting:
                 if now - waiting.since > self._settings.max_wait_s and not waiting.room.done():
-                    waiting.room.set_exception(overloaded("the request waited too long for room (request_memory, max_wait_s)"))
+                    waiting.room.set_exception(overloaded("the request waited too long for room (max_wait_s)"))
 
     def _refuse(self, asked: _Asked, error: ApiError) -> None:
         """Answers a request without its engine. An engine that lives may still read its inputs, which stay until it answers."""

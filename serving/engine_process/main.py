@@ -40,6 +40,7 @@ logger = logging.getLogger("tableside")
 
 NAME = "tableside-gpu"  # of the process, as ps and top show it; the device follows
 SWITCH_S = 1e-4  # for which the event loop, or the GPU's thread, keeps the other one waiting; 5 ms are Python's own
+ANSWERS_BYTES = 512 << 20  # of page-locked memory for answers, at least
 STATUS_S = 1.0  # between two looks at the cache's counters
 
 
@@ -74,9 +75,9 @@ class EngineHost:
         await loop.run_in_executor(None, self._placer.open)
         gpu, s = self._placer.gpu, self._settings
         assert gpu is not None, "an engine process has a device"
-        self.batcher = Batcher(gpu, s.max_batch, s.batch_delay_ms / 1e3, s.max_waiting, s.max_wait_s, tell=tell)
+        self.batcher = Batcher(gpu, s.max_batch, s.max_waiting, s.max_wait_s, tell=tell)
         self.regions = DeviceRegions(self._registry, gpu)
-        answers = AnswerMemory(s.answer_memory)
+        answers = AnswerMemory(max(ANSWERS_BYTES, 2 * s.max_response_bytes))
         gpu.write_answers_to(answers.memory.bytes, answers.take)
         for name in s.models:
             await self._add(name)

@@ -16,9 +16,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
-AT_CLOSE = (
-    "tableside.at_close"  # of a dict in its scope: what is called when its connection closes, by a key of whoever put it there
-)
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
 

@@ -27,7 +27,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tableside.serving import metrics
 from tableside.serving.admission import Bytes, Hold, Slices, Slots, Turn, WholeTurn
 from tableside.serving.errors import ApiError
-from tableside.serving.http.asgi import AT_CLOSE, HOLD, JSON_TYPE, retry_after
+from tableside.serving.http.asgi import HOLD, JSON_TYPE, retry_after
 from tableside.serving.http.door import READS, Asked, Door, DoorCycle
 from tableside.serving.http.heads import Heads, KnownHead, head_of
 from tableside.serving.http.held_back import TURN_S, HeldBack, HoldingFlow, next_piece
@@ -171,7 +171,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._parts: list[bytes | bytearray] = []  # of the body that is being read
         self._unsent: list[_Request] = []  # whose responses the client has not read yet
         self._since = 0.0  # when the first byte of the request that is read came
-        self._at_close: dict[Any, Callable[[], None]] = {}
         self._door_tasks: set[asyncio.Task[None]] = set()
 
     # ---- the connection ----
@@ -197,8 +196,6 @@ class _LimitedProtocol(HttpToolsProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for call in self._at_close.values():
-            call()
         self._deadline.end()
         self._held_back.drop()
         self.idle.pop(self, None)
@@ -447,7 +444,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expects
         scope = cast(dict[str, Any], self.scope)
         self.headers = scope["headers"] = headers
-        scope[HOLD], scope[AT_CLOSE] = request.hold, self._at_close
+        scope[HOLD] = request.hold
         super().on_headers_complete()
 
     def _ask_door(self) -> None:

@@ -18,7 +18,6 @@ from tableside.serving.http import shm
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.tensors import Tensor, is_narrow, split_name
 from tableside.serving.places import Output
-from tableside.serving.region_registry import Registered
 from tableside.serving.regions import DeviceRegion, Regions, Slice
 from tableside.serving.request import Request
 
@@ -28,19 +27,17 @@ if TYPE_CHECKING:
 PATH = "cudasharedmemory"
 
 
-async def answer(
-    regions: Regions | None, link: "EngineLink | None", method: str, path: Sequence[str], body: bytes
-) -> tuple[Any, Registered | None]:
+async def answer(regions: Regions | None, link: "EngineLink | None", method: str, path: Sequence[str], body: bytes) -> Any:
     """As `shm.answer`. link: to the engine process, which opens what is registered; None: this server has no GPU."""
     if regions is None:
         raise shm.not_allowed("")
     action, name = shm.action_of(PATH, method, path)
     if action == "status":
         found = regions.status(name, on_device=True)
-        return [{"name": e.name, "device_id": e.device, "byte_size": e.byte_size} for e in found], None
+        return [{"name": e.name, "device_id": e.device, "byte_size": e.byte_size} for e in found]
     if action == "unregister":
         regions.unregister(name, on_device=True)
-        return None, None
+        return None
     assert name is not None
     if link is None:
         raise bad_request(
@@ -56,7 +53,7 @@ async def answer(
     except ApiError:
         regions.forget(entry)
         raise
-    return None, entry
+    return None
 
 
 def _handle(where: str, asked: dict[str, Any]) -> bytes:

@@ -23,8 +23,8 @@ _METHODS = {"status": "GET", "register": "POST", "unregister": "POST"}
 INLINE_BYTES = 4 << 20  # in regions up to which they are read and written on the event loop: some 0.4 ms
 
 
-def answer(regions: Regions | None, method: str, path: Sequence[str], body: bytes) -> tuple[Any, Registered | None]:
-    """What a request under PATH is answered, None for nothing, and the region that it registered, if it did.
+def answer(regions: Regions | None, method: str, path: Sequence[str], body: bytes) -> Any:
+    """What a request under PATH is answered; None: nothing.
 
     path: behind PATH. body: of a POST.
 
@@ -34,12 +34,13 @@ def answer(regions: Regions | None, method: str, path: Sequence[str], body: byte
         raise not_allowed("")
     action, name = action_of(PATH, method, path)
     if action == "status":
-        return [_described(entry) for entry in regions.status(name)], None
+        return [_described(entry) for entry in regions.status(name)]
     if action == "unregister":
         regions.unregister(name)
-        return None, None
+        return None
     assert name is not None
-    return None, _register(regions, name, json_object(body))
+    _register(regions, name, json_object(body))
+    return None
 
 
 def action_of(top: str, method: str, path: Sequence[str]) -> tuple[str, str | None]:
@@ -54,12 +55,12 @@ def action_of(top: str, method: str, path: Sequence[str]) -> tuple[str, str | No
     return action, name
 
 
-def _register(regions: Regions, name: str, asked: dict[str, Any]) -> Registered:
+def _register(regions: Regions, name: str, asked: dict[str, Any]) -> None:
     key = asked.get("key")
     if not isinstance(key, str):
         raise bad_request(f"shared memory region {short(name)}: key is no string; expected the name of a shared memory object")
     offset, size = (count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size"))
-    return regions.register(name, key, offset, size)
+    regions.register(name, key, offset, size)
 
 
 def _described(entry: Registered) -> dict[str, Any]:

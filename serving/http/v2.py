@@ -19,7 +19,6 @@ from tableside.serving.admission import JSON_GROWTH, Hold
 from tableside.serving.errors import bad_request, not_found, short, wrong_method
 from tableside.serving.http import cuda_shm, kjt, repository, shm, v2_request
 from tableside.serving.http.asgi import (
-    AT_CLOSE,
     JSON_TYPE,
     Receive,
     Response,
@@ -123,15 +122,9 @@ class V2:
                 body = await read_body(scope, receive, BESIDE_BYTES, hold)
         regions = self.service.regions
         if path[0] == cuda_shm.PATH:
-            found, registered = await cuda_shm.answer(regions, self.service.link, scope["method"], path[1:], body)
+            found = await cuda_shm.answer(regions, self.service.link, scope["method"], path[1:], body)
         else:
-            found, registered = shm.answer(regions, scope["method"], path[1:], body)
-        if regions is not None and registered is not None and regions.until_disconnected and AT_CLOSE in scope:
-            at_close = scope[AT_CLOSE]
-            known = [*regions.status(None), *regions.status(None, on_device=True)]
-            for entry in [e for e in at_close if e not in known]:
-                del at_close[entry]
-            at_close[registered] = functools.partial(regions.forget, registered)
+            found = shm.answer(regions, scope["method"], path[1:], body)
         if found is None:  # an empty body, as Triton answers: its client reads none, and would close a connection that has more
             await respond(send, 200, ())
         else:

@@ -108,7 +108,7 @@ class Both:
         """What each gets, all in one batch."""
 
         async def run() -> list[Answer | BaseException]:
-            batcher = Batcher(self.placer.gpu, len(requests), 5.0)  # type: ignore[arg-type]
+            batcher = Batcher(self.placer.gpu, len(requests))  # type: ignore[arg-type]
             found = await asyncio.gather(*(batcher.run(*r) for r in requests), return_exceptions=True)
             batcher.close()
             return found
@@ -120,7 +120,7 @@ class Both:
 
         async def run() -> list[Answer | BaseException]:
             with ThreadPoolExecutor(1) as beside:
-                executor = CpuExecutor(beside, 1 << 20)
+                executor = CpuExecutor(beside)
                 return await asyncio.gather(*(executor.run(*r) for r in requests), return_exceptions=True)
 
         return asyncio.run(run())

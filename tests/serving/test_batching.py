@@ -108,7 +108,7 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     """Its requests get the error; those under way beside it, and those that wait, run."""
     device, failed = Device(), threading.Event()
-    batcher = Batcher(device, 2, 0.0)  # type: ignore[arg-type]
+    batcher = Batcher(device, 2)  # type: ignore[arg-type]
 
     def go_on(requests: list[Any]) -> Any:
         assert failed.wait(20)  # until the error was told
@@ -132,7 +132,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
 def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list[int]) -> None:
     """What runs gets the error, what waits and what comes later a 503; one signal, whatever comes."""
     device = Device()
-    batcher = Batcher(device, 1, 0.0)  # type: ignore[arg-type]
+    batcher = Batcher(device, 1)  # type: ignore[arg-type]
 
     def lose(requests: list[Any]) -> Any:
         device.lost = True
@@ -153,7 +153,7 @@ def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list
 
 def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
     device = Device()
-    batcher = Batcher(device, 8, 0.0)  # type: ignore[arg-type]
+    batcher = Batcher(device, 8)  # type: ignore[arg-type]
 
     def refuse(requests: list[Any]) -> Any:
         raise RuntimeError("CUDA error: out of memory")
@@ -167,14 +167,14 @@ def test_batches_are_bounded_and_leave_out_who_left() -> None:
     """By number, by bytes (one that is larger alone runs alone), and without requests whose client is gone."""
     device = Device()
     device.answer = lambda requests: [BadIds(Problem.ID, 0, 0, 7, 5) if n else np.zeros(4) for n in range(len(requests))]
-    batcher = Batcher(device, 3, 0.05)  # type: ignore[arg-type]
+    batcher = Batcher(device, 3)  # type: ignore[arg-type]
 
     async def run() -> list[Any]:
-        left = asyncio.ensure_future(batcher.run(Request(), b""))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        left.cancel()
         sizes = (100, 40 << 20, 40 << 20, 1 << 30, 100)
-        return await answers(batcher, [Request(size) for size in sizes])
+        left, *others = [asyncio.ensure_future(batcher.run(Request(size), b"")) for size in (100, *sizes)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)  # all have come; no batch has begun
+        left.cancel()
+        return await asyncio.gather(*others, return_exceptions=True)
 
     found = asyncio.run(run())
     assert device.batches == [2, 1, 1, 1]
@@ -186,14 +186,14 @@ def test_what_a_device_did_not_find_comes_with_the_answer() -> None:
     device = Device()
     counts = [None, [Unfound(2, 0)], [Unfound(0, 1), Unfound(0, 0)]]
     device.answer = lambda requests: [(np.full(4, n, np.uint8), counts[n]) for n in range(len(requests))]
-    found = asyncio.run(answers(Batcher(device, 3, 0.05), [Request() for _ in counts]))  # type: ignore[arg-type]
+    found = asyncio.run(answers(Batcher(device, 3), [Request() for _ in counts]))  # type: ignore[arg-type]
     assert [(a.buffer[0], a.unfound) for a in found] == list(enumerate(counts))
 
 
 def test_a_batch_has_at_most_max_batch_requests() -> None:
     """Those that came beyond it form the next one."""
     device = Device()
-    found = asyncio.run(answers(Batcher(device, 3, 0.05), [Request() for _ in range(7)]))  # type: ignore[arg-type]
+    found = asyncio.run(answers(Batcher(device, 3), [Request() for _ in range(7)]))  # type: ignore[arg-type]
     assert device.batches == [3, 3, 1] and len(found) == 7
 
 
@@ -209,7 +209,7 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
     device.wait = wait  # type: ignore[method-assign]
 
     async def run() -> list[Any]:
-        batcher, asked = Batcher(device, 8, 0.0), []  # type: ignore[arg-type]
+        batcher, asked = Batcher(device, 8), []  # type: ignore[arg-type]
         for under_way in ([1], [1, 1], [1, 1], [1, 1]):
             asked.append(asyncio.ensure_future(batcher.run(Request(), b"")))  # type: ignore[arg-type]
             while device.batches != under_way:
@@ -232,7 +232,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
         all_told.set()
 
     async def run() -> None:
-        batcher = Batcher(device, 2, 0.0, tell=tell)  # type: ignore[arg-type]
+        batcher = Batcher(device, 2, tell=tell)  # type: ignore[arg-type]
         batcher.submit_all([(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
         await asyncio.sleep(0)  # the threads are woken
         assert all_told.wait(20)  # while the event loop does nothing
@@ -244,7 +244,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
 
 
 def test_a_closed_batcher_refuses() -> None:
-    batcher = Batcher(Device(), 3, 0.0)  # type: ignore[arg-type]
+    batcher = Batcher(Device(), 3)  # type: ignore[arg-type]
     batcher.close()
     assert [type(f) for f in asyncio.run(answers(batcher, [Request()]))] == [RuntimeError]
 
@@ -294,7 +294,7 @@ def test_scores_of_a_batch_are_computed_together(
     scorer.error = error or scorer.error
 
     async def run() -> list[Any]:
-        batcher = Batcher(Device(), 8, 0.05)  # type: ignore[arg-type]
+        batcher = Batcher(Device(), 8)  # type: ignore[arg-type]
         waiting = []
         for n in range(3):
             values = np.full((n + 1, 1), 0.0 if n == bad else 2.0 * n + 2, np.float32)

@@ -285,37 +285,6 @@ def test_a_worker_that_died_takes_no_region_along(start: Callable[..., Server]) 
             shm.destroy_shared_memory_region(one.handle)
 
 
-def test_regions_that_last_as_long_as_their_connection(start: Callable[..., Server]) -> None:
-    """Closed by the client, or with the worker that had it."""
-    server = start("--workers", 2, "--allow-client-shm", "--client-shm-until", "disconnected")
-    names = ["a", "b"]
-
-    def registered() -> list[str]:
-        return [found["name"] for found in httpx.get(f"{server.url}/v2/systemsharedmemory/status").json()]
-
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(triton.InferenceServerClient(f"127.0.0.1:{server.port}")) for _ in names]
-        made = [Shared(client, name) for client, name in zip(clients, names, strict=True)]
-        for one in made:
-            stack.callback(shm.destroy_shared_memory_region, one.handle)
-            one.register()
-        clients[0].unregister_system_shared_memory("a")
-        made[0].register()
-        assert sorted(registered()) == names
-        clients[0].close()
-        until(lambda: registered() == ["b"], what="the end of the first region")
-        for pid in server.workers():
-            os.kill(pid, 9)
-
-        def is_empty() -> bool:
-            try:
-                return registered() == []
-            except httpx.HTTPError:  # a worker that was killed had the connection
-                return False
-
-        until(is_empty, what="the end of the second region")
-
-
 # ---- what is refused ----
 
 

@@ -155,7 +155,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(root: Path, tmp_path: P
     scorer.limits = ScorerLimits(timeout_s=60.0)
 
     async def ask() -> None:
-        batcher = Batcher(both.placer.gpu, 1, 0.0)  # type: ignore[arg-type]
+        batcher = Batcher(both.placer.gpu, 1)  # type: ignore[arg-type]
         waiting = [asyncio.ensure_future(batcher.run(*Asked("ctr", 3, n).of(both.device))) for n in range(2)]
         while not began.is_set():
             await asyncio.sleep(0.001)

@@ -4,15 +4,20 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
-from tableside.serving.engine_process import doors, messages
+from tableside.serving.engine_process import doors, link, messages
 from tableside.serving.engine_process.doors import AnswerMemory, Doors
+from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.memory import SharedMemory
 from tableside.serving.engine_process.messages import Kind
+from tableside.serving.errors import ApiError
+from tableside.serving.request import Answer
+from tableside.serving.settings import ServerSettings
 
 HELLO = {"hello": ["demo"]}
 
@@ -33,9 +38,9 @@ class Nothing:
         return {"welcome": list(models)}
 
 
-async def talk(test: Callable[[str, Doors], Coroutine[Any, Any, None]]) -> None:
+async def talk(test: Callable[[str, Doors], Coroutine[Any, Any, None]], host: Any = None) -> None:
     listening = messages.listen()
-    engine = Doors(Nothing(), listening, AnswerMemory(1 << 16))  # type: ignore[arg-type]
+    engine = Doors(host or Nothing(), listening, AnswerMemory(1 << 16))  # type: ignore[arg-type]
     engine.start()
     try:
         await asyncio.wait_for(test(messages.address_of(listening), engine), 30)
@@ -165,3 +170,70 @@ def test_doors_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         second.close()
 
     asyncio.run(talk(test))
+
+
+class Holding(Nothing):
+    """Stands for an engine that keeps what it is asked. It is its own batcher, and lays requests out itself."""
+
+    state = 0
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.batcher = self
+
+    def layouts(self, *wanted: object) -> "Holding":  # type: ignore[override]
+        return self
+
+    def request(self, description: bytes) -> None:
+        return None
+
+    def submit_all(self, asked: list[Any]) -> None:
+        self.asked += asked
+
+    async def serve(self, models: Any) -> dict[str, Any]:
+        return {"hello": []}
+
+
+async def open_link(address: str) -> EngineLink:
+    """A door's end, with memory for 4 KiB of requests where REQUESTS_BYTES is 0."""
+    one = EngineLink(ServerSettings(engine=address, max_body_bytes=2048, max_wait_s=60))
+    await one.open()
+    return one
+
+
+REQUEST: Any = SimpleNamespace(is_small=False, names_version=False, check=lambda inputs: None)
+
+
+def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of these fit at a time; all four are answered."""
+    monkeypatch.setattr(link, "describe", lambda request: bytes(48))
+    monkeypatch.setattr(link, "REQUESTS_BYTES", 0)
+    host = Holding()
+
+    async def test(address: str, engine: Doors) -> None:
+        one = await open_link(address)
+        running = [asyncio.ensure_future(one.run(REQUEST, bytes(1500))) for _ in range(4)]
+        for asked in (2, 4):
+            while len(host.asked) < asked:
+                await asyncio.sleep(0.001)
+            assert len(one._waiting) == 4 - asked == len([r for r in running if not r.done()]) - 2
+            for _, _, reply in host.asked[asked - 2 :]:
+                reply.set_result(Answer(engine.answers.take(8)))
+        assert all(answer.buffer.size == 8 for answer in await asyncio.gather(*running))
+        one.close()
+
+    asyncio.run(talk(test, host))
+
+
+def test_a_request_that_its_engine_does_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "describe", lambda request: bytes(48))
+    monkeypatch.setattr(link, "TIMEOUT_S", 0.2)
+
+    async def test(address: str, engine: Doors) -> None:
+        one = await open_link(address)
+        with pytest.raises(ApiError, match=r"the engine process did not answer within 0\.2 s") as refused:
+            await one.run(REQUEST, bytes(8))
+        assert refused.value.status == 503
+        one.close()
+
+    asyncio.run(talk(test, Holding()))

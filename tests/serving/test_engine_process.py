@@ -19,7 +19,7 @@ import tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import TABLES, publish_demo
-from support import run_tableside, until
+from support import until
 
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
@@ -113,22 +113,14 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     until(lambda: maps.read_text().count("memfd:tableside-requests") == 1, what="the memory of the door that died to go")
 
 
-def test_an_engine_that_hangs_keeps_nobody_waiting(start: Start) -> None:
-    """Requests get 503 after engine_timeout_s; the supervisor replaces it, and then there are answers."""
-    server = start(*on_gpu("--engine-timeout-s", 0.5))
+def test_an_engine_that_hangs_is_replaced(start: Start) -> None:
+    """Its successor answers what it had been asked."""
+    server = start(*on_gpu())
     (engine,) = server.engines()
     os.kill(engine, signal.SIGSTOP)
-    try:
-        with (
-            Client(server.url, retries=0) as client,
-            pytest.raises(ClientError, match=r"within 0\.5 s \(engine_timeout_s\)") as refused,
-        ):
-            client.lookup("demo", {"user": [[1]]})
-        assert refused.value.status == 503
-    finally:
-        os.kill(engine, signal.SIGCONT)
-    with Client(server.url, retries=0) as client:
+    with Client(server.url, retries=0, timeout_s=60) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
+    assert server.engines() != [engine]
 
 
 def test_while_there_is_no_engine_the_server_is_not_ready(start: Start) -> None:
@@ -164,39 +156,13 @@ def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -
         until(lambda gone=engine: server.engines() not in ([], [gone]), 60, "a successor")
 
 
-def test_requests_wait_for_room_in_the_memory_for_requests(start: Start) -> None:
-    """Two of these fit at a time; all four are answered."""
-    server = start(
-        *on_gpu("--max-body-bytes", "512KiB", "--max-response-bytes", "8MiB", "--request-memory", "1MiB", "--max-wait-s", 60)
-    )
-    ids = np.zeros((1000, 50), np.int64)
-    answered: list[np.ndarray] = []
-
-    def ask() -> None:
-        with Client(server.url, retries=0, timeout_s=60) as client:
-            answered.append(client.lookup("demo", {"user": ids})["user"])
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert len(answered) == 4
-
-
-def test_memory_that_is_too_small_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
-    result = run_tableside("serve", "demo", *on_gpu("--answer-memory", "1MiB"), root=root)
-    assert result.returncode == 2
-    assert "answer_memory is 1,048,576; expected at least twice max_response_bytes, 536,870,912" in result.stderr
-
-
 def test_answers_that_nobody_reads_make_the_next_ones_wait_and_then_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room comes back when the last array over an answer goes."""
     monkeypatch.setattr("tableside.serving.engine_process.doors._WAIT_S", 0.05)
     answers = AnswerMemory(1 << 20)
     held = [answers.take(300_000) for _ in range(3)]
     part = held[1][5:10]
-    with pytest.raises(ApiError, match=r"the engine has 1,048,576 \(answer_memory\)"):
+    with pytest.raises(ApiError, match=r"the engine has 1,048,576;"):
         answers.take(300_000)
     held.pop(1)
     with pytest.raises(ApiError):

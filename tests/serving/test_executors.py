@@ -23,7 +23,7 @@ from tableside.serving import executors
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
-from tableside.serving.executors import CpuExecutor, Executor
+from tableside.serving.executors import INLINE_IDS, CpuExecutor, Executor
 from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput, Output
 from tableside.serving.request import Answer, FeatureInput, Request
@@ -81,7 +81,7 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
     async def run() -> list[Answer]:
-        batcher = Batcher(placer.gpu, 3, 1.0)  # type: ignore[arg-type]
+        batcher = Batcher(placer.gpu, 3)  # type: ignore[arg-type]
         found = await asyncio.gather(*(batcher.run(request, inputs) for request, inputs, _ in requests))
         batcher.close()
         return found
@@ -98,7 +98,7 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
         np.testing.assert_allclose(request.outputs[0].view(buffer), VALUES["user"][: len(expected)], rtol=1e-6)
 
 
-def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
+def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's buffer is the same from a GPU and from the CPU, inline and beside the event loop."""
     on_gpu, placer = attach(root, tmp_path, tables.serve_device())
     on_cpu, _ = attach(root, tmp_path, None)
@@ -113,26 +113,29 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as beside:
         found = [
-            asyncio.run(run(lambda: Batcher(placer.gpu, 1, 0.0), on_gpu)),  # type: ignore[arg-type]
-            asyncio.run(run(lambda: CpuExecutor(beside, 1000), on_cpu)),
-            asyncio.run(run(lambda: CpuExecutor(beside, 0), on_cpu)),
+            asyncio.run(run(lambda: Batcher(placer.gpu, 1), on_gpu)),  # type: ignore[arg-type]
+            asyncio.run(run(lambda: CpuExecutor(beside), on_cpu)),
         ]
+        monkeypatch.setattr("tableside.serving.executors.INLINE_IDS", 0)
+        found.append(asyncio.run(run(lambda: CpuExecutor(beside), on_cpu)))
     for other in found[1:]:
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("inline_rows", "out_bytes", "is_beside"), [(4, 8, True), (5, 8, False), (5, 17 << 20, True)])
-def test_large_lookups_run_beside_the_event_loop(inline_rows: int, out_bytes: int, is_beside: bool) -> None:
-    """A request with more than inline_rows ids, or with large vectors of empty bags, is looked up on the other thread."""
+@pytest.mark.parametrize(("ids", "out_bytes", "is_beside"), [(1, 8, True), (0, 8, False), (0, 17 << 20, True)])
+def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_beside: bool) -> None:
+    """A request with more than INLINE_IDS ids, or with large vectors of empty bags, is looked up on the other thread."""
     seen: list[str] = []
 
     def look_up(inputs: bytes) -> Answer:
         seen.append(threading.current_thread().name)
         return Answer(np.zeros(8, np.uint8))
 
-    request: Any = SimpleNamespace(ids=5, out_bytes=out_bytes, scoring=None, check=lambda inputs: None, look_up=look_up)
+    request: Any = SimpleNamespace(
+        ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, check=lambda inputs: None, look_up=look_up
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
-        executor = CpuExecutor(beside, inline_rows)
+        executor = CpuExecutor(beside)
         now = executor.run_now(request, b"")
         if is_beside:
             assert now is None
@@ -170,8 +173,8 @@ def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Pat
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
-            on_cpu, device = CpuExecutor(beside, 1000), PlayedDevice()
-            for executor in (on_cpu, Batcher(device, 1, 0.0)):
+            on_cpu, device = CpuExecutor(beside), PlayedDevice()
+            for executor in (on_cpu, Batcher(device, 1)):
                 with pytest.raises(ApiError, match="the 2 lengths add up to 4, but there are 2 ids"):
                     await executor.run(request, inputs(1, 3))
                 with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
@@ -240,7 +243,7 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Ca
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
-            executor = CpuExecutor(beside, 1000)
+            executor = CpuExecutor(beside)
             waiting = asyncio.ensure_future(executor.run(played(scoring_of(scorer)), bytes(8)))
             await until_began(scorer)
             tells[0](scorer)  # as the deadline's thread does
@@ -261,7 +264,7 @@ def test_a_late_scorer_stops_all_that_a_gpu_does(tells: list[Callable[[Scorer], 
     scorer = Stuck()
 
     async def run() -> None:
-        batcher = Batcher(PlayedDevice(), 1, 0.0)
+        batcher = Batcher(PlayedDevice(), 1)
         running = [asyncio.ensure_future(batcher.run(played(s), bytes(8))) for s in (scoring_of(scorer), None)]
         await until_began(scorer)
         tells[0](scorer)
@@ -289,7 +292,7 @@ def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch
     monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
 
     async def run() -> list[Any]:
-        batcher = Batcher(PlayedDevice(is_lost), 2, 1.0)
+        batcher = Batcher(PlayedDevice(is_lost), 2)
         requests = (played(scoring_of(Failing())), played(None))
         found = await asyncio.gather(*(batcher.run(r, bytes(8)) for r in requests), return_exceptions=True)
         batcher.close()

@@ -19,10 +19,9 @@ from small_memory import on_small_tmpfs
 from tableside.serving import regions, shared_list
 from tableside.serving.errors import ApiError
 from tableside.serving.region_registry import RegionRegistry, Registered
-from tableside.serving.regions import RegionLimits, Regions, Slice
+from tableside.serving.regions import Regions, Slice
 
 SHM = Path("/dev/shm")
-LIMITS = RegionLimits(4, 1 << 20)
 NO_OBJECT = "its key names no object that may be used"
 
 
@@ -42,10 +41,6 @@ def make() -> Iterator[Callable[..., Path]]:
         path.unlink(missing_ok=True)
 
 
-def worker(registry: RegionRegistry, limits: RegionLimits = LIMITS) -> Regions:
-    return Regions(registry, limits)
-
-
 def descriptors(path: Path) -> int:
     """How many descriptors of this process are of a file, by its name as it was opened."""
     found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
@@ -58,7 +53,7 @@ def descriptors(path: Path) -> int:
 def refuses(key: str) -> None:
     """The one error for all that may not be named; it says nothing of the key."""
     with pytest.raises(ApiError, match=NO_OBJECT) as caught:
-        worker(RegionRegistry()).register("r", key, 0, 16)
+        Regions(RegionRegistry()).register("r", key, 0, 16)
     assert caught.value.status == 400
     assert "shm" not in caught.value.message
     assert key.strip("/.") == "" or key not in caught.value.message
@@ -132,7 +127,7 @@ def test_another_users_object(make: Callable[..., Path], monkeypatch: pytest.Mon
 
 
 def test_the_object_must_hold_the_region(make: Callable[..., Path]) -> None:
-    path, one = make(4096), worker(RegionRegistry())
+    path, one = make(4096), Regions(RegionRegistry())
     for offset, size, message in (
         (0, 4097, "its object ends before offset 0 . byte_size 4,097"),
         (4096, 1, "its object ends before"),
@@ -152,19 +147,21 @@ def test_the_object_must_hold_the_region(make: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("name", ["", "x" * 256, "é" * 128])
 def test_names_have_a_length(make: Callable[..., Path], name: str) -> None:
     with pytest.raises(ApiError, match="expected 1 to 255 bytes"):
-        worker(RegionRegistry()).register(name, make().name, 0, 8)
+        Regions(RegionRegistry()).register(name, make().name, 0, 8)
 
 
-def test_limits_hold_for_all_regions_together(make: Callable[..., Path]) -> None:
+def test_limits_hold_for_all_regions_together(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all workers; what was unregistered leaves room."""
+    monkeypatch.setattr(regions, "MOST_REGIONS", 3)
+    monkeypatch.setattr(regions, "MOST_BYTES", 9000)
     path, registry = make(4096), RegionRegistry()
-    one, other = worker(registry, RegionLimits(3, 9000)), worker(registry, RegionLimits(3, 9000))
+    one, other = Regions(registry), Regions(registry)
     one.register("a", path.name, 0, 4096)
     other.register("b", path.name, 0, 4096)
-    with pytest.raises(ApiError, match=r"would have 9,192 bytes; the limit is 9,000 \(max_client_shm_bytes\)"):
+    with pytest.raises(ApiError, match=r"would have 9,192 bytes; the limit is 9,000"):
         one.register("c", path.name, 0, 1000)
     one.register("c", path.name, 0, 8)
-    with pytest.raises(ApiError, match=r"3 shared memory regions are registered, the limit \(max_client_shm_regions\)"):
+    with pytest.raises(ApiError, match=r"3 shared memory regions are registered, the limit"):
         other.register("d", path.name, 0, 8)
     other.unregister("a")
     one.register("d", path.name, 0, 8)
@@ -176,7 +173,7 @@ def test_limits_hold_for_all_regions_together(make: Callable[..., Path]) -> None
 def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     """One registers it, another reads and writes it, a third unregisters it; descriptors go with it."""
     path, registry = make(64), RegionRegistry()
-    one, other, third = (worker(registry) for _ in range(3))
+    one, other, third = (Regions(registry) for _ in range(3))
     one.register("r", f"/{path.name}", 16, 32)
     region = other.find("r")
     region.write(8, memoryview(b"12345678"))
@@ -195,7 +192,7 @@ def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
 
 def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None:
     """Unregistering ends no request: its answer goes into the object that it named, and the descriptor goes after that."""
-    path, one = make(64), worker(RegionRegistry())
+    path, one = make(64), Regions(RegionRegistry())
     one.register("r", path.name, 0, 64)
     region = one.find("r")
     one.unregister(None)
@@ -212,7 +209,7 @@ def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None
 def test_a_name_that_was_given_anew_is_another_object(make: Callable[..., Path]) -> None:
     """A worker that has not opened a region yet does not take another object for it; one that has does not either."""
     path, registry = make(64), RegionRegistry()
-    one, other = worker(registry), worker(registry)
+    one, other = Regions(registry), Regions(registry)
     one.register("r", path.name, 0, 64)
     held = path.with_name(path.name + "-held")
     path.rename(held)  # so that the new one cannot have its inode
@@ -230,7 +227,7 @@ def test_a_name_that_was_given_anew_is_another_object(make: Callable[..., Path])
 def test_removed_objects_are_unregistered(make: Callable[..., Path]) -> None:
     """By the workers' regular look, so that nobody keeps their memory."""
     path, registry = make(64), RegionRegistry()
-    one, other = worker(registry), worker(registry)
+    one, other = Regions(registry), Regions(registry)
     one.register("r", path.name, 0, 64)
     other.find("r")
     assert descriptors(path) == 2
@@ -244,21 +241,9 @@ def test_removed_objects_are_unregistered(make: Callable[..., Path]) -> None:
     assert not descriptors(path)
 
 
-def test_a_region_may_end_with_its_worker(make: Callable[..., Path]) -> None:
-    """One that lasts until its connection closes, where the worker is killed that had the connection."""
-    path, registry = make(64), RegionRegistry()
-    one = Regions(registry, LIMITS, until_disconnected=True)
-    found = path.stat()
-    ended = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
-    ended.start()
+def test_a_region_is_forgotten_where_it_is_still_the_same(make: Callable[..., Path]) -> None:
+    path, one = make(64), Regions(RegionRegistry())
     mine = one.register("mine", path.name, 0, 64)
-    assert ended.pid
-    ended.join()
-    theirs = Registered("theirs", path.name, 0, 64, found.st_dev, found.st_ino, f"{ended.pid} 1")
-    registry.change(lambda entries: [*entries, theirs])
-    one.look()
-    assert one.status(None) == [mine]
-    one.forget(theirs)
     one.forget(mine._replace(offset=1))
     assert one.status(None) == [mine]
     one.forget(mine)
@@ -270,7 +255,7 @@ def test_a_region_may_end_with_its_worker(make: Callable[..., Path]) -> None:
 
 def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     """Found where the region is named, where it is read and where it is written; it is not made longer again by that."""
-    path, one = make(8192), worker(RegionRegistry())
+    path, one = make(8192), Regions(RegionRegistry())
     one.register("r", path.name, 0, 8192)
     region = one.find("r")
     os.truncate(path, 4096)
@@ -296,7 +281,7 @@ from tableside.serving.region_registry import RegionRegistry
 path = Path("/dev/shm/holes")
 path.touch(0o600)
 os.truncate(path, 1 << 20)
-known = regions.Regions(RegionRegistry(), regions.RegionLimits(1, 1 << 30))
+known = regions.Regions(RegionRegistry())
 known.register("r", path.name, 0, 1 << 20)
 region = known.find("r")
 fill(Path("/dev/shm"))
@@ -329,7 +314,7 @@ def test_no_room() -> None:
 
 def test_slices_are_joined(make: Callable[..., Path]) -> None:
     """Where they follow each other on both sides, and only there; empty ones go."""
-    one, path = worker(RegionRegistry()), make(4096)
+    one, path = Regions(RegionRegistry()), make(4096)
     one.register("r", path.name, 0, 4096)
     one.register("s", path.name, 0, 4096)
     r, s = one.find("r"), one.find("s")
@@ -346,7 +331,7 @@ def test_slices_are_joined(make: Callable[..., Path]) -> None:
 
 def test_slices_that_overlap(make: Callable[..., Path]) -> None:
     """Two regions may be parts of one object, and a region in the middle of it begins elsewhere."""
-    one, path, other = worker(RegionRegistry()), make(4096), make(4096)
+    one, path, other = Regions(RegionRegistry()), make(4096), make(4096)
     one.register("r", path.name, 0, 4096)
     one.register("s", path.name, 100, 1000)
     one.register("t", other.name, 0, 4096)
@@ -422,7 +407,7 @@ def test_a_process_that_dies_in_a_change() -> None:
 def test_the_list_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than it holds is refused, and what it holds is kept; as many regions as may be fit."""
     registry = RegionRegistry()
-    longest = [Registered("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, f"{1 << 22} {1 << 62}")] * 1024
+    longest = [Registered("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, "x" * 88)] * regions.MOST_REGIONS
     registry.change(lambda entries: longest)
     assert registry.read()[1] == longest
     monkeypatch.setattr(shared_list, "HALF_BYTES", 1 << 12)

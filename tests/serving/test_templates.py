@@ -26,7 +26,7 @@ from tableside.serving.http.asgi import json_object
 from tableside.serving.http.templates import Templates
 from tableside.serving.http.v2_request import InferRequest
 from tableside.serving.region_registry import RegionRegistry
-from tableside.serving.regions import RegionLimits, Regions
+from tableside.serving.regions import Regions
 from tableside.serving.version import ServedVersion
 
 Publish = Callable[..., Any]
@@ -448,7 +448,7 @@ def shared() -> Iterator[tuple[Regions, Path]]:
     """A region `r` of 64 KiB, and its object."""
     path = Path(f"/dev/shm/test-{uuid.uuid4().hex[:12]}")
     path.write_bytes(bytes(65536))
-    known = Regions(RegionRegistry(), RegionLimits(1, 1 << 20))
+    known = Regions(RegionRegistry())
     known.register("r", path.name, 0, 65536)
     yield known, path
     path.unlink()

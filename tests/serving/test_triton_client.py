@@ -131,7 +131,7 @@ def test_statistics_count_requests_of_all_workers(client: Any) -> None:
 
 
 def test_large_requests_do_not_run_on_the_event_loop(client: Any) -> None:
-    """Above `inline_rows`, the same answer."""
+    """Above INLINE_IDS, the same answer."""
     ids = np.random.default_rng(1).integers(0, 1000, (2, 150_000))
     found = client.infer("demo", [tensor("user", ids, True)]).as_numpy("user")
     again = client.infer("demo", [tensor("user", ids[:1], True)]).as_numpy("user")
