@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from triton_calls import Tensors, TritonCalls, tensors, triton_calls
 
 from tableside.serving.cli import bench
+from tableside.serving.cli.bench import HEADER_LENGTH
 from tableside.serving.cli.generator import run
-from tableside.serving.wire import HEADER_LENGTH
 
 DIM, ROWS = 128, 200_000
 CASE = Case(26, 32, 20)

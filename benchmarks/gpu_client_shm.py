@@ -32,7 +32,7 @@ from make_model import publish_random
 
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.wire import HEADER_LENGTH
+from tableside.serving.cli.bench import HEADER_LENGTH
 
 BAGS, IDS = 4096, 20
 COUNT = FEATURES * BAGS * IDS

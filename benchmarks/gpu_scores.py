@@ -39,9 +39,8 @@ from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.cli.bench import request_bytes
+from tableside.serving.cli.bench import HEADER_LENGTH, request_bytes
 from tableside.serving.cli.generator import Load, run
-from tableside.serving.wire import HEADER_LENGTH
 
 FEATURES, IDS, ROWS, DIM = 26, 20, 100_000, 64
 WIDTHS = (FEATURES * DIM, 1024, 1024, 256, 1)

@@ -23,8 +23,8 @@ from tableside.loader.memory import processes_below
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Plan, Pooling, choose
 from tableside.serving.cli import bench
+from tableside.serving.cli.bench import HEADER_LENGTH
 from tableside.serving.cli.generator import run
-from tableside.serving.wire import HEADER_LENGTH
 
 DIM, MAX_ROWS, MODEL_BYTES = 64, 200_000, 1 << 30
 WARM_UP_REQUESTS = 200

@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from benchmarks import wire
 from campaigns.common import TABLES, folders, publish, standalone, told, workers_of
 from tableside.loader.memory import pss_bytes
-from tableside.serving import wire
 from tableside.serving.cli.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client, Jagged

@@ -28,10 +28,10 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import wire
 from campaigns import raw_cases, raw_http
 from campaigns.common import descriptors, folders, publish, random_of, standalone, until, workers_of
 from campaigns.request_cases import VALUE, Case, Unclear, Vectors, answer_of, mutated, right_v1, right_v2
-from tableside.serving import wire
 from tableside.serving.cli.local import LocalServer, local_server
 from tableside.serving.client import Client
 from tableside.serving.http.app import Application

@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from benchmarks import wire
 from campaigns.common import ROWS, descriptors, folders, publish, random_of, standalone, version_told, workers_of
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
-from tableside.serving import wire
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Jagged
 

@@ -22,6 +22,17 @@ PREFIX = "TABLESIDE_"
 TOKEN_LENGTH = 16  # of an admin token, at least
 _OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that setup.py, the images and the client read
 _SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
+_GROUPS = {  # of a command's help, by the first field of each; those before go without a title
+    "uds": "addresses",
+    "backend": "lookups and versions",
+    "gather_threads": "GPUs",
+    "scorer_dtype": "scorers",
+    "max_body_bytes": "limits of requests",
+    "max_header_bytes": "limits of connections",
+    "allow_client_shm": "clients and operators",
+    "log_format": "logs and traces",
+    "ready_timeout_s": "start and end",
+}
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
 
@@ -40,23 +51,11 @@ class ServerSettings(RootSettings):
     models: Annotated[tuple[str, ...], NoDecode] = Field((), description="published models to serve, separated by commas")
     all: bool = Field(
         False,
-        description="serve every model of the root, those that are published later too, until they are removed; each change "
-        "replaces the workers one by one",
+        description="serve every model of the root, those that are published later too, until they are removed",
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    uds: Path | None = Field(
-        None,
-        description="path of a Unix socket to listen on, instead of host and port; the server's user and group may connect to it",
-    )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
-        description="names that a request's Host may have, separated by commas, beside IP addresses; * allows all; not set: "
-        "localhost on a loopback address, all elsewhere",
-    )
     workers: int = Field(1, ge=1, le=256, description="worker processes")
-    backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
-    threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
     )
@@ -69,6 +68,32 @@ class ServerSettings(RootSettings):
     hbm_budget: Bytes | None = Field(
         None, description="GPU memory for tables and cache of one GPU's engine process, as 8GiB; not set: two fifths of it"
     )
+
+    uds: Path | None = Field(
+        None,
+        description="path of a Unix socket to listen on, instead of host and port; the server's user and group may connect to it",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names that a request's Host may have, separated by commas, beside IP addresses; * allows all; not set: "
+        "localhost on a loopback address, all elsewhere",
+    )
+
+    backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
+    threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
+    verify: Literal["full", "header"] = Field(
+        "full",
+        description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
+        "until the scrubber or `tableside verify` finds it",
+    )
+    poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
+    max_behind_s: float = Field(
+        0, ge=0, description="seconds that a worker may answer from another state than the live one and be ready; 0: any"
+    )
+    scrub_hours: float = Field(
+        24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
+    )
+
     gather_threads: int | None = Field(
         None,
         ge=0,
@@ -81,17 +106,10 @@ class ServerSettings(RootSettings):
         description="which rows a GPU's cache lets go: those used least, with old uses counting less, or not used for longest",
     )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
-    verify: Literal["full", "header"] = Field(
-        "full",
-        description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
-        "until the scrubber or `tableside verify` finds it",
+    gpu_from_ids: int = Field(
+        4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
     )
-    poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
-    max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
-    max_response_bytes: Bytes = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
-    max_scorer_bytes: Bytes = Field(
-        2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
-    )
+
     scorer_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
         description="what an exported scorer computes in on a GPU; bf16 and fp16: its weights and inputs are rounded to it, "
@@ -100,6 +118,12 @@ class ServerSettings(RootSettings):
     scorer_timeout_s: float = Field(
         10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
     )
+    max_scorer_bytes: Bytes = Field(
+        2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
+    )
+
+    max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
+    max_response_bytes: Bytes = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
     max_json_bytes: Bytes = Field(
         4 << 20, ge=1024, description="largest JSON body, JSON header of a binary one, and vectors of a JSON response"
     )
@@ -108,6 +132,7 @@ class ServerSettings(RootSettings):
     )
     max_waiting: int = Field(1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503")
     max_wait_s: float = Field(1.0, gt=0, description="seconds that a request waits for its turn before it gets 503")
+
     max_header_bytes: Bytes = Field(16 << 10, ge=256, description="largest request line and headers together")
     max_connections: int = Field(
         1024, ge=1, description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503"
@@ -120,14 +145,9 @@ class ServerSettings(RootSettings):
     body_timeout_s: float = Field(8, gt=0, description="seconds from the end of the headers to the end of the body")
     write_timeout_s: float = Field(8, gt=0, description="seconds that a client may refuse to read its response")
     idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open between two requests")
+
     allow_client_shm: bool = Field(
         False, description="clients on this host may register shared memory of the server's user, for inputs and outputs"
-    )
-    log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
-    traces: str = Field(
-        "",
-        description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
-        "tableside[otel], and OTEL_* variables set it up; empty: no spans",
     )
     admin_token: SecretStr | None = Field(
         None,
@@ -135,20 +155,19 @@ class ServerSettings(RootSettings):
         description="who brings it may load and unload models while the server runs; a file hides it from other users' ps",
     )
     admin_token_file: Path | None = Field(None, description="file with the admin token; white space around it does not count")
-    max_behind_s: float = Field(
-        0, ge=0, description="seconds that a worker may answer from another state than the live one and be ready; 0: any"
+
+    log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
+    traces: str = Field(
+        "",
+        description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
+        "tableside[otel], and OTEL_* variables set it up; empty: no spans",
     )
-    scrub_hours: float = Field(
-        24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
-    )
-    drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
-    shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get to finish at shutdown")
+
     ready_timeout_s: int = Field(
         600, ge=1, description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up"
     )
-    gpu_from_ids: int = Field(
-        4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
-    )
+    drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
+    shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get to finish at shutdown")
 
     engines: int = Field(1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set")
     engine: str = Field("", exclude=True, description="address of this worker's engine process; the supervisor's to set")
@@ -238,8 +257,10 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:
-    """Adds an option for each field. Its default is shown but not set, so that the environment counts where it is not given."""
+    """Adds an option for each field, in groups. Its default is shown but not set, so that the environment counts without it."""
+    title, groups = "", dict[str, argparse._ActionsContainer]({"": parser})
     for name, field in settings.model_fields.items():
+        title = _GROUPS.get(name, title)
         if name in skip:
             continue
         options: dict[str, Any] = {
@@ -253,7 +274,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *
             options["type"] = lambda value: ALIASES.get(value, value)
         else:
             options["metavar"] = name.rsplit("_", 1)[-1].upper()
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
+        group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def given(arguments: argparse.Namespace, settings: type[BaseSettings]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tableside.serving import wire
 from tableside.serving.errors import ServingError
 
+HEADER_LENGTH = "Inference-Header-Content-Length"
 Form = Literal["named", "compact"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
@@ -60,7 +60,7 @@ def make_requests(
     if raw := [t["name"] for t in described["tables"] if t.get("ids") == "raw"]:
         raise ServingError(
             f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so none can be drawn; "
-            "load it with requests of your own (tableside.serving.wire)"
+            "load it with requests of your own"
         )
     ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
     if ids_bytes > max_bytes:
@@ -136,7 +136,7 @@ def _infer(tensors: Sequence[tuple[str, NDArray[Any]]]) -> tuple[dict[str, str],
     ]
     head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
     head = head.ljust(-(-len(head) // 8) * 8)  # as the client does: aligned ids are read a little faster
-    headers = {wire.HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}
+    headers = {HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}
     return headers, head + b"".join(a.tobytes() for _, a in tensors)
 
 

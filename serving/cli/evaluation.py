@@ -14,10 +14,12 @@ from tableside.loader.load import load as load_model
 from tableside.loader.model import check_name, read_model
 from tableside.loader.states import State, parse_state, resolve
 from tableside.loader.versions import Model
+from tableside.serving.cli.arguments import count, finite
 from tableside.serving.cli.models import check_no_path
+from tableside.serving.cli.options import AddCommand, add_json
 from tableside.serving.cli.output import console, errors, print_json, progress_bar
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import RootSettings, ServerSettings, given
+from tableside.serving.settings import RootSettings, ServerSettings, add_options, given
 
 if TYPE_CHECKING:  # the evaluation needs pyarrow, which the other commands do without
     from tableside.serving.evaluation.run import Report
@@ -114,3 +116,26 @@ def _print_report(report: "Report") -> None:
         if report.ne_increase is not None:
             reason = "the increase of NE is larger than --max-ne-increase allows"
         console.print("passed" if report.passed else f"FAILED: {reason}")
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth")
+    p.add_argument("model", metavar="MODEL", help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first")
+    p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
+    p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
+    p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
+    p.add_argument("--max-ne-increase", type=finite, help="exit with 3 where NE is larger by more than this")
+    p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
+    p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
+    p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
+    p.add_argument("--ray-address", help="the cluster (default: one of its own, on this machine)")
+    p.add_argument(
+        "--source", type=Path, action="append", metavar="MODEL.TOML", help="publishes the model where a machine has it not"
+    )
+    p.add_argument("--batch", type=count(1), default=4096, help="rows scored at once (default: %(default)s)")
+    p.add_argument("--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    add_json(p)
+    p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
+    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
+    add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))

@@ -20,9 +20,14 @@ from tableside.loader.states import state_of
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model, damaged
 from tableside.quant import RowFormat
+from tableside.serving.cli import showing
+from tableside.serving.cli.arguments import count, size, state, url
 from tableside.serving.cli.models import chosen, published, root_settings
+from tableside.serving.cli.options import KEEP, AddCommand, add_json, add_keep_states
 from tableside.serving.cli.output import console, errors, mb, progress_bar
+from tableside.serving.cli.remote import add_headers
 from tableside.serving.cli.showing import describe_reused, describe_scorer
+from tableside.serving.client.address import default_url
 from tableside.serving.errors import ServingError
 
 
@@ -174,3 +179,88 @@ def gc(options: argparse.Namespace) -> int:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")
     return 0
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("init", init, "write a first model.toml from what a checkpoint holds")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument(
+        "--from-module",
+        type=Path,
+        metavar="FILE",
+        help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
+    )
+    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write; -: print it (default: %(default)s)")
+    p.add_argument("--name", help="the model's name (default: the checkpoint's)")
+    p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
+    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
+
+    p = command("load", load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p.add_argument("model", type=Path, metavar="MODEL.TOML")
+    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument(
+        "--max-memory",
+        type=size,
+        default="64MiB",
+        metavar="BYTES",
+        help="most private memory for buffers, such as 256MiB (default: %(default)s)",
+    )
+    p.add_argument(
+        "--backend",
+        default="auto",
+        help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)",
+    )
+    p.add_argument(
+        "--keep",
+        type=KEEP,
+        default=1,
+        help="older versions that stay published, for a rollback (default: %(default)s)",
+    )
+    p.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TABLE",
+        help="a table to load, the others are those of the live version; may come again (default: all tables)",
+    )
+    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+    p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
+
+    p = command("list", showing.list_models, "list models and versions in shared memory, or those that a running server has")
+    p.add_argument("--url", type=url, nargs="?", const=default_url(), help="list what this server serves (alone: TABLESIDE_URL)")
+    add_headers(p)
+    add_json(p)
+
+    p = command("inspect", showing.inspect, "show what a version holds")
+    p.add_argument("model")
+    p.add_argument("version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)")
+    add_json(p)
+
+    p = command("verify", verify, "read every byte of the versions and compare checksums")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("version", type=count(1), nargs="?", help="(default: all versions)")
+
+    p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
+    p.add_argument("model")
+    p.add_argument(
+        "version", type=state, metavar="VERSION[+SEQUENCE]", help="a version with its newest changes, or those up to one"
+    )
+
+    p = command("remove", remove, "remove a version that is not live, or a whole model")
+    p.add_argument("model")
+    p.add_argument("version", type=count(1), nargs="?")
+    p.add_argument("--all", action="store_true", help="the whole model, the live version too")
+
+    p = command("gc", gc, "remove what killed loads left, and old versions")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("--keep", type=KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    add_keep_states(p)
+
+    p = command("compact", compact_model, "make the live version and the changes over it the next version")
+    p.add_argument("model")
+    p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")

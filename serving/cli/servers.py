@@ -11,15 +11,19 @@ import orjson
 from rich.table import Table
 
 from tableside.loader.nearest import did_you_mean
-from tableside.serving import wire
 from tableside.serving.cli import remote
+from tableside.serving.cli.arguments import count, exponent, rate, seconds
 from tableside.serving.cli.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
-from tableside.serving.cli.generator import Load, merged, run, run_at_rate
+from tableside.serving.cli.generator import ARRIVALS, Load, merged, run, run_at_rate
 from tableside.serving.cli.models import load_where_named
+from tableside.serving.cli.options import AddCommand, add_json
 from tableside.serving.cli.output import console, mb, print_json
+from tableside.serving.cli.remote import add_server
+from tableside.serving.cli.top import top as show_top
+from tableside.serving.client import Jagged
 from tableside.serving.client.address import Address
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import ServerSettings, given
+from tableside.serving.settings import ServerSettings, add_options, given
 
 _LATENCIES = {"p50_ms": 50, "p99_ms": 99, "p99_9_ms": 99.9}
 _TURNS = 5  # of each form, where there are several
@@ -42,7 +46,7 @@ def _end(sig: int, frame: FrameType | None) -> NoReturn:
 
 def lookup(options: argparse.Namespace) -> int:
     """Looks ids up on a running server and prints the vectors."""
-    features: dict[str, wire.Jagged] = {}
+    features: dict[str, Jagged] = {}
     for name, ids in map(_parse_feature, options.features):
         if name in features:
             raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
@@ -140,7 +144,7 @@ def _how(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) 
     return f"{', '.join(prepared)}, {options.concurrency} connections, {options.seconds:g} s{when}"
 
 
-def _parse_feature(text: str) -> tuple[str, wire.Jagged]:
+def _parse_feature(text: str) -> tuple[str, Jagged]:
     name, equals, ids = text.partition("=")
     try:
         bags = [[int(i) for i in bag.split(",") if i.strip()] for bag in ids.split(";")]
@@ -148,7 +152,7 @@ def _parse_feature(text: str) -> tuple[str, wire.Jagged]:
         bags = []
     if not (name and equals and bags):
         raise ServingError(f"{text!r}: expected FEATURE=IDS such as clicked=1,2,3;7")
-    return name, wire.Jagged([i for bag in bags for i in bag], [len(bag) for bag in bags])
+    return name, Jagged([i for bag in bags for i in bag], [len(bag) for bag in bags])
 
 
 def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
@@ -160,3 +164,67 @@ def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
     if not (name and equals and parsed and len({len(row) for row in parsed}) == 1):
         raise ServingError(f"{text!r}: expected NAME=ROWS such as context=0.5,1;0.25,2, every row as long")
     return name, parsed
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("serve", serve, "serve models over HTTP; those that are named by a path are loaded first")
+    p.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        default=None,
+        help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
+    )
+    add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
+    p.usage = f"{p.prog} [OPTION ...] [MODEL ...]"
+
+    p = command("lookup", lookup, "look ids up on a running server and print the vectors")
+    _add_server(p)
+    p.add_argument(
+        "features",
+        nargs="+",
+        metavar="FEATURE=IDS",
+        help="bags separated by ';', ids by ',': clicked=1,2,3;7",
+    )
+    p.add_argument("--json", action="store_true", help="whole vectors as JSON")
+
+    p = command("score", score, "score rows on a running server, with the model's scorer")
+    _add_server(p)
+    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
+    p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
+
+
+def add_bench_and_top(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("bench", bench, "load a running server and report throughput and latencies")
+    _add_server(p)
+    p.add_argument("--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
+    p.add_argument("--same", action="store_true", help="as many ids in every bag; without it lengths differ in every request")
+    p.add_argument(
+        "--form",
+        choices=(*FORMS, "both"),
+        default="named",
+        help="tensors for each feature, or two for all of them; both: in turns (default: %(default)s)",
+    )
+    p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--rate", type=rate, help="requests a second, sent when they are due; without it as fast as they are answered")
+    p.add_argument(
+        "--arrivals", choices=ARRIVALS, default="poisson", help="when requests are due with --rate (default: %(default)s)"
+    )
+    p.add_argument("--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+
+    add_json(p)
+
+    p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
+    add_server(p)
+    p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
+    p.add_argument("--once", action="store_true", help="one table, and end")
+    add_json(p)
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model")
+    add_server(p)

@@ -20,7 +20,9 @@ from tableside.loader.changes import Batch, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.loader.load import Progress
 from tableside.loader.versions import Model
+from tableside.serving.cli.arguments import count, seconds, share
 from tableside.serving.cli.models import published
+from tableside.serving.cli.options import AddCommand, add_json, add_keep_states
 from tableside.serving.cli.output import console, mb, print_json, progress_bar
 from tableside.serving.errors import ServingError
 from tableside.serving.follow.compactions import Compactions
@@ -199,3 +201,50 @@ def follow(options: argparse.Namespace) -> int:
         )
     _log.info("%s no longer follows %s", model.name, source.name)
     return 0
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("apply", apply, "change rows of the live version: insert, overwrite and delete those that a file names")
+    p.add_argument("model")
+    p.add_argument("file", type=Path, help="a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)")
+    _add_changes(p)
+    p.add_argument("--number", type=count(1), help="the sender's count: what was applied before does nothing, a gap is an error")
+    p.add_argument("--source", help="the sender, where several count for themselves (default: apply)")
+    p.add_argument("--first", action="store_true", help="the count begins with --number, and not with 1")
+    add_json(p)
+
+    p = command("follow", follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
+    p.add_argument("model")
+    p.add_argument("source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
+    _add_changes(p)
+    told = "seconds within which changes are visible, where applying them takes less than half of that (default: %(default)s)"
+    p.add_argument("--every-s", type=seconds, default=1.0, help=told)
+    p.add_argument("--rows", type=count(1), default=1_000_000, help="rows after which a batch ends, about (default: %(default)s)")
+    p.add_argument(
+        "--from",
+        dest="start",
+        default="start",
+        metavar="POSITION",
+        help="where to begin a stream of which nothing was applied: start, end, or behind a position (default: %(default)s)",
+    )
+    p.add_argument(
+        "--compact-at",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="compact where changes take more than this share of the version's bytes, as 0.2; 0: never (default: %(default)s)",
+    )
+    told = "how far its processor time gives way to others', 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
+    p.add_argument("--nice", type=int, choices=range(20), default=10, metavar="N", help=told)
+    told = "go on without changes that the model refuses, and write them to this file, a line of JSON each (default: end)"
+    p.add_argument("--skip-bad", type=Path, metavar="FILE", help=told)
+    p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied; what lies between is left out")
+    p.add_argument("--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)")
+    add_json(p)
+
+
+def _add_changes(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--table", help="the table of all rows (default: the model's, where it has one, or what each row says)")
+    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    add_keep_states(p)

@@ -7,7 +7,7 @@ import orjson
 import pytest
 import torch
 
-from tableside.serving import wire
+from benchmarks import wire
 from tableside.serving.client import ClientError, FeatureError, Jagged
 from tableside.serving.client.compact import CompactForm, Feature, Schema, keyed, obstacle
 from tableside.serving.client.features import columns

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.wire import encode
 from tableside.serving.client import Client
-from tableside.serving.wire import encode
 
 IDS = [[1, 2], [3]]
 

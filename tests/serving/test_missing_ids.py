@@ -18,9 +18,9 @@ from raw_demo import FEATURES, TABLES, Request, draw, expected, publish_raw, unf
 from servers import Server, start_server
 from support import end, run_tableside
 
+from benchmarks import wire
 from tableside.loader.header import ScorerInput, StoredScorer
 from tableside.loader.model import Feature
-from tableside.serving import wire
 from tableside.serving.client import AsyncClient, Client, ClientError, LookedUp
 
 Answer = tuple[dict[str, Any], dict[str, Any]]

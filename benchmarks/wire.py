@@ -1,7 +1,4 @@
-"""Infer requests and responses as bytes, for load generators and campaigns, which have connections of their own.
-
-Features go by name (`serving.client.named`). `Client` is what looks up.
-"""
+"""Infer requests and responses as bytes, for tests and campaigns, which have connections of their own. Features go by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +6,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tableside.serving.cli.bench import HEADER_LENGTH
 from tableside.serving.client.features import Array, Ids, array, columns
-from tableside.serving.client.features import Jagged as Jagged
 from tableside.serving.client.messages import DTYPES
 from tableside.serving.client.named import NamedForm
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 def encode(
