@@ -27,7 +27,8 @@ from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client
-from tableside.serving.placement import Placement, Placements
+from tableside.serving.hbm_plan import Placement
+from tableside.serving.placement import Placements
 from tableside.serving.request import FeatureInput
 from tableside.serving.version import ServedVersion
 

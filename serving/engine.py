@@ -13,16 +13,16 @@ from functools import partial
 from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError, VersionError
-from tableside.loader.segment import Segment, Verify
+from tableside.loader.segment import Segment
 from tableside.loader.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, Precision, QuantError
+from tableside.quant import QuantError
 from tableside.serving.errors import ApiError, Kind, ServingError, not_found
 from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.scorers import open_scorer
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import Beside, ServedVersion
+from tableside.serving.version import ServedVersion
 
 logger = logging.getLogger("tableside")
 
@@ -63,24 +63,15 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        backend: CpuBackend,
+        settings: ServerSettings,
         placer: Placer,
         *,
-        threads: int,
-        verify: Verify,
-        max_response_bytes: int,
         scorer_limits: ScorerLimits = NO_LIMITS,
-        scorer_precision: Precision = Precision.FP32,
-        gpu_from_ids: int = 0,
         scores: bool = True,
     ) -> None:
-        """gpu_from_ids: where versions are on a GPU, the CPU looks up requests of fewer ids. scores: open their scorers."""
-        self.model, self._scorer_limits, self._scores = model, scorer_limits, scores
-        self._scorer_precision = scorer_precision
-        self._placer = placer
-        self._gpu_from_ids = gpu_from_ids
-        self._backend, self._threads, self._verify = backend, threads, verify
-        self._max_response_bytes = max_response_bytes
+        """scores: open the versions' scorers."""
+        self.model, self._settings, self._placer = model, settings, placer
+        self._scorer_limits, self._scores = scorer_limits, scores
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
         self._refused: set[State] = set()  # since `_live` was made live
@@ -89,21 +80,12 @@ class Engine:
         self._last_warning = ""
 
     @classmethod
-    def of(cls, settings: ServerSettings, name: str, backend: CpuBackend, placer: Placer) -> "Engine":
-        """The engine of a model that this process looks up itself, as the settings have it."""
+    def of(cls, settings: ServerSettings, name: str, placer: Placer) -> "Engine":
+        """The engine of a model that this server looks up itself."""
         limits = ScorerLimits(
             settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
         )
-        return cls(
-            Model(settings.root, name, settings.owner),
-            backend,
-            placer,
-            threads=settings.threads,
-            verify=settings.verify,
-            max_response_bytes=settings.max_response_bytes,
-            scorer_limits=limits,
-            scorer_precision=settings.scorer_precision,
-        )
+        return cls(Model(settings.root, name, settings.owner), settings, placer, scorer_limits=limits)
 
     def begin(self) -> None:
         """Attaches the state to serve first, and answers from it. Where that goes meanwhile, as newer ones come, it is the next.
@@ -173,11 +155,11 @@ class Engine:
         before = self._served
         like = None if before is None else before.segment
         unverified: Segment | None = None
-        if self._placer.gpu is not None and self._verify == "full":
+        if self._placer.gpu is not None and self._settings.verify == "full":
             version = (state or state_of(self.model.record())).version
             if like is None or like.header.version != version:
                 unverified = like = self.model.attach(version or None, "header")
-        segment = attach_state(self.model, state, self._verify, like)
+        segment = attach_state(self.model, state, self._settings.verify, like)
         if before is not None and segment.base is before.segment.base:
             return before.with_deltas(segment, self._placer.place(segment, before.placed if as_successor else None))
         replaced = before.placed if before is not None and as_successor else None
@@ -202,23 +184,22 @@ class Engine:
                 scorer = open_scorer(
                     segment,
                     self._placer.torch_device,
-                    self._threads,
+                    self._settings.threads,
                     self._scorer_limits,
                     on_device=self._placer.gpu is not None,
-                    precision=self._scorer_precision,
+                    precision=self._settings.scorer_precision,
                 )
             clock.mark("scorer")
             self._placer.compile(segment)
             clock.mark("kernels")
             served = ServedVersion(
                 segment,
-                self._placer.gpu or self._backend,
+                self._placer.gpu or self._placer.cpu,
                 placed,
                 scorer=scorer,
-                threads=self._threads,
-                max_response_bytes=self._max_response_bytes,
-                verified_at=time.time() if self._verify == "full" else 0.0,
-                beside=Beside(self._backend, self._gpu_from_ids) if self._placer.gpu is not None and self._gpu_from_ids else None,
+                threads=self._settings.threads,
+                max_response_bytes=self._settings.max_response_bytes,
+                verified_at=time.time() if self._settings.verify == "full" else 0.0,
             )
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:

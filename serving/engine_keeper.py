@@ -36,10 +36,6 @@ class EngineKeeper:
     def start(self) -> None:
         self._made.start()
 
-    def serve(self, config: WorkerConfig) -> None:
-        """The models of the next engine are this configuration's. The one that runs learns them from its doors."""
-        self._config = config.on(self._device, self.address)
-
     def look(self, has_served: bool) -> bool:
         """Replaces an engine that ended or no longer answers. False: it cannot start, and never did.
 

@@ -1,8 +1,4 @@
-"""`tableside serve --all`: which models of the root are served, as models come and go.
-
-Workers are started with the models that they serve. So when the root has others, every worker is replaced, one after another,
-each when its successor is ready, and requests go on. New versions of a model are taken by the workers that run.
-"""
+"""`tableside serve --all`: the models of the root are what workers are to serve, as models come and go."""
 
 import logging
 import time
@@ -10,12 +6,13 @@ from collections.abc import Collection
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions import Model, models
+from tableside.serving.model_list import ModelList
 from tableside.serving.settings import RootSettings
 
 logger = logging.getLogger("tableside")
 
 LOOK_S = 1.0  # between two looks at the root
-RETRY_S = 5.0  # before workers are replaced again, where their successors did not get ready
+RETRY_S = 5.0  # before workers try again what they could not take
 
 
 def published_models(settings: RootSettings, served: Collection[str] = ()) -> tuple[str, ...]:
@@ -40,29 +37,25 @@ def _is_live(model: Model, is_served: bool) -> bool:
 
 
 class Following:
-    """Looks from time to time which models the root has. served: those that workers are started with now."""
+    """Writes which models the root has into the list that workers follow."""
 
-    def __init__(self, settings: RootSettings, served: tuple[str, ...]) -> None:
-        self._settings, self.served = settings, served
-        self._look_at = 0.0
+    def __init__(self, settings: RootSettings, models: ModelList) -> None:
+        self._settings, self._models = settings, models
+        self._look_at = self._again_at = 0.0
 
-    def look(self, running: Collection[tuple[str, ...]]) -> bool:
-        """Whether workers are to be replaced; `served` says with which models. running: of the workers that there are.
-
-        A worker whose successor failed still has the models of before: it is replaced again, RETRY_S later.
-        """
+    def look(self) -> None:
+        """Looks at the root, where LOOK_S have passed."""
         if (now := time.monotonic()) < self._look_at:
-            return False
-        self._look_at = now + LOOK_S
+            return
+        self._look_at, wanted = now + LOOK_S, self._models.wanted().models
         try:
-            found = published_models(self._settings, self.served)
+            found = published_models(self._settings, wanted)
         except (LoaderError, OSError) as error:
             logger.warning("cannot see which models are published: %s", error)
-            return False
-        if found != self.served:
+            return
+        if found != tuple(wanted):
             logger.info("models to serve from now on: %s", ", ".join(found) or "none")
-            self.served = found
-        if all(models == found for models in running):
-            return False
-        self._look_at = now + RETRY_S
-        return True
+        elif now < self._again_at or not self._models.reasons():
+            return
+        self._again_at = now + RETRY_S
+        self._models.want_these(found)

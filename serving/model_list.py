@@ -1,4 +1,5 @@
-"""Which models a server's workers are to serve, and which of them each worker serves: what loading and unloading changes.
+"""Which models a server's workers are to serve, and which of them each worker serves. Operators change the list by
+loading and unloading, and `--all` by what the root has (`serving.following`).
 
 The list has one entry of what is wanted, and one of each worker with what it has taken of that. A change raises `serial`. A
 worker follows the list as it watches versions, and tells the serial that it has come to. So the worker that was asked knows when
@@ -45,13 +46,16 @@ class ModelList(SharedList[Taken]):
         """Adds a model or takes it from the list; returns the serial that workers have to come to."""
 
         def change(entries: list[Taken]) -> list[Taken]:
-            before, others = entries[0], entries[1:]
+            before = entries[0]
             if (model in before.models) == is_wanted:
                 return entries
-            models = [m for m in before.models if m != model] + [model] * is_wanted
-            return [Taken("", before.serial + 1, models), *others]
+            return _with(entries, [m for m in before.models if m != model] + [model] * is_wanted)
 
         return self.change(change)[0].serial
+
+    def want_these(self, models: Iterable[str]) -> None:
+        """Replaces the list. Workers try again to take what they could not."""
+        self.change(lambda entries: _with(entries, list(models)))
 
     def tell(self, serial: int, models: Iterable[str], reasons: Iterable[tuple[str, str]] = ()) -> None:
         """Says what this worker has taken. Entries of workers that ended go."""
@@ -62,6 +66,11 @@ class ModelList(SharedList[Taken]):
         """The workers that have not come to `serial` yet."""
         return [e for e in self.read()[1][1:] if e.serial < serial and lives(e.worker)]
 
-    def reason(self, model: str) -> str:
-        """Why a worker could not take a model; "" where each did."""
-        return next((why for e in self.read()[1][1:] for name, why in e.reasons if name == model and lives(e.worker)), "")
+    def reasons(self) -> dict[str, str]:
+        """Models that a worker could not take, and why."""
+        return {name: why for e in self.read()[1][1:] for name, why in e.reasons if lives(e.worker)}
+
+
+def _with(entries: list[Taken], models: list[str]) -> list[Taken]:
+    """The list where these models are wanted."""
+    return [Taken("", entries[0].serial + 1, models), *entries[1:]]

@@ -1,12 +1,10 @@
 """Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with the CPU."""
 
-import bisect
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,11 +12,18 @@ from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
-from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 from tableside.serving.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.errors import ServingError
-from tableside.serving.id_indexes import index_bytes, with_copied_ids
-from tableside.serving.settings import ALIASES, ServerSettings
+from tableside.serving.hbm_plan import (
+    Placement,
+    largest_share,
+    map_bytes,
+    plan_indexes,
+    plan_placements,
+    split_bytes,
+    without_deltas,
+)
+from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     import torch
@@ -32,92 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
-_SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
-_SMALLEST_CACHE = 1 << 20  # bytes
 _WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
-_DELTAS = 16  # a sixteenth of a budget that a cache or split tables take is left for deltas
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
-
-
-class Placement(StrEnum):
-    """hbm: copied once to the GPU. cached: read through the GPU's cache; misses come from the segment. zero_copy (alias uvm):
-    read by the GPU in the segment. hybrid: some rows as hbm, the others as zero_copy. host: looked up by the CPU."""
-
-    HBM = "hbm"
-    CACHED = "cached"
-    HYBRID = "hybrid"
-    ZERO_COPY = "zero_copy"
-    HOST = "host"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Placement | None":
-        name = ALIASES.get(value) if isinstance(value, str) else None
-        return None if name is None else cls(name)
-
-
-def plan_placements(
-    tables: Iterable[StoredTable], wanted: str, budget_bytes: int, cache_is_open: bool = False
-) -> dict[str, Placement]:
-    """Table name -> placement.
-
-    auto: all tables in hbm where the budget holds them. Else the smallest ones in a quarter of the budget, and the others
-    cached. If that leaves too little for a cache, as many in hbm as the budget holds, and the others zero_copy.
-    cache_is_open: there is a cache already, beside this budget; tables that the budget does not hold are read through it.
-
-    ServingError: hbm was asked for and the budget does not hold every table.
-    """
-    tables = list(tables)
-    total = sum(t.bytes + index_bytes(t, True) for t in tables)
-    holds_all = total <= budget_bytes
-    if wanted == Placement.HYBRID:
-        rest = _without_deltas(budget_bytes) - sum(index_bytes(t, False) for t in tables)
-        whole = Placement.HBM if holds_all else Placement.HYBRID if _share(tables, rest) else Placement.ZERO_COPY
-        return {t.name: whole for t in tables}
-    if wanted == Placement.HBM and not holds_all:
-        raise ServingError(
-            f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise --hbm-budget, "
-            "or choose --placement auto"
-        )
-    if wanted != "auto":
-        return {t.name: Placement(wanted) for t in tables}
-    least = {t.name: index_bytes(t, False, copies_ids=False) for t in tables}  # wherever their rows lie
-    rest = budget_bytes if holds_all else max(0, budget_bytes - sum(least.values()))
-    for_cache = rest - rest // _SMALL_PART - 2 * _map_bytes(tables)
-    opens_cache = not (holds_all or cache_is_open) and for_cache >= _SMALLEST_CACHE
-    left = rest // _SMALL_PART if opens_cache else rest
-    others = Placement.CACHED if opens_cache or cache_is_open else Placement.ZERO_COPY
-    placements = {}
-    for t in sorted(tables, key=lambda t: t.bytes):
-        size = t.bytes + index_bytes(t, True) - least[t.name]
-        fits = holds_all or size <= left
-        placements[t.name] = Placement.HBM if fits else others
-        left -= size if fits else 0
-    return placements
-
-
-def _without_deltas(budget_bytes: int) -> int:
-    """What a cache or split tables may take of a budget beside what else takes it."""
-    return budget_bytes - budget_bytes // _DELTAS
-
-
-def _share(tables: Sequence[StoredTable], budget_bytes: int) -> int:
-    """The largest share, below SPLIT_BLOCK, for which the budget holds the HBM rows of every table."""
-    shares = range(SPLIT_BLOCK)
-    return max(0, bisect.bisect_right(shares, budget_bytes, key=lambda share: _split_bytes(tables, share)) - 1)
-
-
-def _split_bytes(tables: Iterable[StoredTable], share: int) -> int:
-    """HBM that the tables take if they are split by `share`."""
-    return sum(split_rows(t.rows, share) * t.row_bytes for t in tables)
-
-
-def _map_bytes(tables: Iterable[StoredTable | Table]) -> int:
-    """HBM that cached tables take beside the cache: maps of a batch's misses."""
-    from tableside.quant.cache.tables import map_bytes
-
-    return sum(map_bytes(t.rows) for t in tables)
 
 
 class Placements:
@@ -138,7 +61,7 @@ class Placements:
     ) -> None:
         self.placements, self.hbm_bytes = placements, hbm_bytes
         self._base = base
-        self._handovers: list[Callable[[], None]] = []
+        self.handovers: list[Callable[[], None]] = []  # what `take_over` calls
         self.on_gpu = on_gpu or {}
         self.tables: Mapping[str, RowSource] = {**(on_host or {}), **self.on_gpu}
 
@@ -146,25 +69,13 @@ class Placements:
     def base(self) -> "Placements":
         return self if self._base is None else self._base
 
-    def plan_handover(self, handover: "Callable[[], None]") -> None:
-        """Has `take_over` call it."""
-        self._handovers.append(handover)
-
     def take_over(self) -> None:
         """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To be called when this
         version is about to take the other one's requests: that one fetches these rows again."""
         base = self.base
-        handovers, base._handovers = base._handovers, []  # they hold the replaced version
+        handovers, base.handovers = base.handovers, []  # they hold the replaced version
         for handover in handovers:
             handover()
-
-
-def _going_bytes(replaced: Placements, segment: Segment, base: Placements) -> int:
-    """HBM that goes with what the state `segment` of the version `base` replaces."""
-    kept = {id(v.index) for t in segment.tables.values() if t.row_map and t.row_map.overlay for v in t.row_map.overlay.levels}
-    levels = {level for table in replaced.on_gpu.values() for level in table.levels}
-    going = sum(level.bytes for level in levels if id(level.index) not in kept)
-    return going if replaced.base is base else going + replaced.base.hbm_bytes
 
 
 class Placer:
@@ -177,7 +88,7 @@ class Placer:
     def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead = stashable, ahead
-        self._settings, self._cpu = settings, cpu
+        self._settings, self.cpu = settings, cpu
         self._budget = self._held = 0
         self._lock = threading.Lock()
         self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
@@ -192,7 +103,7 @@ class Placer:
         try:
             from tableside.quant.gpu.backend import GpuBackend
 
-            self.gpu = GpuBackend(name, self._cpu, threads=self._settings.threads)
+            self.gpu = GpuBackend(name, self.cpu, threads=self._settings.threads)
         except MissingBackend as error:
             raise MissingBackend(f"{error}; or serve without --devices") from error
         default = int(self.gpu.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
@@ -229,10 +140,12 @@ class Placer:
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
     def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None) -> Placements:
-        from tableside.serving.placed_deltas import with_deltas
+        from tableside.serving.placed_deltas import going_bytes, with_deltas
 
         with self._lock:
-            going = 0 if replaced is None else _going_bytes(replaced, segment, base)
+            going = 0 if replaced is None else going_bytes(replaced.on_gpu, segment)
+            if replaced is not None and replaced.base is not base:
+                going += replaced.base.hbm_bytes
             tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held + going))
             levels = {level for table in tables.values() for level in table.levels}
             for level in levels - set(self._levels):
@@ -247,15 +160,15 @@ class Placer:
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
-            in_host, indexes = self._plan_indexes(segment.header.tables, placements, left, replaced is not None)
+            in_host, indexes = plan_indexes(segment.header.tables, placements, left, self.cache is not None, replaced is not None)
             split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
-            share = _share(split, _without_deltas(left) - indexes)
+            share = largest_share(split, without_deltas(left) - indexes)
             hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
             try:
                 if self.cache is None:  # it is opened with room for these tables' maps
-                    self._open_cache(gpu, segment, placements, _without_deltas(left) - hbm_bytes - indexes // _GROWTH)
+                    self._open_cache(gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH)
                 else:
-                    hbm_bytes += _map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
+                    hbm_bytes += map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
                 tables = self._tables(gpu, segment, placements, share, in_host)
                 placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
             except QuantError as error:
@@ -271,44 +184,11 @@ class Placer:
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
             self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
 
-    def _plan_indexes(
-        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int, is_successor: bool
-    ) -> tuple[dict[str, "InHost"], int]:
-        """What of each table's index lies in host memory, and what all indexes take of HBM.
-
-        Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read in the segment.
-        A successor is served whatever the budget leaves: where that does not hold what else finds rows, the largest indexes lie
-        in host memory. ServingError: the budget does not hold what must be copied.
-        """
-        from tableside.quant.gpu.residence import InHost
-
-        whole = [t for t in tables if placements[t.name] is Placement.HBM]
-        others = [t for t in tables if placements[t.name] not in (Placement.HBM, Placement.HOST)]
-        least = sum(index_bytes(t, True) for t in whole) + sum(index_bytes(t, False, copies_ids=False) for t in others)
-        rest = left - least - sum(t.bytes for t in whole)
-        in_host: dict[str, InHost] = {}
-        for t in sorted(others, key=lambda t: t.rows, reverse=True) if is_successor else ():
-            if rest < 0 and (size := index_bytes(t, False, copies_ids=False)):
-                in_host[t.name], least, rest = InHost.ALL, least - size, rest + size
-                logger.warning("the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)", t.name, size)
-        if least and rest < 0:
-            raise ServingError(
-                f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of this worker leaves "
-                f"{max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
-            )
-        shares_it = Placement.HYBRID in placements.values() or (Placement.CACHED in placements.values() and self.cache is None)
-        others = [t for t in others if t.name not in in_host]
-        copied = with_copied_ids(others, rest // 2 if shares_it else rest)
-        in_host |= {t.name: InHost.NOTHING if t.name in copied else InHost.SOME for t in others}
-        return in_host, least + sum(
-            index_bytes(t, False) - index_bytes(t, False, copies_ids=False) for t in others if t.name in copied
-        )
-
     def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
         """HBM that a version's tables take, but for what they take of the cache."""
         whole = [t for t in tables if placements[t.name] is Placement.HBM]
         split = [t for t in tables if placements[t.name] is Placement.HYBRID]
-        hbm_bytes = sum(t.bytes for t in whole) + _split_bytes(split, share)
+        hbm_bytes = sum(t.bytes for t in whole) + split_bytes(split, share)
         if self._stashable:
             from tableside.quant.device.memory import GRANULARITY
 
@@ -324,7 +204,7 @@ class Placer:
             if (before := replaced.on_gpu.get(name)) is None or not (hot := before.residence.hot()).size:
                 continue
             rows, is_same = successors(before.host, table.host, hot)
-            placed.plan_handover(partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same]))
+            placed.handovers.append(partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same]))
             half = (hot.size + 1) // 2
             fetched = rows[:half][(rows[:half] >= 0) & ~is_same[:half]]
             table.residence.warm(fetched)
@@ -338,7 +218,7 @@ class Placer:
         if not tables:
             return
         settings = self._cache_settings(sum(t.packed.size for t in tables))
-        if (maps := 2 * _map_bytes(tables)) >= budget_bytes:  # of a version and its successor
+        if (maps := 2 * map_bytes(tables)) >= budget_bytes:  # of a version and its successor
             raise ServingError(
                 f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
                 f"leaves {max(0, budget_bytes):,}; raise --hbm-budget, or choose --placement zero_copy"

@@ -20,7 +20,6 @@ from tableside.serving.compiled_kernels import begin_to_compile
 from tableside.serving.errors import ServingError
 from tableside.serving.following import Following, published_models
 from tableside.serving.metrics_files import metrics_folder
-from tableside.serving.model_list import ModelList
 from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.scorers import TORCH_MODULES, needs_torch
 from tableside.serving.settings import ServerSettings, admin_token
@@ -157,10 +156,10 @@ def serve(
             with signals_kept_off():
                 forkserver.ensure_running()
             registry = RegionRegistry() if settings.allow_client_shm else None
-            config = WorkerConfig(settings, make, registry, ModelList.of(settings.models) if token is not None else None)
+            config = WorkerConfig(settings, make, registry)
             begin_to_compile(settings, segments)
             del segments  # workers attach what is live when they start
-            following = Following(settings, settings.models) if settings.all else None
+            following = Following(settings, config.models) if settings.all else None
             return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
     finally:
         if settings.uds is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -39,18 +39,18 @@ class Service:
     """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`, `in_flight`).
 
     Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients registered; None: not
-    allowed. models: what is to be served, where that may change (`load_model`); None: the settings' models.
+    allowed. models: what is to be served.
     """
 
     executor: Executor
-    regions: Regions | None = None
-    models: ModelList | None = None
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.link = EngineLink(settings) if settings.devices else None
         self._backend = choose(settings.backend)
-        self.engines = {name: self._new_engine(name) for name in settings.models}
+        self.engines: dict[str, Engine] = {}
+        self.models = ModelList.of(settings.models)
+        self.regions = Regions(RegionRegistry()) if settings.allow_client_shm else None
         self.admin_token = admin_token(settings)
         self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
         self._following: asyncio.Task[None] | None = None
@@ -65,25 +65,22 @@ class Service:
         self._watch: Watch | None = None
         self._attaching = asyncio.Lock()
 
-    def share_regions(self, registry: RegionRegistry) -> None:
-        """Allows the regions of a registry that all workers share."""
-        self.regions = Regions(registry)
+    def share(self, models: ModelList, registry: RegionRegistry | None) -> None:
+        """Takes the lists that all workers share, before `start`. registry: None: clients may register no regions."""
+        self.models = models
+        self.regions = None if registry is None else Regions(registry)
 
     async def start(self) -> None:
         """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
-        if self.settings.allow_client_shm and self.regions is None:
-            self.share_regions(RegionRegistry())  # this worker is the only one
-        if self.admin_token is not None and self.models is None:
-            self.models = ModelList.of(self.engines)  # as above
-        if self.models is not None:
-            self._expect(self.models.wanted().models)
+        models = self.models.wanted().models
         if self.link is not None:
-            await self.link.open()
+            await self.link.open(models)
         self.executor = self.link or CpuExecutor(self._beside)
-        for engine in self.engines.values():  # on a thread, as what an engine process says of states comes over this loop
+        for name in models:
+            self.engines[name] = engine = self._new_engine(name)
+            # On a thread, as what an engine process says of states comes over this loop.
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
-        if self.models is not None:
-            await self._follow()
+        await self._follow()
         self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)
         self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
@@ -91,22 +88,15 @@ class Service:
 
     def _new_engine(self, name: str) -> Engine:
         if self.link is None:
-            return Engine.of(self.settings, name, self._backend, Placer(self.settings, self._backend))
+            return Engine.of(self.settings, name, Placer(self.settings, self._backend))
         return DoorEngine(self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings)
-
-    def _expect(self, models: Sequence[str]) -> None:
-        """Has this worker start with other models than the settings name."""
-        if self.link is not None:
-            self.link = EngineLink(self.settings.model_copy(update={"models": tuple(models)}))
-        self.engines.clear()  # the same object: the scrubber and the watch have it
-        self.engines.update({name: self._new_engine(name) for name in models})
 
     def _look(self) -> None:
         """Looks at what workers share, as often as at versions."""
         if self.regions is not None:
             self.regions.look()
         is_following = self._following is not None and not self._following.done()
-        if self.models is not None and self.models.generation != self._taken_generation and not is_following:
+        if self.models.generation != self._taken_generation and not is_following:
             self._following = asyncio.create_task(self._follow())
 
     @property
@@ -147,14 +137,13 @@ class Service:
 
         ApiError: 400 where it cannot be served, 503 where a worker has not taken it within `ready_timeout_s`.
         """
-        models = self._models()
         async with self._changing:
             if name not in self.engines:
                 self.engines[name] = await self._attached(name)  # here first: where it fails no other worker hears of it
-            serial = models.want(name, True)
+            serial = self.models.want(name, True)
         await self._until_all(serial, f"model {name!r} is loaded")
-        if why := models.reason(name):
-            models.want(name, False)
+        if why := self.models.reasons().get(name):
+            self.models.want(name, False)
             raise bad_request(f"model {short(name)} cannot be loaded by every worker: {why}")
 
     async def unload_model(self, name: str) -> None:
@@ -162,18 +151,13 @@ class Service:
 
         ApiError: 404 where it is not served, 503 where a worker has not let it go within `ready_timeout_s`.
         """
-        models = self._models()
         self.engine(name)
-        await self._until_all(models.want(name, False), f"model {name!r} is unloaded")
-
-    def _models(self) -> ModelList:
-        assert self.models is not None  # whoever has no token does not come here
-        return self.models
+        await self._until_all(self.models.want(name, False), f"model {name!r} is unloaded")
 
     async def _until_all(self, serial: int, what: str) -> None:
         deadline = time.monotonic() + self.settings.ready_timeout_s
         await self._follow()
-        while late := self._models().late(serial):
+        while late := self.models.late(serial):
             if time.monotonic() > deadline:
                 why = f"{what}, but {len(late)} workers have not followed within {self.settings.ready_timeout_s} s"
                 raise ApiError(503, Kind.SWAP, f"{why} (ready_timeout_s); see their log")
@@ -197,11 +181,12 @@ class Service:
 
     async def _follow(self) -> None:
         """Takes and lets go models until this worker serves what is wanted, and tells the others that it does."""
-        models = self._models()
-        while models.generation != self._taken_generation:
+        while self.models.generation != self._taken_generation:
             async with self._changing:
-                generation, entries = models.read()
-                wanted, reasons = entries[0], list[tuple[str, str]]()
+                self._taken_generation, (wanted, *_) = self.models.read()
+                if wanted.serial == self._taken_serial:
+                    continue
+                reasons = list[tuple[str, str]]()
                 for name in [n for n in self.engines if n not in wanted.models]:
                     self.engines.pop(name).close()
                     logger.info("model %s is unloaded", name)
@@ -210,10 +195,8 @@ class Service:
                         self.engines[name] = await self._attached(name)
                     except ApiError as error:
                         reasons.append((name, error.message))
-                self._taken_generation = generation
-                if wanted.serial != self._taken_serial:
-                    self._taken_serial = wanted.serial
-                    models.tell(wanted.serial, self.engines, reasons)
+                self._taken_serial = wanted.serial
+                self.models.tell(wanted.serial, self.engines, reasons)
 
     # ---- requests ----
 

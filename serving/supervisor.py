@@ -37,7 +37,7 @@ _KILLED_BY_QUIT = 128 + signal.SIGQUIT
 class Supervisor:
     """The workers of one configuration, over `sockets`. announce: called once, when all workers are ready.
 
-    following: which models workers serve, where that is not fixed.
+    following: has workers serve the models of the root, where they follow those.
     """
 
     def __init__(
@@ -103,17 +103,8 @@ class Supervisor:
         if not self._announced and self.workers and all(w.is_ready for w in self.workers):
             self._announced = True
             self._announce()
-        self._follow()
-
-    def _follow(self) -> None:
-        """Has workers replaced whose models are not those of the root, once nothing else is being replaced."""
-        if self._following is None or not self._announced or self._to_replace or self._successor or self._retiring:
-            return
-        if self._following.look([w.config.settings.models for w in self.workers]):
-            self.config = self.config.serving(self._following.served)
-            for engine in self._engines.values():
-                engine.serve(self.config)
-            self._to_replace = [w for w in self.workers if w.config.settings.models != self._following.served]
+        if self._following is not None and self._announced:
+            self._following.look()
 
     def _do(self, sig: int) -> None:
         if sig == signal.SIGHUP:

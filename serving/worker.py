@@ -63,7 +63,8 @@ class WorkerConfig(uvicorn.Config):
         models: ModelList | None = None,
     ) -> None:
         """registry: of the shared memory that clients register; None: they may not. models: to serve; None: the settings'."""
-        self.settings, self._make, self.registry, self._models = settings, make, registry, models
+        self.settings, self._make, self.registry = settings, make, registry
+        self.models = models or ModelList.of(settings.models)
         super().__init__(
             functools.partial(make, settings),
             factory=True,
@@ -85,21 +86,14 @@ class WorkerConfig(uvicorn.Config):
         """This configuration for a device's engine process, whose address is `engine`, and for the workers that ask it."""
         changed = {"devices": (device,), "engine": engine, "engines": len(self.settings.devices)}
         settings = self.settings.model_copy(update=changed)
-        return WorkerConfig(settings, self._make, self.registry, self._models)
-
-    def serving(self, models: tuple[str, ...]) -> "WorkerConfig":
-        """This configuration with other models."""
-        return WorkerConfig(self.settings.model_copy(update={"models": models}), self._make, self.registry, self._models)
+        return WorkerConfig(settings, self._make, self.registry, self.models)
 
     def load(self) -> None:
         super().load()
         from tableside.serving.http.connection import limited_protocol
 
         app = self.loaded_app
-        if self.registry is not None:
-            app.service.share_regions(self.registry)
-        if self._models is not None:
-            app.service.models = self._models
+        app.service.share(self.models, self.registry)
         self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
 
 

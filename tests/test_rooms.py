@@ -49,9 +49,9 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 SERVING = (
-    *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "logs", "wire"),
+    *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "logs"),
     *("shared_list", "model_list", "region_registry", "places", "regions", "stash_metrics"),
-    *("scorer", "device_calls", "program", "scorers", "id_indexes", "compiled_kernels", "placed_deltas", "placement"),
+    *("scorer", "device_calls", "program", "scorers", "hbm_plan", "compiled_kernels", "placed_deltas", "placement"),
     *("scores", "request", "version", "engine"),
     *("metrics_files", "counters", "worker_gauges", "metrics", "deadline", "scoring", "device_scores"),
     *("admission", "executors", "batch_threads", "batching"),
@@ -132,7 +132,7 @@ def test_the_client_knows_no_server_and_evaluations_no_http() -> None:
     """The client imports nothing else of the room; evaluations are the command line's alone."""
     graph = import_graph("serving")
     for module, used in graph.items():
-        if module.startswith("serving.client") or module == "serving.wire":
+        if module.startswith("serving.client"):
             assert all(other == "serving" or other.startswith("serving.client") for other in used), module
     for module, used in graph.items():
         if module.startswith("serving.evaluation"):

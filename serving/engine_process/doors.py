@@ -138,7 +138,7 @@ class Door:
             self._memory = SharedMemory(descriptors.pop())
             self._silent.cancel()
             self.uses |= set(told["hello"])
-            self._doors.later(self._greet(self._memory))
+            self._doors.later(self._greet(self._memory, told["hello"]))
             return
         if self._memory is None or descriptors:
             raise ValueError(f"a message before hello, or with {len(descriptors)} descriptors; expected a hello first")
@@ -155,12 +155,12 @@ class Door:
             model, state = _model_and_state(told["attach"])
             self._doors.later(self._attach(model, state))
 
-    async def _greet(self, memory: SharedMemory) -> None:
+    async def _greet(self, memory: SharedMemory, models: Sequence[str]) -> None:
         """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, self._doors.host.read_inputs_in, memory.bytes)
-            told = await self._doors.host.serve(sorted(self.uses))
+            told = await self._doors.host.serve(models)
         except ApiError as error:
             told = {"refused": _fields(error)}
         self.connection.control(told, [self._doors.answers.memory.fd])

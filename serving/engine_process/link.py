@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,7 +81,8 @@ class EngineLink(Executor):
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._settings, self._models = settings, set(settings.models)
+        self._settings = settings
+        self._models: dict[str, None] = {}  # in the order in which the engine is to place them
         self._memory = SharedMemory.create("tableside-requests", max(REQUESTS_BYTES, 2 * settings.max_body_bytes))
         self._held = self._memory.view
         self._blocks = Blocks(self._memory.size)
@@ -101,8 +102,9 @@ class EngineLink(Executor):
         self.described: dict[tuple[str, int], dict[str, Any]] = {}
         self.cache: CacheState | None = None
 
-    async def open(self) -> None:
-        """Connects, and waits until the engine serves every model. ApiError: it cannot."""
+    async def open(self, models: Iterable[str]) -> None:
+        """Connects, and waits until the engine serves these models. ApiError: it cannot."""
+        self._models = dict.fromkeys(models)
         self._loop = asyncio.get_running_loop()
         self._connect()
         self._looking = self._loop.create_task(self._look())
@@ -240,7 +242,7 @@ class EngineLink(Executor):
             logger.error("the engine process cannot be reached: %s", error)
             return
         self._connection = Connection(sock, self._read, self._ended)
-        self._connection.control({"hello": sorted(self._models)}, [self._memory.fd])
+        self._connection.control({"hello": [*self._models]}, [self._memory.fd])
 
     def _ended(self) -> None:
         """The engine is gone. Its successor takes the same address, so connecting to it needs no waiting."""
@@ -316,7 +318,7 @@ class EngineLink(Executor):
 
     def leave(self, model: str) -> None:
         """Tells the engine that this door serves a model no more."""
-        self._models.discard(model)
+        self._models.pop(model, None)
         self._moved.pop(model, None)
         self.live.pop(model, None)
         if self._connection is not None and self.is_ready:
@@ -349,7 +351,7 @@ class EngineLink(Executor):
         if state:
             self._describe(model, state, told)
         else:
-            self._models.add(model)
+            self._models[model] = None
             self._learn(told)
         if coming is not None:
             coming.set_result(told)

@@ -57,8 +57,7 @@ class EngineHost:
     def __init__(self, settings: ServerSettings, listening: socket.socket, registry: RegionRegistry | None = None) -> None:
         self._settings, self._listening, self._registry = settings, listening, registry
         self.started = self.is_ending = False
-        backend = choose(settings.backend)
-        self._backend, self._placer = backend, Placer(settings, backend)
+        self._placer = Placer(settings, choose(settings.backend))
         self._engines: dict[int, Engine] = {}  # by the key of the model
         self._layouts: WeakKeyDictionary[ServedVersion, Layouts] = WeakKeyDictionary()
         self._was_usable: dict[int, bool] = {}
@@ -67,7 +66,7 @@ class EngineHost:
         self._attaching = asyncio.Lock()
 
     async def run(self) -> None:
-        """Serves until it is asked to end. LoaderError, QuantError, ServingError: a model cannot be served here."""
+        """Serves the models that doors want, until it is asked to end. QuantError: the device cannot be used."""
         ending = asyncio.Event()
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, self._end, ending)
@@ -79,8 +78,6 @@ class EngineHost:
         self.regions = DeviceRegions(self._registry, gpu)
         answers = AnswerMemory(max(ANSWERS_BYTES, 2 * s.max_response_bytes))
         gpu.write_answers_to(answers.memory.bytes, answers.take)
-        for name in s.models:
-            await self._add(name)
         self._doors = Doors(self, self._listening, answers)
         watch = Watch(self._engines.values, s.poll_s, is_lost=self.batcher.end_if_lost, look=self._look, taken=self._taken)
         watch.start()
@@ -100,14 +97,6 @@ class EngineHost:
 
     # ---- versions ----
 
-    async def _add(self, name: str) -> Engine:
-        """Attaches a model's live version and serves it. LoaderError, QuantError, ServingError, OSError: it cannot be."""
-        engine = Engine.of(self._settings, name, self._backend, self._placer)
-        await asyncio.get_running_loop().run_in_executor(None, engine.begin)
-        key = model_key(name)
-        self._engines[key], self._served[key], self._was_usable[key] = engine, engine.served(), True
-        return engine
-
     def read_inputs_in(self, memory: Buffer) -> None:
         """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are copied twice."""
         assert self._placer.gpu is not None, "an engine process has a device"
@@ -124,13 +113,16 @@ class EngineHost:
     async def _engine(self, name: str) -> Engine:
         """The engine of a model, which is attached where it was not. ApiError: it cannot be served."""
         async with self._attaching:
-            if (engine := self._engines.get(model_key(name))) is not None:
-                return engine
+            if (known := self._engines.get(key := model_key(name))) is not None:
+                return known
             try:
-                return await self._add(name)
+                engine = Engine.of(self._settings, name, self._placer)
+                await asyncio.get_running_loop().run_in_executor(None, engine.begin)
             except (LoaderError, QuantError, ServingError, OSError) as error:
                 logger.error("model %s cannot be served: %s", name, error)
                 raise not_found(f"model {name!r} cannot be served; the server's log has the reason") from error
+            self._engines[key], self._served[key], self._was_usable[key] = engine, engine.served(), True
+            return engine
 
     def _live(self, engine: Engine) -> dict[str, Any]:
         return {**_told(engine.attached()), "unusable": engine.unusable_because}

@@ -17,7 +17,8 @@ from tableside.serving.engine import CacheState, Engine
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, Kind
-from tableside.serving.placement import Placement, Placements, Placer
+from tableside.serving.hbm_plan import Placement
+from tableside.serving.placement import Placements, Placer
 from tableside.serving.scorer import Floats, Scorer
 from tableside.serving.settings import ServerSettings
 from tableside.serving.version import Beside, ServedVersion
@@ -70,15 +71,7 @@ class DoorEngine(Engine):
     """The versions of one model, as the engine process serves them."""
 
     def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
-        super().__init__(
-            model,
-            backend,
-            Placer(settings, backend),
-            threads=settings.threads,
-            verify="header",  # the engine process reads every row
-            max_response_bytes=settings.max_response_bytes,
-            gpu_from_ids=settings.gpu_from_ids,
-        )
+        super().__init__(model, settings, Placer(settings, backend))
         self._link = link
 
     @property
@@ -96,7 +89,8 @@ class DoorEngine(Engine):
         number = (self._first() if state is None else state).number
         told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
         before = None if self._served is None else self._served.segment
-        segment = attach_state(self.model, State.numbered(number), "header", before)
+        segment = attach_state(self.model, State.numbered(number), "header", before)  # the engine process reads every row
+        cpu_up_to = self._settings.gpu_from_ids
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
@@ -104,10 +98,10 @@ class DoorEngine(Engine):
             _EngineBackend(told["backend"]),
             Placements(placements, on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
             scorer=None if stored is None else _named(_EngineScorer(stored, told["scorer"]), segment),
-            threads=self._threads,
-            max_response_bytes=self._max_response_bytes,
+            threads=self._settings.threads,
+            max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
-            beside=Beside(self._backend, self._gpu_from_ids) if self._gpu_from_ids else None,
+            beside=Beside(self._placer.cpu, cpu_up_to) if cpu_up_to else None,
         )
 
     def is_passing(self, state: State, error: Exception) -> bool:

@@ -16,7 +16,7 @@ from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import Batch, Scored
 from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
-from tableside.serving.placement import Placement
+from tableside.serving.hbm_plan import Placement
 from tableside.serving.request import Answer, Request
 from tableside.serving.scoring import ScoreStage
 from tableside.serving.version import ServedVersion

@@ -124,23 +124,14 @@ class Evaluator:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        settings, backend = job.settings, choose(job.settings.backend)
+        settings = job.settings
         pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
-        placer = Placer(settings, backend, stashable=job.stash, ahead=AHEAD)
+        placer = Placer(settings, choose(settings.backend), stashable=job.stash, ahead=AHEAD)
         placer.open()
         self.served: list[ServedVersion] = []
         for candidate in job.candidates:
             model, state = attach_or_publish(job, candidate)
-            engine = Engine(
-                model,
-                backend,
-                placer,
-                threads=settings.threads,
-                verify=settings.verify,
-                max_response_bytes=settings.max_response_bytes,
-                scorer_precision=settings.scorer_precision,
-            )
-            self.served.append(engine.attach(state))
+            self.served.append(Engine(model, settings, placer).attach(state))
             scorer = self.served[-1].scorer
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")

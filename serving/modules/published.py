@@ -73,13 +73,10 @@ class Published:
 
     def _new_engine(self) -> Engine:
         s = self._settings
-        backend = choose(s.backend)
-        placer = Placer(s, backend)
+        placer = Placer(s, choose(s.backend))
         placer.open()
         model = Model(s.root, self.source.model, s.owner)
-        return Engine(
-            model, backend, placer, threads=self.threads, verify=s.verify, max_response_bytes=s.max_response_bytes, scores=False
-        )
+        return Engine(model, s.model_copy(update={"threads": self.threads}), placer, scores=False)
 
     @property
     def threads(self) -> int:

@@ -82,15 +82,8 @@ def publish(root: Path, folder: Path, *names: str) -> None:
 
 
 def engine_of(root: Path, name: str, placer: Placer, precision: Precision = Precision.FP32) -> Engine:
-    return Engine(
-        Model(root, name),
-        choose(),
-        placer,
-        threads=1,
-        verify="header",
-        max_response_bytes=1 << 24,
-        scorer_precision=precision,
-    )
+    settings = ServerSettings().model_copy(update={"scorer_dtype": precision.name.lower()})  # also on the CPU
+    return Engine(Model(root, name), settings, placer)
 
 
 class Both:

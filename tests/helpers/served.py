@@ -27,5 +27,5 @@ class Sum(Scorer):
 
 def engine_of(root: Path, max_response_bytes: int) -> Engine:
     """The engine of the model `demo`, on the CPU."""
-    placer = Placer(ServerSettings(), choose())
-    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=max_response_bytes)
+    settings = ServerSettings().model_copy(update={"max_response_bytes": max_response_bytes})
+    return Engine(Model(root, "demo"), settings, Placer(settings, choose()))

@@ -37,7 +37,7 @@ def publish_rows(publish: Publish) -> None:
 def engine_of(root: Path) -> Engine:
     placer = Placer(ServerSettings(devices=(tables.serve_device(),), hbm_budget=64 << 20), choose())
     placer.open()
-    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    return Engine(Model(root, "demo"), ServerSettings(), placer)
 
 
 def damage(engine: Engine, at: int) -> None:

@@ -23,7 +23,8 @@ from tableside.serving import metrics
 from tableside.serving.batching import Batcher
 from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.placement import Placement, Placer
+from tableside.serving.hbm_plan import Placement
+from tableside.serving.placement import Placer
 from tableside.serving.places import DenseInput, Output
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
@@ -257,7 +258,7 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     settings = ServerSettings(devices=("interpreter",), hbm_budget=2000)
     placer = Placer(settings, choose())
     placer.open()
-    engines = {n: Engine(Model(root, n), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20) for n in "ab"}
+    engines = {n: Engine(Model(root, n), settings, placer) for n in "ab"}
     for name, wanted in (("a", Placement.HBM), ("b", Placement.ZERO_COPY)):
         engines[name].swap(engines[name].attach())
         assert engines[name].served().placed.placements == {"t": wanted}
@@ -327,7 +328,7 @@ def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(
         raise RuntimeError("ptxas failed")
 
     monkeypatch.setattr(placer, "place", fail)
-    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    engine = Engine(Model(root, "demo"), ServerSettings(), placer)
     with pytest.raises(ServingError, match=r"demo version 1 cannot be served: RuntimeError\('ptxas failed'\)"):
         engine.attach()
 

@@ -197,7 +197,7 @@ class Holding(Nothing):
 async def open_link(address: str) -> EngineLink:
     """A door's end, with memory for 4 KiB of requests where REQUESTS_BYTES is 0."""
     one = EngineLink(ServerSettings(engine=address, max_body_bytes=2048, max_wait_s=60))
-    await one.open()
+    await one.open(["demo"])
     return one
 
 

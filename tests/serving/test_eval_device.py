@@ -20,7 +20,7 @@ from tableside.serving.evaluation.batches import Batch
 from tableside.serving.evaluation.data import DataError, plan_shards, read
 from tableside.serving.evaluation.run import EvalSettings, _job, evaluate
 from tableside.serving.evaluation.work import Candidate, Evaluator, Job, shards_at_once
-from tableside.serving.placement import Placement
+from tableside.serving.hbm_plan import Placement
 from tableside.serving.settings import ServerSettings
 
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}

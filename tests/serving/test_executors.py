@@ -53,7 +53,7 @@ def attach(root: Path, folder: Path, device: str | None) -> tuple[ServedVersion,
     load(parse_model(raw, folder), root)
     placer = Placer(ServerSettings(devices=(device,) if device else ()), choose())
     placer.open()
-    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    engine = Engine(Model(root, "demo"), ServerSettings(), placer)
     return engine.attach(), placer
 
 

@@ -20,12 +20,12 @@ from support import run_tableside, until
 from tableside.loader.header import plan_tables
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, Precision, RowFormat, choose
-from tableside.serving.client import Client, ClientError
+from tableside.serving.client import Client, ClientError, Jagged
 from tableside.serving.errors import ServingError
-from tableside.serving.placement import Placement, Placer, plan_placements
+from tableside.serving.hbm_plan import Placement, plan_placements
+from tableside.serving.placement import Placer
 from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
-from tableside.serving.wire import Jagged
 from tableside.serving.worker import WorkerConfig, WorkerProcess, make_application
 
 Start = Callable[..., Any]
@@ -323,7 +323,7 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
     assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
     assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
-    assert plan_placements(stored, "uvm", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "zero_copy", 0) == dict.fromkeys("abc", uvm)
     assert plan_placements(stored, "hybrid", 0) == dict.fromkeys("abc", uvm)
     assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
     assert plan_placements(stored, "hybrid", 1279) == dict.fromkeys("abc", Placement.HYBRID)

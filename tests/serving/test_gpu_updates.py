@@ -39,7 +39,7 @@ class Worker:
         self.placer = Placer(ServerSettings(devices=(tables.serve_device(),), placement=placement, **settings), choose())
         self.placer.open()
         model = self.oracle.model
-        self.engine = Engine(model, choose(), self.placer, threads=1, verify="full", max_response_bytes=1 << 20)
+        self.engine = Engine(model, ServerSettings(), self.placer)
         if begins:
             self.take()
 

@@ -16,8 +16,8 @@ from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Table, choose
 from tableside.serving.errors import ServingError
-from tableside.serving.id_indexes import index_bytes, with_copied_ids
-from tableside.serving.placement import Placement, Placer, plan_placements
+from tableside.serving.hbm_plan import Placement, index_bytes, plan_placements, with_copied_ids
+from tableside.serving.placement import Placer
 from tableside.serving.settings import ServerSettings
 
 COUNT = 300

@@ -159,11 +159,11 @@ def test_the_list_knows_who_is_late() -> None:
     assert serial == 2 and models.want("b", True) == 2 and models.wanted().models == ["a", "b"]
     assert len(models.late(serial)) == 1
     models.tell(serial, ["a"], [("b", "it is damaged")])
-    assert models.late(serial) == [] and models.reason("b") == "it is damaged"
+    assert models.late(serial) == [] and models.reasons() == {"b": "it is damaged"}
     models.change(lambda entries: [*entries, Taken("1 1", 0, [])])  # a process of before
     assert models.late(serial) == []
     models.tell(serial, ["a", "b"])
-    assert models.reason("b") == "" and len(models.read()[1]) == 2
+    assert models.reasons() == {} and len(models.read()[1]) == 2
 
 
 def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:

@@ -45,7 +45,7 @@ def test_a_version_is_warmed_up_with_ids_that_its_tables_have(root: Path, monkey
         return look_up(self, inputs)
 
     monkeypatch.setattr(Request, "look_up", watched)
-    served = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20).attach()
+    served = Engine(Model(root, "demo"), ServerSettings(), placer).attach()
     assert "nothing" not in seen and seen["word"] == {0, 39} and seen["plain"] == {0, 19}
     for name in ("strict", "old"):
         index = served.segment.tables[name].row_map.index  # type: ignore[union-attr]
@@ -57,8 +57,7 @@ def test_a_version_is_warmed_up_with_ids_that_its_tables_have(root: Path, monkey
 @pytest.fixture
 def version(publish: Publish, root: Path) -> ServedVersion:
     publish({"t": rows_of(10, 8)}, features=FEATURES)
-    placer = Placer(ServerSettings(), choose())
-    return Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=200).attach()
+    return engine_of(root, 200).attach()
 
 
 def test_outputs_lie_one_after_another_in_the_order_of_the_inputs(version: ServedVersion) -> None:
@@ -110,7 +109,7 @@ def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Pa
     """The engine goes on with the version that it serves, says so once, and takes the next one when the record is whole again."""
     publish({"t": rows_of(10, 8)})
     placer = Placer(ServerSettings(), choose())
-    engine = Engine(Model(root, "demo"), choose(), placer, threads=1, verify="full", max_response_bytes=1 << 20)
+    engine = Engine(Model(root, "demo"), ServerSettings(), placer)
     engine.swap(engine.attach())
     record = root / "demo" / "current"
     whole = record.read_text()

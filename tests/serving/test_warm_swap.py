@@ -43,7 +43,7 @@ class Worker:
         self.placer = Placer(settings, choose())
         self.placer.open()
         self.root = root
-        self.engine = Engine(Model(root, "demo"), choose(), self.placer, threads=1, verify="full", max_response_bytes=1 << 20)
+        self.engine = Engine(Model(root, "demo"), settings, self.placer)
         self.engine.swap(self.engine.attach())
 
     def look_up(self, ids: np.ndarray, name: str = "t") -> tuple[int, int]:
