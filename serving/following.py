@@ -53,9 +53,10 @@ class Following:
         except (LoaderError, OSError) as error:
             logger.warning("cannot see which models are published: %s", error)
             return
-        if found != tuple(wanted):
-            logger.info("models to serve from now on: %s", ", ".join(found) or "none")
+        models = [*(m for m in wanted if m in found), *(m for m in found if m not in wanted)]  # in each worker's order
+        if models != wanted:
+            logger.info("models to serve from now on: %s", ", ".join(models) or "none")
         elif now < self._again_at or not self._models.reasons():
             return
         self._again_at = now + RETRY_S
-        self._models.want_these(found)
+        self._models.want_these(models)

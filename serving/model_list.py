@@ -53,9 +53,9 @@ class ModelList(SharedList[Taken]):
 
         return self.change(change)[0].serial
 
-    def want_these(self, models: Iterable[str]) -> None:
+    def want_these(self, models: list[str]) -> None:
         """Replaces the list. Workers try again to take what they could not."""
-        self.change(lambda entries: _with(entries, list(models)))
+        self.change(lambda entries: _with(entries, models))
 
     def tell(self, serial: int, models: Iterable[str], reasons: Iterable[tuple[str, str]] = ()) -> None:
         """Says what this worker has taken. Entries of workers that ended go."""
