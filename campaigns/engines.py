@@ -2,7 +2,7 @@
 
 Promised: no answer is wrong or mixed, and no request fails through a client that tries again. What a door dies of leaves its
 engine as it was. An engine that is killed or stopped, even while it starts, is replaced, and doors keep their connections. A
-client that dies in the midst of a request leaves nothing: its regions end with its connection, and what its door held for it is
+client that dies in the midst of a request leaves nothing: its regions end with their objects, and what its door held for it is
 free again.
 
 The oracle: clients are processes of their own, as in campaigns/kills.py; those with regions know every row too, and compare what
@@ -70,7 +70,7 @@ def hold(port: int, name: str, seed: int, counts: Any) -> None:
     """A client's process, to be killed: it asks for rows in a region of its own for as long as it lives.
 
     counts: [requests checked, wrong, failed]. A request that ends in an error is sent again over another connection, with the
-    region registered anew, as it ended with the one before.
+    region registered anew.
     """
     rng = np.random.default_rng(seed)
     path, size = Path("/dev/shm") / name, 4096 + IDS * DIM * 4
@@ -137,7 +137,7 @@ class Holders:
         return sum(counts[which] for counts in self._counts)
 
     def kill(self, chance: random.Random) -> None:
-        """Kills one that has asked at a random instant, and starts another; counts whether its region outlives it."""
+        """Kills one that has asked at a random instant, and starts another; counts whether its region outlives its object."""
         n = chance.randrange(HOLDERS)
         process, name, counts = self.running[n]
         until(lambda: counts[0] > 0, REPLACED_S, "a client with a region to be answered")
@@ -145,11 +145,11 @@ class Holders:
         process.kill()
         process.join()
         self.killed += 1
+        (Path("/dev/shm") / name).unlink()
         try:
             until(lambda: name not in regions_of(self._port), GONE_S, "its region's end")
         except TimeoutError:
             self.stayed += 1
-        (Path("/dev/shm") / name).unlink()
         self.running[n] = self._start()
 
     def stop(self) -> None:
@@ -303,7 +303,7 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         "of their successors killed as they started": tormentor.starting_kills,
         "engines stopped for a moment": tormentor.stops,
         "clients killed that held a region": holders.killed,
-        "regions that outlived their client": holders.stayed,
+        "regions that outlived their object": holders.stayed,
         "engines lost to a door": tormentor.engines_lost,
         "doors lost to an engine": tormentor.doors_lost,
         "memory of doors that an engine keeps": leaked,

@@ -64,7 +64,7 @@ ENGINES = {
     **_never(
         "wrong answers", "answers mixed from two versions", "stale answers", "failed through the client", "failed in regions"
     ),
-    **_never("regions that outlived their client", "engines lost to a door", "doors lost to an engine"),
+    **_never("regions that outlived their object", "engines lost to a door", "doors lost to an engine"),
     **_never("memory of doors that an engine keeps"),
 }
 LOADS = {
