@@ -9,7 +9,6 @@ import errno
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -100,28 +99,20 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def serve(
-    settings: ServerSettings,
-    announce: Callable[[str], None] = _say,
-    make: MakeApplication = make_application,
-) -> int:
-    """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
-
-    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
-    """
-    token = admin_token(settings)
-    if settings.all and token is not None:
+def _first_models(settings: ServerSettings) -> tuple[str, ...]:
+    """The models that are served first. ServingError: the settings name none, or contradict each other."""
+    may_load = admin_token(settings) is not None
+    if settings.all and may_load:
         raise ServingError("--all serves every published model, so none is loaded by hand; leave it out, or the admin token")
-    if settings.all:
-        if settings.models:
-            raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
-        settings = settings.model_copy(update={"models": published_models(settings)})
-    elif not settings.models and token is None:
+    if settings.all and settings.models:
+        raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
+    if not (settings.all or settings.models or may_load):
         raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
-    published = [Model(settings.root, name, settings.owner) for name in settings.models]
-    segments = [model.attach(model.good(), "header") for model in published]
-    backend = choose(settings.backend)
-    runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
+    return published_models(settings) if settings.all else settings.models
+
+
+def _check(settings: ServerSettings, runs_torch: bool) -> None:
+    """Raises where an extra is missing that the settings or a scorer need, or where a device would have no worker."""
     if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
@@ -136,6 +127,19 @@ def serve(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
             f"--workers {len(settings.devices)}"
         )
+
+
+def serve(settings: ServerSettings, make: MakeApplication = make_application) -> int:
+    """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
+
+    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
+    """
+    settings = settings.model_copy(update={"models": _first_models(settings)})
+    published = [Model(settings.root, name, settings.owner) for name in settings.models]
+    segments = [model.attach(model.good(), "header") for model in published]
+    backend = choose(settings.backend)
+    runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
+    _check(settings, runs_torch)
     sock = bind(settings)
     named = ", ".join(settings.models) or "no model yet"
     if settings.all:
@@ -160,7 +164,7 @@ def serve(
             begin_to_compile(settings, segments)
             del segments  # workers attach what is live when they start
             following = Following(settings, config.models) if settings.all else None
-            return Supervisor(config, [sock], lambda: announce(f"tableside serves {what} ({how})"), following).run()
+            return Supervisor(config, [sock], lambda: _say(f"tableside serves {what} ({how})"), following).run()
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)

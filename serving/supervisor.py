@@ -185,15 +185,10 @@ class Supervisor:
         return min(devices, key=used.count) if devices else ""
 
     def _started(self, device: str) -> WorkerProcess:
-        worker = self.make_worker(device)
+        config = self.config.on(device, self._engines[device].address) if device else self.config
+        worker = WorkerProcess(config, self._sockets, device)
         worker.start()
         return worker
-
-    def make_worker(self, device: str) -> WorkerProcess:
-        """A worker for a device, not started."""
-        if not device:
-            return WorkerProcess(self.config, self._sockets)
-        return WorkerProcess(self.config.on(device, self._engines[device].address), self._sockets, device)
 
     def _everyone(self) -> list[WorkerProcess]:
         return [*self.workers, *self._retiring, *([self._successor[1]] if self._successor else [])]
