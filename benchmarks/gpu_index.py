@@ -10,8 +10,9 @@ from cache_workload import DEVICE, INDEX_BYTES, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.jobs import CachedLookup, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, cached_rows, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.device.cuda_device import CudaDevice
 
 
 def index() -> list[dict[str, Any]]:
@@ -22,7 +23,7 @@ def index() -> list[dict[str, Any]]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         cache = Cache(
-            DEVICE,
+            CudaDevice(str(DEVICE)),
             budget,
             CacheSettings(Policy.LRU, staging_fraction=16 * keys / budget, replays=True),
             smallest_row_bytes=16,
@@ -31,7 +32,7 @@ def index() -> list[dict[str, Any]]:
         number = cache.register(table.data_ptr(), rows, 16)
         total = cache.slots
         order = torch.randperm(rows, device=DEVICE)
-        written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, keys, 0)]), False)
+        written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, keys, 0)]), PROBE_BLOCK)
         memory = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(DEVICE)
         launched = jobs.placed(memory.data_ptr())
 

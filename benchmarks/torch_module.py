@@ -49,7 +49,7 @@ class Sides:
         self.fbgemm = init_tbe([TbeTable(n, self.rows, DIM, t.row_format) for n, t in zip(self.names, tables, strict=True)])
         bind(self.fbgemm, served.segment, self.names)
         values = [torch.from_numpy(served.backend.lookup(t, np.arange(t.rows), pooling=Pooling.NONE)) for t in tables]
-        self.torch = [torch.nn.EmbeddingBag.from_pretrained(v, mode="sum") for v in values]
+        self.torch_device = [torch.nn.EmbeddingBag.from_pretrained(v, mode="sum") for v in values]
 
     def calls(self, batch: int, rng: np.random.Generator, compiles: bool) -> dict[str, Callable[[], Any]]:
         """A call of each side, over batches that are enough not to stay in the caches."""
@@ -64,7 +64,7 @@ class Sides:
             given = [{self.names[0]: (i, offsets)} for i in ids]
         ours, fbgemm, plain = cycle(given), cycle([i.int() for i in ids]), cycle([i.chunk(features) for i in ids])
         module: Any = self.ours
-        modules: list[Any] = list(self.torch)
+        modules: list[Any] = list(self.torch_device)
         if compiles:
             torch.compiler.reset()
             module, modules = torch.compile(module), [torch.compile(m) for m in modules]

@@ -106,7 +106,7 @@ class Placer:
             self.gpu = GpuBackend(name, self.cpu, threads=self._settings.threads)
         except MissingBackend as error:
             raise MissingBackend(f"{error}; or serve without --devices") from error
-        default = int(self.gpu.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
+        default = int(self.gpu.device.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
 
     @property
@@ -156,7 +156,7 @@ class Placer:
         return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
     def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
-        gpu.trim()
+        gpu.device.trim()
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
             placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
@@ -181,7 +181,7 @@ class Placer:
         """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
         if self.gpu is not None:
             if are_compiled(self._settings):
-                compile_ahead(kernels_of_server(self._settings, segment), self.gpu.architecture)
+                compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
             self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
 
     def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
@@ -287,10 +287,10 @@ class Placer:
         Tables that are copied once are not worth the registration, unless they are copied again after each stash.
         """
         unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
-        if gpu.is_interpreted or not set(placements.values()) - unregistered:
+        if gpu.device.reads_all_memory or not set(placements.values()) - unregistered:
             return lambda stored: None
         from tableside.loader.registration import Registration
 
-        registration = Registration(segment, gpu.device)
+        registration = Registration(segment, gpu.device.torch_device)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
         return lambda stored: registration.view(stored.offset, stored.bytes)

@@ -30,16 +30,17 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.check import RowOf, check
 from tableside.quant.cache.index import Index, hottest
-from tableside.quant.cache.jobs import CachedLookup, ProbeJobs, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, ProbeJobs, cached_rows, write_jobs
 from tableside.quant.cache.kernels.state import UNIT_BYTES
 from tableside.quant.cache.memory import CacheMemory, divide
 from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.pipeline import Pipeline
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.statistics import Snapshots, Statistics, statistics_of
-from tableside.quant.cache.streams import Streams, is_capturing, wait
+from tableside.quant.cache.streams import Streams
 from tableside.quant.cache.tables import Registered, Tables, check_table
 from tableside.quant.cache.tickets import BatchesInFlight, InFlightBatch, Ticket, rounded_up
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
 _MOST_MISSED = (2**31 - 1) * UNIT_BYTES  # bytes of rows that a batch may miss
@@ -52,23 +53,20 @@ class Cache:
     """A cache of `budget_bytes` on a device, whose work runs on `stream` and two streams of its own. It may
     be called from any thread.
 
-    smallest_row_bytes: of the rows to come; the index is laid out for it. is_interpreted: the kernels run in
-    Triton's interpreter, without streams. generation: grows whenever launches that were captured before no
-    longer fit. QuantError: the budget holds no page.
+    smallest_row_bytes: of the rows to come; the index is laid out for it. generation: grows whenever launches that were
+    captured before no longer fit. QuantError: the budget holds no page.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         budget_bytes: int,
         settings: CacheSettings | None = None,
         *,
         smallest_row_bytes: int = 32,
-        stream: Any = None,
-        is_interpreted: bool = False,
+        stream: Any,
     ) -> None:
         self.device, self.settings = device, settings or CacheSettings()
-        self._is_interpreted = is_interpreted
         self._lock = threading.RLock()
         self._abandoned: deque[InFlightBatch] = deque()
         self._forgotten: deque[int] = deque()
@@ -88,10 +86,9 @@ class Cache:
                 self.settings,
                 division.staging_bytes,
                 smallest_row_bytes,
-                is_interpreted,
             )
         self._index = Index(self._memory, self._pages, self._tables, self._batches, self._pipeline)
-        self._snapshots = Snapshots()
+        self._snapshots = Snapshots(device)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -168,7 +165,7 @@ class Cache:
         """
         inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
-            if is_capturing():
+            if self.device.is_capturing():
                 return self._capture(jobs, inputs_at, admit_all)
             self._check_size(jobs.ids)
             self._clear_up()
@@ -224,13 +221,12 @@ class Cache:
 
     def _release(self, batch: InFlightBatch, is_over: bool, stream: Any = None) -> None:
         """is_over: others may use the batch's memory; not so where a graph will release it each time. stream: the current one."""
-        if stream is None and self._streams.main is not None:
-            stream = torch.cuda.current_stream(self.device.index)
+        if stream is None:
+            stream = self.device.current_stream()
         self._pipeline.release(batch, stream)
         if not is_over:
             return
-        if batch.released is not None:
-            batch.released.record(stream)
+        batch.released.record(stream)
         with self._lock:
             self._batches.count -= 1
             self._batches.free.append(batch)
@@ -258,11 +254,11 @@ class Cache:
         """What comes next on the current stream comes after all that the last batch does, the side stream
         included.
         """
-        wait(self._streams.filled)
+        self.device.wait(self._streams.filled)
 
     def follow_current_stream(self, current: Any = None) -> None:
         """What the cache does next comes after what is on the current stream, which may be given."""
-        self._streams.follow_current(current)
+        self._streams.main.wait_stream(self.device.current_stream() if current is None else current)
 
     def join(self) -> None:
         """What comes next on the cache's stream comes after its side stream: a graph that is captured ends
@@ -309,10 +305,10 @@ class Cache:
         """Admits rows of a table, whatever their scores, for lookups to come; nothing is waited for."""
         for first in range(0, ids.size, _WARM_IDS):
             part = ids[first : first + _WARM_IDS]
-            written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, part.size, 0)]), self._is_interpreted)
+            written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, part.size, 0)]), self.device.block(PROBE_BLOCK))
             sent = bytearray(part.tobytes() + written)
             with self._working():
-                memory = torch.empty(len(sent), dtype=torch.uint8, device=self.device)
+                memory = torch.empty(len(sent), dtype=torch.uint8, device=self.device.torch_device)
                 memory.copy_(torch.frombuffer(sent, dtype=torch.uint8))
                 self.prefetch(jobs.placed(memory.data_ptr() + part.nbytes), memory, admit_all=True).release()
 

@@ -2,7 +2,7 @@
 
     jobs int64 [lookups, PROBE_SIZE], as `ProbeField` says · the job of each block int32 [blocks]
 
-A block is what one program of `find.probe` takes at once: so many ids of one lookup, or the rest of them.
+A block is what one program of `find.probe` takes at once: PROBE_BLOCK ids of one lookup, or the rest of them.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels.state import ProbeField
 
-_BLOCK = 128
-_BLOCK_INTERPRETED = 1024  # fewer turns, which are what takes the interpreter long
+PROBE_BLOCK = 128  # ids
 
 
 class CachedLookup(NamedTuple):
@@ -69,14 +68,12 @@ class ProbeJobs:
         return replace(self, jobs_at=address + self.jobs_at, blocks_at=address + self.blocks_at)
 
 
-def probe_block(is_interpreted: bool) -> int:
-    """Ids of a block."""
-    return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
+def write_jobs(lookups: NDArray[np.int64], block: int) -> tuple[bytes, ProbeJobs]:
+    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs and blocks lie.
 
-
-def write_jobs(lookups: NDArray[np.int64], is_interpreted: bool) -> tuple[bytes, ProbeJobs]:
-    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs and blocks lie."""
-    counts = -(-lookups[:, _IDS] // probe_block(is_interpreted))
+    block: ids of a block.
+    """
+    counts = -(-lookups[:, _IDS] // block)
     jobs = np.zeros((len(lookups), len(ProbeField)), np.int64)
     jobs[:, _OF_PROBE] = lookups
     jobs[:, ProbeField.FIRST_BLOCK] = np.cumsum(counts) - counts

@@ -28,6 +28,7 @@ from tableside.quant.cache.kernels.state import (
 )
 from tableside.quant.cache.pages import page_bytes_of, slots_of_page
 from tableside.quant.cache.settings import CacheSettings
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
 _INDEX_BYTES, _INDEX_BYTES_LFU = 4, 8  # a slot: a bucket, and with LFU a ghost
@@ -74,10 +75,10 @@ class CacheMemory:
     int32 [buckets].
     """
 
-    def __init__(self, device: torch.device, division: Division, settings: CacheSettings) -> None:
-        self._device, self._settings = device, settings
+    def __init__(self, device: Device, division: Division, settings: CacheSettings) -> None:
+        self._device, self._settings = device.torch_device, settings
         size, paged = division.arena_bytes, division.pages * division.page_bytes
-        arena = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+        arena = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device.torch_device)
         skipped = -arena.data_ptr() % _ALIGNMENT
         self.arena = arena[skipped : skipped + size]
         self.pages = self.arena[:paged].view(division.pages, division.page_bytes)
@@ -137,7 +138,11 @@ class CacheMemory:
 
     def send(self, tables: NDArray[Any], groups: NDArray[Any], classes: NDArray[Any], page_table: NDArray[Any]) -> None:
         """Writes the records of tables and classes, all flat, to the device."""
-        self._tables, self._groups, self._classes = self._sent(tables), self._sent(groups), self._sent(classes)
+        self._tables, self._groups, self._classes = (
+            self._sent(tables),
+            self._sent(groups),
+            self._sent(classes),
+        )
         self.page_table.copy_(torch.from_numpy(page_table))
 
     def send_page_lists(self, lists: list[NDArray[Any]]) -> list[int]:

@@ -40,14 +40,14 @@ from typing import Any
 
 import torch
 
-from tableside.quant.cache.jobs import ProbeJobs, probe_block
+from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
 from tableside.quant.cache.kernels import admit, batch, evict, fetch, find
 from tableside.quant.cache.kernels.state import CLASSES, UNIT_BYTES, Root
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.replays import Replays
 from tableside.quant.cache.settings import CacheSettings
-from tableside.quant.cache.streams import Streams, handle, order, wait
+from tableside.quant.cache.streams import Streams
 from tableside.quant.cache.tables import FLAGS
 from tableside.quant.cache.tickets import InFlightBatch
 from tableside.quant.device.gather import HostGather
@@ -57,30 +57,33 @@ _FEW = 528  # programs of kernels that have little to do where few rows are miss
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers
 _MOST_GATHERED_BYTES = 64 << 20
 _COPY_UNIT = 1 << 16  # copies are multiples of it, and of 1/16 of a power of 2, so that there are few different ones
-_EVICTING, _EVICTING_ANY = 2112, 528  # programs of the two `evict`s; more take long to start, and the second seldom has work
+_EVICTING, _EVICTING_ANY = (
+    2112,
+    528,
+)  # programs of the two `evict`s; more take long to start, and the second seldom has work
 _MISSES = 256  # that a program takes at once: `list_rows`, `rank_admitted`, `end`
 _INSERTED = 512  # `insert`
 _UNLINKED = 1024  # `unlink`
 _SLOTS = 512  # `evict`
-_SLOTS_INTERPRETED = 1024
 _SAMPLE = 1024  # slots and misses that `choose_threshold` looks at
 _CHUNKS = 2048  # of 16 bytes, `copy_gathered`
-_TILE_WORDS, _MOST_WORDS = 8192, 64  # words of 4 bytes that a program copies at once, of all its rows and of one
-_ROWS_INTERPRETED = 256
+_TILE_WORDS, _MOST_WORDS = (
+    8192,
+    64,
+)  # words of 4 bytes that a program copies at once, of all its rows and of one
 _ROW_WARPS = 8
 
 
 class Kernels:
     """The kernels of one cache, with their constants. Of wide rows a program copies fewer at a time.
 
-    rows: that a program copies at once; slots: that a program of `evict` takes at once.
+    rows: that a program copies at once. probe_block: ids that a program of `find` takes at once.
     """
 
-    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, is_interpreted: bool) -> None:
+    def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, probe_block: int) -> None:
         words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
-        self.rows = _ROWS_INTERPRETED if is_interpreted else _TILE_WORDS // words
-        self.slots = _SLOTS_INTERPRETED if is_interpreted else _SLOTS
-        ids, lfu, lanes = {"BLOCK": probe_block(is_interpreted)}, {"LFU": is_lfu}, {"CLASS_LANES": CLASSES}
+        self.rows = _TILE_WORDS // words
+        ids, lfu, lanes = {"BLOCK": probe_block}, {"LFU": is_lfu}, {"CLASS_LANES": CLASSES}
         tile = {"ROWS": self.rows, "WORDS": words}
         self.begin = Kernel(batch.begin, 1, **lanes)
         self.probe = Kernel(find.probe, 1, **lfu, **ids)
@@ -90,8 +93,8 @@ class Kernels:
         self.fetch_misses = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=gathers, REST=False, **tile)
         self.choose_threshold = Kernel(admit.choose_threshold, 8, **lfu, SAMPLE=_SAMPLE, **lanes)
         self.rank_admitted = Kernel(admit.rank_admitted, 4, **lfu, BLOCK=_MISSES)
-        self.evict = Kernel(evict.evict, 1, ANY=False, **lfu, BLOCK=self.slots, **lanes)
-        self.evict_any = Kernel(evict.evict, 1, ANY=True, **lfu, BLOCK=self.slots, **lanes)
+        self.evict = Kernel(evict.evict, 1, ANY=False, **lfu, BLOCK=_SLOTS, **lanes)
+        self.evict_any = Kernel(evict.evict, 1, ANY=True, **lfu, BLOCK=_SLOTS, **lanes)
         self.unlink = Kernel(evict.unlink, 4, BLOCK=_UNLINKED)
         self.insert = Kernel(admit.insert, 4, **lfu, BLOCK=_INSERTED)
         self.fetch_rest = Kernel(fetch.fetch_misses, _ROW_WARPS, GATHERS=False, REST=True, **tile)
@@ -133,24 +136,22 @@ class Pipeline:
         settings: CacheSettings,
         staging_bytes: int,
         smallest_row_bytes: int,
-        is_interpreted: bool,
     ) -> None:
         self._memory, self._pages, self._streams, self._settings = memory, pages, streams, settings
-        self._is_interpreted = is_interpreted
-        self._most = 1 if is_interpreted else settings.programs
+        self._most = streams.device.programs(settings.programs)
         self._few = min(self._most, _FEW)
-        self._block = probe_block(is_interpreted)
-        self._replays = Replays(streams if settings.replays else None)
+        self._block = streams.device.block(PROBE_BLOCK)
+        self._replays = Replays(streams, settings.replays)
         self._gather: HostGather | None = None
         if settings.gather_threads:
-            size, is_cuda = min(staging_bytes, _MOST_GATHERED_BYTES), streams.device.type == "cuda"
-            self._gather = HostGather(_MOST_GATHERED, size, settings.gather_threads, is_cuda)
+            size = min(staging_bytes, _MOST_GATHERED_BYTES)
+            self._gather = HostGather(_MOST_GATHERED, size, settings.gather_threads, streams.device)
         self.fit_rows(smallest_row_bytes)
 
     def fit_rows(self, widest_row_bytes: int) -> None:
         """Takes kernels for rows up to this size."""
         is_lfu, gathers = self._settings.policy.is_lfu, self._gather is not None
-        self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, self._is_interpreted)
+        self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, self._block)
 
     def root_fields(self) -> dict[Root, int]:
         """What the kernels' record says of the CPU's gathering."""
@@ -173,12 +174,13 @@ class Pipeline:
         root, ticket, streams, run = self._memory.root, batch.record.data_ptr(), self._streams, self.kernels
         self._begin(jobs, inputs_at, batch)
         if jobs.blocks:
-            shape = LaunchShape(batch.place, self._rounded(jobs.blocks), admit_all, self._copied(batch))
+            # A power of 2 of blocks, so that batches share graphs.
+            shape = LaunchShape(batch.place, 1 << (jobs.blocks - 1).bit_length(), admit_all, self._copied(batch))
             self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
-        order(streams.side, streams.main)
+        streams.side.wait_stream(streams.main)
         streams.note(batch.ready, streams.side)
         if jobs.blocks:
-            side = handle(streams.side)
+            side = streams.side.cuda_stream
             run.fill_slots(self._programs(jobs.ids, run.rows), side, root, ticket)
             run.end(self._programs(jobs.ids, _MISSES), side, root)
             streams.note(streams.filled, streams.side)
@@ -187,7 +189,7 @@ class Pipeline:
         batch_record, locations = batch.record.data_ptr(), batch.locations.data_ptr()
         self.kernels.begin(
             1,
-            handle(self._streams.main),
+            self._streams.main.cuda_stream,
             self._memory.root,
             batch_record,
             jobs.jobs_at,
@@ -196,10 +198,6 @@ class Pipeline:
             inputs_at,
             locations,
         )
-
-    def _rounded(self, blocks: int) -> int:
-        """For how many blocks a batch's programs are launched: a power of 2, so that batches share graphs."""
-        return blocks if self._is_interpreted else 1 << (blocks - 1).bit_length()
 
     def _copied(self, batch: InFlightBatch) -> int:
         """Bytes of gathered rows that the host copies to a batch's staging buffer: as many as in a recent batch and some more."""
@@ -216,22 +214,22 @@ class Pipeline:
     def _bring(self, streams: Streams, batch: InFlightBatch, shape: LaunchShape) -> None:
         """Finds the rows of a batch, fetches misses and gives slots; the main stream is behind all of it."""
         root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
-        main, ids = handle(streams.main), shape.blocks * self._block
+        main, ids = streams.main.cuda_stream, shape.blocks * self._block
         run.probe(min(self._most, shape.blocks), main, root, ticket)
         run.enumerate_misses(self._memory.groups, main, root, ticket)
-        order(streams.side, streams.main)
+        streams.side.wait_stream(streams.main)
         self._fetch(streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows)))
         self._admit(main, ids, shape.admit_all)
         run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
         run.resolve(min(self._most, shape.blocks), main, root, ticket)
-        order(streams.main, streams.side)
+        streams.join()
 
     def _admit(self, main: int | None, ids: int, admit_all: bool) -> None:
         """Decides on the main stream which misses are admitted, and gives them slots."""
         root, run = self._memory.root, self.kernels
         run.choose_threshold(len(self._pages.classes), main, root, int(admit_all))
         run.rank_admitted(self._programs(ids, _MISSES), main, root)
-        parts = self._pages.count * -(-self._pages.most_slots // run.slots)
+        parts = self._pages.count * -(-self._pages.most_slots // _SLOTS)
         run.evict(min(self._most, _EVICTING, parts), main, root)
         run.evict_any(min(self._most, _EVICTING_ANY, parts), main, root)
         run.unlink(self._programs(ids, _UNLINKED), main, root)
@@ -240,32 +238,32 @@ class Pipeline:
     def _fetch(self, streams: Streams, batch: InFlightBatch, copied: int, programs: int) -> None:
         """Fetches the misses into the batch's staging buffer, on the side stream."""
         root, ticket, run = self._memory.root, batch.record.data_ptr(), self.kernels
-        side = handle(streams.side)
+        side = streams.side.cuda_stream
         if self._gather is not None:
             run.list_rows(programs, side, root, ticket)
             for first, end, request in self._gather.requests(copied):
                 self._gather(side, request)
                 self._copy(streams, self._gather.staging, batch, first, min(end, copied))
-            order(streams.side, streams.copies)
+            streams.side.wait_stream(streams.copies)
             run.copy_gathered(programs, side, root, ticket, copied)
         run.fetch_misses(programs, side, root, ticket)
 
     def _copy(self, streams: Streams, gathered: torch.Tensor, batch: InFlightBatch, first: int, end: int) -> None:
         """Copies a chunk of what the CPU gathered to the staging buffer, while the next one is gathered."""
-        order(streams.copies, streams.side)
+        streams.copies.wait_stream(streams.side)
         arena = self._memory.arena
-        with streams.on_copies():
+        with streams.device.on(streams.copies):
             target = batch.staging - arena.data_ptr()
             arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
 
     def finder(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> Callable[[], None]:
         """A call of what `launch` begins with, alone, for measurements."""
         self._begin(jobs, inputs_at, batch)
-        self.kernels.release(1, handle(self._streams.main), self._memory.root, batch.record.data_ptr())
-        programs, main = min(self._most, jobs.blocks), handle(self._streams.main)
+        self.kernels.release(1, self._streams.main.cuda_stream, self._memory.root, batch.record.data_ptr())
+        programs, main = min(self._most, jobs.blocks), self._streams.main.cuda_stream
         return lambda: self.kernels.probe(programs, main, self._memory.root, batch.record.data_ptr())
 
     def release(self, batch: InFlightBatch, stream: Any) -> None:
         """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far is done."""
-        wait(batch.ready, stream)  # which wrote what is undone here
-        self.kernels.release(1, handle(stream), self._memory.root, batch.record.data_ptr())
+        self._streams.device.wait(batch.ready, stream)  # which wrote what is undone here
+        self.kernels.release(1, stream.cuda_stream, self._memory.root, batch.record.data_ptr())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tableside.quant.cache.kernels.state import ClassState, Counter, State, occupied_at
+from tableside.quant.device.device import Device
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,11 @@ class Statistics:
 
 
 def statistics_of(
-    state: torch.Tensor, counters: torch.Tensor, names: Mapping[int, tuple[str, int]], classes: int, slots: int
+    state: torch.Tensor,
+    counters: torch.Tensor,
+    names: Mapping[int, tuple[str, int]],
+    classes: int,
+    slots: int,
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
     s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
@@ -82,16 +87,12 @@ def statistics_of(
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Copies on the host, complete once `copied` is over (None: they are)."""
+    """Copies on the host, complete once `copied` is over."""
 
     state: torch.Tensor
     counters: torch.Tensor
     names: dict[int, tuple[str, int]]
     copied: Any
-
-    @property
-    def is_there(self) -> bool:
-        return self.copied is None or bool(self.copied.query())
 
 
 class Snapshots:
@@ -100,32 +101,34 @@ class Snapshots:
     last: the statistics of the last one that arrived; None: none did. The caller holds the cache's lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._coming: _Snapshot | None = None
         self._last_state: torch.Tensor | None = None
         self.last: Statistics | None = None
 
     def begin(
-        self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]], classes: int, slots: int
+        self,
+        state: torch.Tensor,
+        counters: torch.Tensor,
+        names: dict[int, tuple[str, int]],
+        classes: int,
+        slots: int,
     ) -> None:
         """Begins a copy on the current stream, unless one is on its way."""
-        if self._coming is not None and not self._coming.is_there:
+        if self._coming is not None and not self._coming.copied.query():
             return
         self.keep(classes, slots)
-        is_cuda = state.device.type == "cuda"
-        copies = []
-        for source in (state, counters):
-            copies.append(torch.empty(source.shape, dtype=source.dtype, pin_memory=is_cuda))
-            copies[-1].copy_(source, non_blocking=True)
-        copied = None
-        if is_cuda:
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+        copies = [self._device.pinned(source.numel(), source.dtype) for source in (state, counters)]
+        for copy, source in zip(copies, (state, counters), strict=True):
+            copy.copy_(source, non_blocking=True)
+        copied = self._device.event()
+        copied.record()
         self._coming = _Snapshot(copies[0], copies[1], names, copied)
 
     def keep(self, classes: int, slots: int) -> None:
         """Makes `last` of the copy that was begun, if it has arrived. classes, slots: of the cache now."""
-        if (coming := self._coming) is not None and coming.is_there:
+        if (coming := self._coming) is not None and coming.copied.query():
             self._last_state = coming.state
             self.last = statistics_of(coming.state, coming.counters, coming.names, classes, slots)
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_FLAG, Counter, TableField
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
 FLAGS = 1  # dirty flags that one program of `enumerate_misses` takes
@@ -62,10 +63,10 @@ class Tables:
     cache's lock.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._tables: dict[int, CachedTable] = {}
-        self.counters = torch.zeros(0, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
     def __getitem__(self, number: int) -> CachedTable:
         return self._tables[number]
@@ -77,11 +78,15 @@ class Tables:
         """Takes a table under the smallest number that is free, with empty maps and counters."""
         number = next(n for n in range(len(self._tables) + 1) if n not in self._tables)
         flags = flag_count(rows)
-        maps = [torch.zeros(n, dtype=torch.int32, device=self._device) for n in ((flags * GROUP_WORDS, 2), (flags,))]
+        maps = [torch.zeros(n, dtype=torch.int32, device=self._device.torch_device) for n in ((flags * GROUP_WORDS, 2), (flags,))]
         self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
         first, end = number * len(Counter), (number + 1) * len(Counter)
         if end > self.counters.numel():
-            grown = torch.zeros(max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter), dtype=torch.int64, device=self._device)
+            grown = torch.zeros(
+                max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter),
+                dtype=torch.int64,
+                device=self._device.torch_device,
+            )
             grown[: self.counters.numel()] = self.counters
             self.counters = grown
         self.counters[first:end] = 0

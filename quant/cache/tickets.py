@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tableside.quant.cache.kernels.state import MOST_IN_FLIGHT, UNIT_BYTES, TicketField
-from tableside.quant.cache.streams import is_capturing, wait
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
 _LEAST_IDS = 64
@@ -24,24 +24,22 @@ class InFlightBatch:
     event, after which nobody reads them.
     """
 
-    def __init__(self, device: torch.device, place: int, staging: int, staging_bytes: int) -> None:
+    def __init__(self, device: Device, place: int, staging: int, staging_bytes: int) -> None:
         fields = dict.fromkeys(TicketField, 0) | {
             TicketField.STAGING: staging,
             TicketField.STAGING_UNITS: staging_bytes // UNIT_BYTES,
             TicketField.PLACE: place,
         }
-        self.record = torch.tensor([fields[f] for f in TicketField], dtype=torch.int64, device=device)
-        self.place = place
+        self.record = torch.tensor([fields[f] for f in TicketField], dtype=torch.int64, device=device.torch_device)
+        self.device, self.place = device, place
         self.staging, self.staging_bytes = staging, staging_bytes
-        self.locations = torch.empty(0, dtype=torch.int32, device=device)
-        is_cuda = device.type == "cuda"
-        self.ready = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        self.released = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self.locations = torch.empty(0, dtype=torch.int32, device=device.torch_device)
+        self.ready, self.released = device.event(), device.event()
 
     def fit(self, ids: int) -> None:
         """Makes room for the locations of so many ids."""
         if self.locations.numel() < ids:
-            self.locations = torch.empty(rounded_up(ids), dtype=torch.int32, device=self.locations.device)
+            self.locations = torch.empty(rounded_up(ids), dtype=torch.int32, device=self.device.torch_device)
 
 
 class Ticket:
@@ -63,14 +61,16 @@ class Ticket:
     ) -> None:
         self._batch: InFlightBatch | None = batch
         self._release, self._abandon = release, abandon
-        self._ready = batch.ready
-        self.captured: InFlightBatch | None = batch if is_capturing() else None  # it belongs to a graph, which may be replayed
+        self._device, self._ready = batch.device, batch.ready
+        self.captured: InFlightBatch | None = (
+            batch if batch.device.is_capturing() else None
+        )  # it belongs to a graph, which may be replayed
         self.locations = batch.locations
         self.staging = batch.staging
 
     def wait(self, stream: Any = None) -> None:
         """What comes next on the current stream, which may be given, finds the rows there. The caller waits for nothing."""
-        wait(self._ready, stream)
+        self._device.wait(self._ready, stream)
 
     def release(self, stream: Any = None) -> None:
         """Lets its rows be evicted once what is on the current stream so far is done; the stream may be given. A second call
@@ -93,7 +93,7 @@ class BatchesInFlight:
     cache's lock.
     """
 
-    def __init__(self, device: torch.device, first_staging: int, staging_bytes: int, count: int) -> None:
+    def __init__(self, device: Device, first_staging: int, staging_bytes: int, count: int) -> None:
         self._device = device
         self.all = [InFlightBatch(device, n, first_staging + n * staging_bytes, staging_bytes) for n in range(count)]
         self.free = deque(self.all)
@@ -102,7 +102,7 @@ class BatchesInFlight:
     def reserve(self, ids: int) -> None:
         """Makes room for the locations of so many ids in the free ones; what others use they keep."""
         for batch in self.free:
-            wait(batch.released)
+            self._device.wait(batch.released)
             batch.fit(ids)
 
     def taken(self, ids: int, arena: int, stream: Any) -> InFlightBatch:
@@ -115,7 +115,7 @@ class BatchesInFlight:
             self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
             self.free.append(self.all[-1])
         batch = self.take()
-        wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
+        self._device.wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
         batch.fit(ids)
         return batch
 
@@ -128,7 +128,7 @@ class BatchesInFlight:
     def wait_for_released(self) -> None:
         """What comes next on the current stream comes after all lookups of batches that were released."""
         for batch in self.all:
-            wait(batch.released)
+            self._device.wait(batch.released)
 
 
 def rounded_up(ids: int) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from tableside.quant.device.memory import DeviceMemory
 from tableside.quant.errors import QuantError
 
 _READ_ONLY_SUPPORTED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
-_PORTABLE = 1  # cudaHostRegisterPortable: for every context
 _DEVICE, _PINNED, _READ_WRITE, _OUT_OF_MEMORY = 1, 1, 3, 2
 
 
@@ -54,40 +54,23 @@ def registers_read_only(device: torch.device) -> bool:
     return driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0 and value.value == 1
 
 
-def page_lock(address: int, size: int, device: torch.device) -> None:
-    """Registers memory of this process, which stays mapped until it ends or `page_unlock`: copies to and from it need no staging.
-
-    QuantError: CUDA refuses, as where more may not be locked.
-    """
-    with torch.cuda.device(device):
-        torch.cuda.synchronize(device)  # makes the context
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
-            clear_error(cudart)
-            raise QuantError(
-                f"CUDA does not lock {size:,} bytes of this process's memory (error {code}); free memory, let more be locked "
-                "(ulimit -l), or ask for less"
-            )
-
-
-def page_unlock(address: int, device: torch.device) -> None:
-    """Undoes `page_lock`, before the memory is unmapped. Nothing is copied from it or to it any more."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-class _Array:
+class _CudaArray:
     """An address range that torch takes for an array of a device. The tensor keeps this object, and so keeps `owner`."""
 
     def __init__(self, address: int, size: int, owner: Any) -> None:
         self._owner = owner
         # The second value says that it may be written to: torch knows no read-only arrays.
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def tensor_over(address: int, size: int, device: torch.device, owner: Any) -> torch.Tensor:
     """Bytes at an address that `device` reads, as uint8 [size]. owner: what must live as long as the tensor does."""
-    return torch.as_tensor(_Array(address, size, owner), device=device)
+    return torch.as_tensor(_CudaArray(address, size, owner), device=device)
 
 
 class _Location(ctypes.Structure):
@@ -112,34 +95,47 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class VirtualMemory:
-    """A range of a device's addresses, `size` bytes, to which memory is mapped and from which it is unmapped again.
+class VirtualMemory(DeviceMemory):
+    """A range of a GPU's addresses, to which memory is mapped and from which it is unmapped again.
 
-    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap).
+    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap). QuantError: the GPU has no room.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._driver = driver()
-        self._device = device
+        self.size, self._device = size, device
         location = _Location(_DEVICE, device.index or 0)
         self._properties, self._access = _Properties(_PINNED, 0, location), _Access(location, _READ_WRITE)
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # makes the context
             unit = ctypes.c_size_t()
             self._call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self._properties), 0)
-            self._size = ctypes.c_size_t(-(-max(1, size) // unit.value) * unit.value)
+            self._mapped_size = ctypes.c_size_t(-(-max(1, size) // unit.value) * unit.value)
             self._at = ctypes.c_uint64()
-            self._call("cuMemAddressReserve", ctypes.byref(self._at), self._size, ctypes.c_size_t(0), ctypes.c_uint64(0), 0)
+            self._call(
+                "cuMemAddressReserve",
+                ctypes.byref(self._at),
+                self._mapped_size,
+                ctypes.c_size_t(0),
+                ctypes.c_uint64(0),
+                0,
+            )
         self._mapped: list[ctypes.c_uint64] = []
-        self.address = self._at.value
-        weakref.finalize(self, _free, self._driver, self._at, self._size, self._mapped, device)
+        array = _CudaArray(self._at.value, size, None)  # which the tensor keeps
+        weakref.finalize(array, _free, self._driver, self._at, self._mapped_size, self._mapped, device)
+        self.take()
+        self.tensor = torch.as_tensor(array, device=device)
 
-    def map(self) -> None:
-        """Maps memory, which holds anything. QuantError: the device has no room, not even in what torch keeps for later."""
+    def _map(self) -> None:
         handle = ctypes.c_uint64()
         with torch.cuda.device(self._device):
-            arguments = (ctypes.byref(handle), self._size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+            arguments = (
+                ctypes.byref(handle),
+                self._mapped_size,
+                ctypes.byref(self._properties),
+                ctypes.c_uint64(0),
+            )
             code = self._driver.cuMemCreate(*arguments)
             if code == _OUT_OF_MEMORY:
                 torch.cuda.empty_cache()
@@ -147,25 +143,30 @@ class VirtualMemory:
             if code:
                 free, _ = torch.cuda.mem_get_info(self._device)
                 raise QuantError(
-                    f"{self._device} has no room for {self._size.value:,} bytes of tables ({free:,} are free, error {code}); "
-                    "free some, or take smaller batches"
+                    f"{self._device} has no room for {self._mapped_size.value:,} bytes of tables ({free:,} are free, error "
+                    f"{code}); free some, or take smaller batches"
                 )
             try:
-                self._call("cuMemMap", self._at, self._size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                self._call("cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
                 try:
-                    self._call("cuMemSetAccess", self._at, self._size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                    self._call(
+                        "cuMemSetAccess",
+                        self._at,
+                        self._mapped_size,
+                        ctypes.byref(self._access),
+                        ctypes.c_size_t(1),
+                    )
                 except BaseException:
-                    self._driver.cuMemUnmap(self._at, self._size)
+                    self._driver.cuMemUnmap(self._at, self._mapped_size)
                     raise
             except BaseException:
                 self._driver.cuMemRelease(handle)
                 raise
         self._mapped.append(handle)
 
-    def unmap(self) -> None:
-        """Gives the memory back to the device. Nothing on the device may be using it."""
+    def _unmap(self) -> None:
         with torch.cuda.device(self._device):
-            self._call("cuMemUnmap", self._at, self._size)
+            self._call("cuMemUnmap", self._at, self._mapped_size)
             self._call("cuMemRelease", self._mapped.pop())
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -173,7 +174,13 @@ class VirtualMemory:
             raise QuantError(f"{name} failed on {self._device} (error {code})")
 
 
-def _free(library: Any, at: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[ctypes.c_uint64], device: torch.device) -> None:
+def _free(
+    library: Any,
+    at: ctypes.c_uint64,
+    size: ctypes.c_size_t,
+    mapped: list[ctypes.c_uint64],
+    device: torch.device,
+) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         if mapped:

@@ -4,14 +4,12 @@ A kernel writes a list of rows to page-locked memory. CUDA then calls `gather_ro
 without Python's interpreter lock. The function copies the rows to a page-locked buffer, which later work on the stream reads.
 """
 
-import ctypes
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.device.cuda import host_function_launcher
-from tableside.quant.errors import MissingBackend, QuantError
+from tableside.quant.device.device import Device
+from tableside.quant.errors import MissingBackend
 
 _CHUNKS, _CHUNK_BYTES = 4, 1 << 20  # chunks that are copied to the device while the next one is gathered
 _UNIT = 16  # bytes; rows and their places are multiples of it
@@ -26,7 +24,7 @@ class HostGather:
     the buffer as int32, in units of 16 bytes. MissingBackend: the C extension was not built.
     """
 
-    def __init__(self, rows: int, size: int, threads: int, is_cuda: bool) -> None:
+    def __init__(self, rows: int, size: int, threads: int, device: Device) -> None:
         try:
             from tableside.quant.cpu import _native
         except ImportError as error:
@@ -34,13 +32,12 @@ class HostGather:
                 f"the native kernel does not import ({error}), and it gathers rows; build it, or set gather_threads to 0"
             ) from error
         self.rows = rows
-        self.list = torch.zeros(_HEAD + rows + (rows + 1) // 2, dtype=torch.int64, pin_memory=is_cuda)
-        self.staging = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+        self.list = device.pinned(_HEAD + rows + (rows + 1) // 2, torch.int64).zero_()
+        self.staging = device.pinned(size)
         self._head = self.list.numpy()[:_HEAD]
         self._threads = threads
         self._requests: dict[int, list[tuple[int, int, NDArray[np.int64]]]] = {}
-        self._function = _native.gather_rows()
-        self._launch = host_function_launcher() if is_cuda else None
+        self._launch, self._function = device.host_launcher(), _native.gather_rows()
 
     @property
     def last_bytes(self) -> int:
@@ -66,8 +63,4 @@ class HostGather:
 
     def __call__(self, stream: int | None, request: NDArray[np.int64]) -> None:
         """Gathers the listed rows of a chunk once `stream` has come to this point; None: now."""
-        data = request.ctypes.data
-        if self._launch is None:
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._function)(data)
-        elif code := self._launch(ctypes.c_void_p(stream), ctypes.c_void_p(self._function), ctypes.c_void_p(data)):
-            raise QuantError(f"cudaLaunchHostFunc failed (error {code}); set gather_threads to 0, and the GPU reads rows itself")
+        self._launch(stream, self._function, request.ctypes.data)

@@ -24,6 +24,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tableside.quant.errors import QuantError
+from tableside.quant.gpu.follower import FILL_BLOCK
+from tableside.quant.gpu.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.wanted import WantedKernels
 
 if TYPE_CHECKING:
@@ -51,10 +53,10 @@ def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
     if wanted.pooled:
         found["bag_starts"] = kernels.bag_starts()
     if wanted.has_maps:
-        found["resolve"] = kernels.resolver(False)
-    found["resolve, with deltas"] = kernels.resolver(False, True)  # which may come to any table
+        found["resolve"] = kernels.resolver(RESOLVE_BLOCK)
+    found["resolve, with deltas"] = kernels.resolver(RESOLVE_BLOCK, True)  # which may come to any table
     if wanted.is_followed:
-        found["fill"] = kernels.filler(False)
+        found["fill"] = kernels.filler(FILL_BLOCK)
     if wanted.tensor_features:
         found |= _lookups(wanted, of_tensors=True) | _spreads(wanted)
     return found | _of_cache(wanted)
@@ -80,12 +82,11 @@ def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
 
 def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
     """What makes the jobs of kernels before the lookup, for every number of features."""
-    from tableside.quant.cache.jobs import probe_block
+    from tableside.quant.cache.jobs import PROBE_BLOCK
     from tableside.quant.gpu import kernels
-    from tableside.quant.gpu.resolve import resolve_block
 
-    kinds = [("ids", True, resolve_block(False))]  # without maps as well, as a delta brings one
-    kinds += [("cache", False, probe_block(False))] if wanted.cached_row_bytes else []
+    kinds = [("ids", True, RESOLVE_BLOCK)]  # without maps as well, as a delta brings one
+    kinds += [("cache", False, PROBE_BLOCK)] if wanted.cached_row_bytes else []
     widths = range(kernels.spread_lanes(wanted.tensor_features).bit_length())
     return {
         f"spread, {what}, {1 << n}": kernels.spread(resolves, 1 << n, block) for what, resolves, block in kinds for n in widths
@@ -96,13 +97,14 @@ def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
     """The cache's. Most do not depend on who gathers, nor on how wide rows are."""
     if not wanted.cached_row_bytes:
         return {}
+    from tableside.quant.cache.jobs import PROBE_BLOCK
     from tableside.quant.cache.pipeline import Kernels
 
     found = {}
     seen = set()
     for gathers in wanted.gathers:
         for row_bytes in wanted.cached_row_bytes:
-            for name, kernel in Kernels(wanted.is_lfu, gathers, row_bytes, False).by_name().items():
+            for name, kernel in Kernels(wanted.is_lfu, gathers, row_bytes, PROBE_BLOCK).by_name().items():
                 if kernel.identity not in seen:
                     seen.add(kernel.identity)
                     found[f"cache, {name}{', gathered' * gathers}, rows of {row_bytes}"] = kernel

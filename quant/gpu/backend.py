@@ -9,7 +9,6 @@ Random reads over a large span are slow that way, because of address translation
 one is gathered. A third way is to read rows through a cache (`open_cache`).
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from numpy.typing import NDArray
 
 from tableside.quant import contract
 from tableside.quant.contract import (
-    INTERPRETER,
     Backend,
     Floats,
     Ids,
@@ -49,13 +47,13 @@ except ImportError as error:
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.tickets import Ticket
-from tableside.quant.device.cuda import page_lock
+from tableside.quant.device.devices import open_device
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch import LookedUp
 from tableside.quant.gpu.batches import Batches, Begun, Started
 from tableside.quant.gpu.buffers import Buffer
 from tableside.quant.gpu.clock import Times
-from tableside.quant.gpu.follower import Follower
+from tableside.quant.gpu.follower import FILL_BLOCK, Follower
 from tableside.quant.gpu.job import FillField
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.layout import lay_out
@@ -64,17 +62,15 @@ from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
 from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, OnHost, Residence, Split, Stashable, check_share
-from tableside.quant.gpu.resolve import ResolveJobs
+from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import are_steady
 from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
 from tableside.quant.gpu.wanted import KernelKey
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
-# A program costs milliseconds in the interpreter, whatever its width.
-_INTERPRETED = LaunchConfigs(
-    LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4)
-)
+# For devices on which a program takes milliseconds, whatever its width.
+_WIDE = LaunchConfigs(LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4))
 
 
 class GpuBackend(Backend):
@@ -98,68 +94,28 @@ class GpuBackend(Backend):
         priority: int = -1,
     ) -> None:
         self.cpu, self.threads, self.gather_from = cpu, threads, gather_from
-        self.is_interpreted = device == INTERPRETER
-        if self.is_interpreted != lookup_kernel.is_interpreted():
-            raise MissingBackend(
-                f"device {device!r} was asked for, and TRITON_INTERPRET was {'not ' if self.is_interpreted else ''}set when "
-                f"the kernels were imported; {'set it to 1' if self.is_interpreted else 'unset it'}"
-            )
-        if self.is_interpreted:
-            from tableside.quant.device.interpreter import replace_once_a_launch
-
-            replace_once_a_launch()
-            self.warm_up_bags = self.warm_up_bags[:1]  # nothing is compiled
-        self.configs = configs or (_INTERPRETED if self.is_interpreted else LaunchConfigs())
-        self.device = torch.device("cpu") if self.is_interpreted else _cuda(device)
+        self.device = open_device(device, is_compiled=isinstance(lookup_kernel.lookup, triton.runtime.JITFunction))
+        self.is_lost = self.device.is_lost
+        if not self.device.compiles:
+            self.warm_up_bags = self.warm_up_bags[:1]
+        self.configs = configs or (LaunchConfigs() if self.device.compiles else _WIDE)
         self.lock = threading.RLock()
         self._is_on_stream = False  # the thread that holds the lock is on the stream
-        self.stream: Any = None if self.is_interpreted else torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
-        # Triton's own way to the handle: torch's makes an object of it, which takes as long as a launch.
-        self._stream_of: Any = None if self.is_interpreted else triton.runtime.driver.active.get_current_stream
+        self.stream = self.device.stream(priority)
         self._batches = Batches(self)
-        self._resolvers = {overlaid: kernels.resolver(self.is_interpreted, overlaid) for overlaid in (False, True)}
+        self._resolvers = {overlaid: kernels.resolver(self.device.block(RESOLVE_BLOCK), overlaid) for overlaid in (False, True)}
         self._bag_starts = kernels.bag_starts()
-        self.fill = kernels.filler(self.is_interpreted)
+        self.fill = kernels.filler(self.device.block(FILL_BLOCK))
         self._kernels: dict[Any, Kernel] = {}
         self._stashable: weakref.WeakSet[Stashable] = weakref.WeakSet()
-        self._copies: Any = None if self.is_interpreted else torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._copies = self.device.stream()
         self._restored: Any = None
         self._levels = DeviceLevels(self.device)
         self.cache: Cache | None = None
 
     @property
     def description(self) -> str:
-        on = "Triton's interpreter" if self.is_interpreted else f"{torch.cuda.get_device_name(self.device)}, {self.device}"
-        return f"fused ({on})"
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the device's memory."""
-        if self.is_interpreted:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(torch.cuda.get_device_properties(self.device).total_memory)
-
-    @property
-    def architecture(self) -> int:
-        """Of the device, as 90 of sm_90. Not to be asked of the interpreter."""
-        major, minor = torch.cuda.get_device_capability(self.device)
-        return 10 * major + minor
-
-    def is_lost(self) -> bool:
-        """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for work under way."""
-        if self.is_interpreted:
-            return False
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            return True
-        return False
-
-    def trim(self) -> None:
-        """Gives the device's memory that nothing uses back to it, for other processes."""
-        if not self.is_interpreted:
-            with torch.cuda.device(self.device):
-                torch.cuda.empty_cache()
+        return f"fused ({self.device.description})"
 
     # ---- tables ----
 
@@ -239,7 +195,7 @@ class GpuBackend(Backend):
         assert not placed.is_overlaid, "states are made of the table without one"
         if isinstance(placed.residence, OnHost):
             return self.on_host(table)
-        with self._on_copies():
+        with self.device.on(self._copies):
             levels = self._levels.of(table, placed.residence, in_host)
             device_map = placed.device_map
             if levels:
@@ -253,7 +209,7 @@ class GpuBackend(Backend):
         return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, in_host)
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
-        if rows is None and not self.is_interpreted:
+        if rows is None and not self.device.reads_all_memory:
             raise QuantError("a GPU reads registered memory alone; pass the view that a registration of the memory gives")
         return rows
 
@@ -262,14 +218,7 @@ class GpuBackend(Backend):
         if self.cache is not None:
             raise QuantError("this device has a cache already; its tables share one")
         try:
-            self.cache = Cache(
-                self.device,
-                budget_bytes,
-                settings,
-                smallest_row_bytes=smallest_row_bytes,
-                stream=self.stream,
-                is_interpreted=self.is_interpreted,
-            )
+            self.cache = Cache(self.device, budget_bytes, settings, smallest_row_bytes=smallest_row_bytes, stream=self.stream)
         except torch.OutOfMemoryError as error:
             raise QuantError(
                 f"a cache of {budget_bytes:,} bytes does not fit on {self.device}; take a smaller budget ({error})"
@@ -284,8 +233,7 @@ class GpuBackend(Backend):
         Nothing is copied: the host keeps the rows. The next lookup brings them back, or `restore` before it.
         """
         with self.lock:
-            if self.stream is not None:
-                torch.cuda.synchronize(self.device)
+            self.device.synchronize()
             given = [table for table in self._stashable if not table.is_away]
             for table in given:
                 table.give_back()
@@ -301,24 +249,19 @@ class GpuBackend(Backend):
             away = [table for table in self._stashable if table.is_away]
             if not away:
                 return
-            with self._on_copies():
+            with self.device.on(self._copies):
                 for table in away:
                     table.bring_back()
-                    if self._copies is not None:
-                        self._restored = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                        self._restored.record()
-
-    def _on_copies(self) -> Any:
-        """A context in which work goes to a stream of its own, beside lookups."""
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+                    self._restored = self.device.event()
+                    self._restored.record()
 
     def await_tables(self) -> None:
         """Later work on the current stream finds stashed tables in their place."""
         if not self._stashable:
             return
         self.restore()
-        if self._restored is not None and not torch.cuda.is_current_stream_capturing():
-            self._restored.wait()
+        if self._restored is not None:
+            self.device.wait(self._restored)
 
     # ---- lookups ----
 
@@ -401,28 +344,24 @@ class GpuBackend(Backend):
                 return
             self._is_on_stream = True
             try:
-                if self.stream is None:
-                    with np.errstate(all="ignore"):  # a GPU does not warn either
-                        yield
-                else:
-                    with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                        yield
+                with self.device.on(self.stream):
+                    yield
             finally:
                 self._is_on_stream = False
 
     def warm_up_overlays(self) -> None:
         """Compiles what lookups in tables with overlays take beside what others do, before there is one."""
         with self.on_stream():
-            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)  # a job of no ids
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device.torch_device)  # a job of no ids
             at = nothing.data_ptr()
-            self._resolvers[True](1, self.current_stream(), at, at, at, at, at, at)
+            self._resolvers[True](1, self.device.current_handle(), at, at, at, at, at, at)
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
         with self.on_stream():
-            nothing = torch.zeros(64, dtype=torch.int64, device=self.device)  # a job of no values
+            nothing = torch.zeros(64, dtype=torch.int64, device=self.device.torch_device)  # a job of no values
             nothing[FillField.WIDTH] = 1
-            self.fill(1, self.current_stream(), nothing.data_ptr(), nothing.data_ptr())
+            self.fill(1, self.device.current_handle(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
@@ -431,8 +370,7 @@ class GpuBackend(Backend):
         take: gives a part of so many bytes, which is the caller's as long as an array over it lives. QuantError: CUDA cannot
         lock the memory.
         """
-        if not self.is_interpreted:
-            page_lock(memory.ctypes.data, memory.size, self.device)
+        self.device.page_lock(memory.ctypes.data, memory.size)
         with self.lock:
             self._batches.write_answers_by(take)
 
@@ -457,11 +395,7 @@ class GpuBackend(Backend):
         """As `resolve`, of jobs that are placed, with the addresses that their offsets count from."""
         self.await_tables()  # ids may lie in their rows
         resolve = self._resolvers[jobs.is_overlaid]
-        resolve(jobs.programs, self.current_stream(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
-
-    def current_stream(self) -> int | None:
-        """The device's current stream, as launches take it; None in the interpreter."""
-        return None if self.stream is None else int(self._stream_of(self.device.index))
+        resolve(jobs.programs, self.device.current_handle(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
 
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
         """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row numbers for ids."""
@@ -489,7 +423,7 @@ class GpuBackend(Backend):
         locations, staging = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.staging)
         if ticket is not None:
             ticket.wait()
-        stream = self.current_stream()
+        stream = self.device.current_handle()
         inputs_at, outputs_at, scratch_at = inputs.data_ptr(), outputs.data_ptr(), scratch.data_ptr()
         for one in launches.lookups:
             jobs, programs = launches.address + one.jobs_at, launches.address + one.programs_at
@@ -527,15 +461,3 @@ class GpuBackend(Backend):
         """Nobody else looks up with this backend, stashes its tables, or changes its cache meanwhile."""
         with self.lock, nullcontext() if self.cache is None else self.cache.exclusive():
             yield
-
-
-def _cuda(device: str) -> torch.device:
-    """The device; MissingBackend where it is not one that CUDA has here."""
-    if not torch.cuda.is_available():
-        raise MissingBackend(
-            f"device {device!r} was asked for, and torch {torch.__version__} finds no CUDA device here; "
-            "check the driver (nvidia-smi) and that torch was built for CUDA"
-        )
-    if device not in (known := [f"cuda:{n}" for n in range(torch.cuda.device_count())]):
-        raise MissingBackend(f"device {device!r} is unknown; this machine has: {', '.join(known)}")
-    return torch.device(device)

@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Unfound
-from tableside.quant.device.copies import LockedMemory, copy_in
+from tableside.quant.device.device import Device
+from tableside.quant.device.locked_memory import LockedMemory
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.buffers import Buffer, Buffers
 from tableside.quant.gpu.elsewhere import Elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
-from tableside.quant.gpu.follower import Fills, Taken
+from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Taken
 from tableside.quant.gpu.layout import Layout, aligned
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.moves import move
@@ -48,14 +49,14 @@ class Batch:
         self,
         buffers: Buffers,
         layouts: list[Layout],
-        is_interpreted: bool,
+        device: Device,
         taken: Sequence[Taken | None],
         elsewhere: Mapping[int, Elsewhere],
         locked: LockedMemory,
     ) -> None:
-        self._buffers, self._layouts, self._is_interpreted = buffers, layouts, is_interpreted
+        self._buffers, self._layouts, self._device = buffers, layouts, device
         self._taken = list(taken) or [None] * len(layouts)
-        self.fills = Fills(self._taken, is_interpreted)
+        self.fills = Fills(self._taken, device.block(FILL_BLOCK))
         self._stays = [t is not None and t.stays for t in self._taken]
         self._elsewhere = elsewhere
         for n, given in elsewhere.items():
@@ -64,7 +65,7 @@ class Batch:
         self._locked = locked
         self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
         extras = [0 if one is None else one.input_bytes for one in self._taken]
-        self._merged = merged(layouts, extras, self._stays, is_interpreted, natively=not elsewhere)
+        self._merged = merged(layouts, extras, self._stays, device, natively=not elsewhere)
         sizes = self._merged.sizes
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
@@ -127,8 +128,7 @@ class Batch:
             except BadIds:
                 self._failed[n] = True  # what lies there is looked up all the same, and thrown away
                 return
-            if device is not host:
-                device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
+            device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
 
     def send(self, stream: int | None) -> None:
         """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that is enqueued."""
@@ -139,19 +139,18 @@ class Batch:
             written = self.fills.written(self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed)
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         sent, staged = device.data_ptr(), host.data_ptr()
-        if device is not host:
-            holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
-            for first, end in gaps([*self._reads, *holes], self._end):
-                copy_in(stream, sent + first, staged + first, end - first)
+        holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
+        for first, end in gaps([*self._reads, *holes], self._end):
+            self._device.copy_in(stream, sent + first, staged + first, end - first)
         for copy in self._locked_reads:
-            copy_in(stream, sent + copy.staged, copy.address, copy.size)
-        run_copies(stream, sent, self._reads, to_staged=True)
+            self._device.copy_in(stream, sent + copy.staged, copy.address, copy.size)
+        run_copies(self._device, stream, sent, self._reads, to_staged=True)
 
     def write_elsewhere(self, stream: int | None) -> None:
         """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
         for n, one in self._elsewhere.items():
             outputs = self._buffers.device_out.data_ptr() + self._merged.outputs_at[n]
-            run_copies(stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
+            run_copies(self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
 
     @property
     def fills_address(self) -> int:
@@ -194,7 +193,7 @@ class Batch:
 
     def _problem(self, n: int, inputs: Any) -> BadIds:
         if (one := self._elsewhere.get(n)) is not None:
-            inputs = whole_inputs(None if self._is_interpreted else 0, one)
+            inputs = whole_inputs(self._device, one)
         problem = self._layouts[n].problem(inputs)
         if problem is None and one is not None:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import Plan
 from tableside.quant.device.addresses import address_of
-from tableside.quant.device.copies import LockedMemory, copy_out
+from tableside.quant.device.locked_memory import LockedMemory
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.batch import Batch, LookedUp
 from tableside.quant.gpu.buffers import Buffer, Buffers
@@ -33,8 +33,7 @@ class Begun(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them; None: they are
-    there."""
+    """A batch that was sent whole. outputs: where its outputs go on the host. done: an event behind them."""
 
     begun: Begun
     outputs: Buffer
@@ -67,8 +66,7 @@ class Batches:
         """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
         begun, outputs, done = started
         try:
-            if done is not None:
-                done.synchronize()
+            done.synchronize()
             return begun.batch.results(begun.inputs, outputs), begun.clock.times() if begun.clock else None
         except BaseException:
             with self._backend.on_stream():
@@ -110,25 +108,24 @@ class Batches:
 
     def _settle(self) -> None:
         """Waits for what is under way, which reads and writes the buffers of the next batch."""
-        if self._backend.stream is not None:
-            if self._backend.cache is not None:
-                self._backend.cache.join_all()
-            self._backend.stream.synchronize()
+        if self._backend.cache is not None:
+            self._backend.cache.join_all()
+        self._backend.stream.synchronize()
 
     def _begin(self, buffers: Buffers, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: Follower | None) -> Begun:
-        clock = Clock(self._backend.stream) if timed else None
+        clock = Clock(self._backend.device, self._backend.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
         taken = [] if follower is None else [follower.takes(n) for n in range(len(plans))]
         elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
         for n in elsewhere:
             check_elsewhere(plans[n].layout)
         given = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
-        batch = Batch(buffers, [plan.layout for plan in plans], self._backend.is_interpreted, taken, elsewhere, self.locked)
+        batch = Batch(buffers, [plan.layout for plan in plans], self._backend.device, taken, elsewhere, self.locked)
         launches = batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
         batch.stage(given)
         if clock:
             clock.mark()
-        batch.send(self._backend.current_stream())
+        batch.send(self._backend.device.current_handle())
         if clock:
             clock.mark()
         if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
@@ -142,21 +139,21 @@ class Batches:
         inputs, buffers, batch, launches, ticket, follower, clock = begun
         self._backend.launch(launches, buffers.flags, buffers.device_in, buffers.device_out, buffers.scratch, ticket)
         fills = batch.fills_address
-        self._backend.fill(batch.fills.programs, self._backend.current_stream(), fills, fills + batch.fills.programs_at)
-        batch.write_elsewhere(self._backend.current_stream())
+        self._backend.fill(batch.fills.programs, self._backend.device.current_handle(), fills, fills + batch.fills.programs_at)
+        batch.write_elsewhere(self._backend.device.current_handle())
         if clock:
             clock.mark()
         outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
         if outputs.size:
-            copy_out(
-                self._backend.current_stream(),
+            self._backend.device.copy_out(
+                self._backend.device.current_handle(),
                 address_of(outputs.data),
                 buffers.device_out.data_ptr() + batch.stay_bytes,
                 outputs.size,
             )
         if clock:
             clock.mark()
-        done = None if self._backend.stream is None else self._backend.stream.record_event(buffers.done)
+        done = self._backend.stream.record_event(buffers.done)
         batch.run_on_host(inputs)
         if follower is not None:
             follower.run()

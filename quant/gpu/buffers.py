@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.quant.device.device import Device
+
 SMALLEST = 4096  # bytes of a buffer
 
 Buffer = NDArray[np.uint8]
@@ -17,33 +19,28 @@ class Buffers:
 
     Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
     int32; flags: int32 a job, on the host. All but the flags lie on the device. *_array: the host's side as numpy has it.
-    done: an event behind a batch's work; None in the interpreter. In the interpreter the host's side is the device's.
+    done: an event behind a batch's work.
     """
 
-    def __init__(self, device: torch.device, answers: Callable[[int], Buffer] | None = None) -> None:
+    def __init__(self, device: Device, answers: Callable[[int], Buffer] | None = None) -> None:
         """answers: gives page-locked room for what callers get; None: torch does."""
         self._device = device
-        self._is_cuda = device.type == "cuda"
         self._inputs(SMALLEST)
         self.host_rows, self.device_rows = self._pair(SMALLEST)
         self.device_out, self.scratch = self.on_device(SMALLEST), self.on_device(SMALLEST)
         self._flags(SMALLEST)
         self._answers = answers
         # Whoever waits sleeps: a thread that spins takes the time of those that parse and send.
-        self.done: Any = torch.cuda.Event(blocking=True) if self._is_cuda else None  # type: ignore[no-untyped-call]
-
-    def host(self, size: int) -> torch.Tensor:
-        """Memory of the host, page-locked; torch's allocator hands it out again once it is let go."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._is_cuda)
+        self.done: Any = device.event(blocking=True)
 
     def answer(self, size: int, is_copied: bool = True) -> Buffer:
         """Room for what a caller gets. is_copied: the device copies to it."""
         if self._answers is not None:
             return self._answers(size)
-        return self.host(size).numpy() if is_copied else np.empty(size, np.uint8)
+        return self._device.pinned(size).numpy() if is_copied else np.empty(size, np.uint8)
 
     def on_device(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
 
     def fit(self, *, inputs: int = 0, rows: int = 0, outputs: int = 0, scratch: int = 0, flags: int = 0) -> None:
         """Makes room for so many bytes of each."""
@@ -63,12 +60,11 @@ class Buffers:
         self.host_in_array: Buffer = self.host_in.numpy()  # asking for it takes microseconds
 
     def _flags(self, size: int) -> None:
-        self.flags = self.host(size)
+        self.flags = self._device.pinned(size)
         self.flags_array: NDArray[np.int32] = self.flags.numpy().view(np.int32)
 
     def _pair(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        host = self.host(size)
-        return host, self.on_device(size) if self._is_cuda else host
+        return self._device.pinned(size), self.on_device(size)
 
 
 def _grown(n: int) -> int:

@@ -2,9 +2,10 @@
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import torch
+from tableside.quant.device.device import Device
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,10 @@ class Times:
 
 
 class Clock:
-    """Marks between the parts of a batch: events on a stream, or the host's clock where there is no stream."""
+    """Marks between the parts of a batch: events on a stream."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, device: Device, stream: Any) -> None:
+        self._device, self._stream = device, stream
         self._began = time.perf_counter()
         self._staged = 0.0
         self._marks: list[Any] = []
@@ -30,15 +31,10 @@ class Clock:
         """Notes the end of a part; the first mark is the end of staging."""
         if not self._marks:
             self._staged = time.perf_counter() - self._began
-        if self._stream is None:
-            self._marks.append(time.perf_counter())
-        else:
-            event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-            self._marks.append(event)
+        event = self._device.event(timed=True)
+        event.record(self._stream)
+        self._marks.append(event)
 
     def times(self) -> Times:
         """After four marks, once the stream was waited for."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        parts = [b - a if self._stream is None else a.elapsed_time(b) / 1e3 for a, b in pairs]
-        return Times(self._staged, *parts)
+        return Times(self._staged, *(a.elapsed_time(b) / 1e3 for a, b in pairwise(self._marks)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.device.ipc import copy_to_host, copy_within
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.moves import Move, as_bytes
@@ -70,18 +70,18 @@ def writes_of(layout: Layout, parts: Sequence[Part]) -> list[Copy]:
     return copies
 
 
-def run_copies(stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool) -> None:
+def run_copies(device: Device, stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool) -> None:
     """Copies on the device, in the stream's order. staged: the address that the copies' offsets count from."""
     for one in copies:
         target, source = (staged + one.staged, one.address) if to_staged else (one.address, staged + one.staged)
-        copy_within(stream, target, source, one.size)
+        device.copy_within(stream, target, source, one.size)
 
 
-def whole_inputs(stream: int | None, request: Elsewhere) -> NDArray[np.uint8]:
+def whole_inputs(device: Device, request: Elsewhere) -> NDArray[np.uint8]:
     """All of a request's inputs on the host, as they are now."""
     found = np.array(np.frombuffer(request.inputs, np.uint8))
     for part in request.reads:
-        copy_to_host(stream, found[part.at : part.at + part.size], part.address)
+        device.copy_to_host(found.ctypes.data + part.at, part.address, part.size)
     return found
 
 

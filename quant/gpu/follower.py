@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.layout import Layout  # imports Triton
 
 _ALIGNMENT = 16  # of what is staged
-_BLOCK = 1024
-_BLOCK_INTERPRETED = 16_384  # fewer programs, which are what takes the interpreter long
+FILL_BLOCK = 1024  # values that a program copies
 
 
 class VectorField(IntEnum):
@@ -82,19 +81,22 @@ class Follower(Protocol):
 
 
 class Fills:
-    """Jobs that fill matrices, for a batch. taken: of each request. Where values lie is known once all is staged (`written`)."""
+    """Jobs that fill matrices, for a batch. taken: of each request. block: values of a program.
 
-    def __init__(self, taken: Sequence[Taken | None], is_interpreted: bool) -> None:
+    Where values lie is known once all is staged (`written`).
+    """
+
+    def __init__(self, taken: Sequence[Taken | None], block: int) -> None:
         self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
         self.programs = self.programs_at = self.bytes = 0
         if self._held:
-            self._lay_out(is_interpreted)
+            self._lay_out(block)
 
-    def _lay_out(self, is_interpreted: bool) -> None:
+    def _lay_out(self, block: int) -> None:
         self._vectors = _joined([t.vectors for _, t in self._held], (0, len(VectorField)))
         tensors = [tensor for _, t in self._held for tensor in t.tensors]
         values = [*self._vectors[:, VectorField.VALUES].tolist(), *(tensor.values for tensor in tensors)]
-        counts = -(-np.array(values, np.int64) // fill_block(is_interpreted))
+        counts = -(-np.array(values, np.int64) // block)
         self._of_program = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self._jobs = np.zeros((len(counts), len(FillField)), np.int64)
         self._jobs[:, FillField.VALUES] = values
@@ -143,11 +145,6 @@ def _joined(arrays: Sequence[NDArray[np.int64]], empty: tuple[int, ...]) -> NDAr
 
 def _aligned(n: int) -> int:
     return -(-n // _ALIGNMENT) * _ALIGNMENT
-
-
-def fill_block(is_interpreted: bool) -> int:
-    """Values that a program copies."""
-    return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
 
 
 def _staged_at(layout: "Layout", at: NDArray[np.int64]) -> NDArray[np.int64]:

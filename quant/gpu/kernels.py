@@ -6,23 +6,21 @@ from enum import IntEnum
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu import fill_kernel, lookup_kernel, resolve_kernel, tensor_kernel
-from tableside.quant.gpu.follower import fill_block
 from tableside.quant.gpu.job import ResolveField
 from tableside.quant.gpu.launch_config import LaunchConfig
-from tableside.quant.gpu.resolve import resolve_block
 from tableside.quant.gpu.wanted import KernelKey
 
 _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 
 
-def resolver(is_interpreted: bool, is_overlaid: bool = False) -> Kernel:
-    """Makes row numbers of ids. is_overlaid: tables may have overlays."""
-    return Kernel(resolve_kernel.resolve, 4, OVERLAID=is_overlaid, BLOCK=resolve_block(is_interpreted))
+def resolver(block: int, is_overlaid: bool = False) -> Kernel:
+    """Makes row numbers of ids. block: ids of a program. is_overlaid: tables may have overlays."""
+    return Kernel(resolve_kernel.resolve, 4, OVERLAID=is_overlaid, BLOCK=block)
 
 
-def filler(is_interpreted: bool) -> Kernel:
-    """Fills the matrices of what follows lookups."""
-    return Kernel(fill_kernel.fill, 4, BLOCK=fill_block(is_interpreted))
+def filler(block: int) -> Kernel:
+    """Fills the matrices of what follows lookups. block: values of a program."""
+    return Kernel(fill_kernel.fill, 4, BLOCK=block)
 
 
 def bag_starts() -> Kernel:

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
+from tableside.quant.device.device import Device
 from tableside.quant.gpu.residence import InHost, Residence, allocate_for, fill
 from tableside.quant.ids import ID_BYTES
 from tableside.quant.overlay import MOST_LEVELS, Level, NativeLevel
@@ -37,7 +38,7 @@ class DeviceLevel:
     table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
     """
 
-    def __init__(self, level: Level, table_at: int, device: torch.device, in_host: InHost = InHost.NOTHING) -> None:
+    def __init__(self, level: Level, table_at: int, device: Device, in_host: InHost = InHost.NOTHING) -> None:
         self.index = level.index  # by which `DeviceLevels` knows the level
         self.bytes, self.in_host = level_bytes(level, in_host), in_host
         row_bytes, slots = level.packed.shape[1], level.index.slots
@@ -95,7 +96,7 @@ def _parts(level: Level) -> tuple[dict[str, NDArray[Any]], list[int]]:
 class DeviceLevels:
     """The levels that a device has. Any thread may call."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._known: WeakValueDictionary[tuple[int, int], DeviceLevel] = WeakValueDictionary()
         self._lock = threading.Lock()  # held while levels are copied, so that each is once
@@ -122,8 +123,8 @@ class DeviceLevels:
         return found
 
 
-def native_levels(levels: Sequence[DeviceLevel], device: torch.device) -> torch.Tensor:
+def native_levels(levels: Sequence[DeviceLevel], device: Device) -> torch.Tensor:
     """int64 [MOST_LEVELS, fields of NativeLevel] on the device."""
     rows = np.zeros((MOST_LEVELS, len(NativeLevel._fields)), np.int64)
     rows[: len(levels)] = [level.native for level in levels]
-    return torch.from_numpy(rows).to(device)
+    return torch.from_numpy(rows).to(device.torch_device)

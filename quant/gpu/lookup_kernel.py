@@ -418,8 +418,3 @@ def lookup(
                         LANES,
                         False,
                     )
-
-
-def is_interpreted() -> bool:
-    """Whether Triton runs these kernels in its interpreter (TRITON_INTERPRET=1 when this module was imported)."""
-    return not isinstance(lookup, triton.runtime.JITFunction)

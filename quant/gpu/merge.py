@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tableside.quant.cache.jobs import ProbeJobs, shifted, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs, shifted, write_jobs
+from tableside.quant.device.device import Device
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.launch_config import LaunchConfig
 from tableside.quant.gpu.layout import Bases, Layout, joined
-from tableside.quant.gpu.resolve import ResolveJobs, copies_of_the_rest
+from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs, copies_of_the_rest
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
 from tableside.quant.gpu.wanted import KernelKey
 
@@ -64,7 +65,7 @@ class Launches:
 
 
 def merge(
-    layouts: Sequence[Layout], bases: Sequence[Bases], is_interpreted: bool, keeps_inputs: bool = False
+    layouts: Sequence[Layout], bases: Sequence[Bases], device: Device, keeps_inputs: bool = False
 ) -> tuple[bytes, Launches]:
     """The header of a batch, and what is to be launched once it lies on the device. bases: where each request's parts begin.
 
@@ -105,7 +106,7 @@ def merge(
     if resolved := [r.shifted(b.inputs, b.outputs) for layout, b in zip(layouts, bases, strict=True) for r in layout.resolved]:
         if keeps_inputs:
             resolved += copies_of_the_rest(resolved, sum(layout.in_bytes for layout in layouts))
-        part, resolve = write_resolve_jobs(resolved, is_interpreted)
+        part, resolve = write_resolve_jobs(resolved, device.block(RESOLVE_BLOCK))
         written.append(part)
         resolve = resolve.placed(at)
         at += len(part)
@@ -113,7 +114,7 @@ def merge(
         bases_of = [(b.inputs, b.locations) for la, b in zip(layouts, bases, strict=True) if len(la.cached)]
         of_lookup = np.repeat(bases_of, counts, axis=0)
         cached = shifted(np.concatenate([la.cached for la in layouts]), of_lookup[:, 0], of_lookup[:, 1])
-        part, probe = write_jobs(cached, is_interpreted)
+        part, probe = write_jobs(cached, device.block(PROBE_BLOCK))
         written.append(part)
         probe = probe.placed(at)
     return b"".join(written), Launches(tuple(launches), resolve, probe)
@@ -139,11 +140,9 @@ def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, Launch
     return found
 
 
-def jobs_on_device(
-    layout: Layout, device: torch.device, is_interpreted: bool, keeps_inputs: bool = False
-) -> tuple[torch.Tensor, Launches]:
+def jobs_on_device(layout: Layout, device: Device, keeps_inputs: bool = False) -> tuple[torch.Tensor, Launches]:
     """The header of one request on the device, and what is to be launched. keeps_inputs: as for `merge`."""
-    header, launches = merge([layout], [Bases()], is_interpreted, keeps_inputs)
-    memory = torch.empty(max(1, len(header)), dtype=torch.uint8, device=device)
+    header, launches = merge([layout], [Bases()], device, keeps_inputs)
+    memory = torch.empty(max(1, len(header)), dtype=torch.uint8, device=device.torch_device)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
     return memory, launches.placed(memory.data_ptr())

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs
+from tableside.quant.device.device import Device
 from tableside.quant.gpu.launch_config import NativeLayout
 from tableside.quant.gpu.layout import Bases, Layout, aligned
 from tableside.quant.gpu.merge import Launch, Launches, merge
@@ -51,9 +52,9 @@ class Copy(NamedTuple):
 class Merged:
     """Any requests. moves: from each one's inputs to its staged ones."""
 
-    def __init__(self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], is_interpreted: bool) -> None:
+    def __init__(self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device) -> None:
         """extras: bytes behind each request's inputs that something else fills. stays: whether its outputs stay on the device."""
-        self._layouts, self._is_interpreted = layouts, is_interpreted
+        self._layouts, self._device = layouts, device
         self._header = b""
         self.moves = [layout.moves_in for layout in layouts]
         stay, self.outputs_at = _outputs_at(layouts, stays)
@@ -72,7 +73,7 @@ class Merged:
     def launches(self, rows: int) -> tuple[int, Launches]:
         """Bytes of the header, and what is launched once it is on the device. rows: address of the gathered rows there."""
         bases = [Bases(b.inputs, b.outputs, b.scratch, rows + b.rows, b.locations) for b in self.bases]
-        self._header, launches = merge(self._layouts, bases, self._is_interpreted)
+        self._header, launches = merge(self._layouts, bases, self._device)
         return len(self._header), launches
 
     def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
@@ -129,14 +130,14 @@ class NativeMerged:
 
 
 def merged(
-    layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], is_interpreted: bool, natively: bool = True
+    layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device, natively: bool = True
 ) -> Merged | NativeMerged:
     """The requests of a batch. natively: by the C routine, where all of them were measured."""
     if natively:
         native = [layout.native for layout in layouts if layout.native is not None]
         if len(native) == len(layouts):
             return NativeMerged(native, [*extras] if any(extras) else None, [*stays] if any(stays) else None)
-    return Merged(layouts, extras, stays, is_interpreted)
+    return Merged(layouts, extras, stays, device)
 
 
 def _outputs_at(layouts: Sequence[Layout], stays: Sequence[bool]) -> tuple[int, list[int]]:

@@ -43,7 +43,7 @@ class GpuPlan(Plan):
         if self.layout.gathers or self._runs < 2:
             return None
         if self._on_device is None:
-            self._on_device = jobs_on_device(self.layout, self.backend.device, self.backend.is_interpreted)
+            self._on_device = jobs_on_device(self.layout, self.backend.device)
         return self._on_device[1]
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
@@ -64,7 +64,7 @@ class SteadyPlanner(Planner):
 
     def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
         self._backend, self._threads = backend, threads
-        self._layouts = SteadyLayouts(kinds, backend.configs, backend.is_interpreted)
+        self._layouts = SteadyLayouts(kinds, backend.configs, backend.device)
 
     def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
         layout = self._layouts.lay_out(places, out_bytes)

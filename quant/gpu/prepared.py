@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.merge import Launches, jobs_on_device
@@ -19,11 +19,10 @@ from tableside.quant.gpu.resolve import COUNTS
 class Launcher(Protocol):
     """The backend of a device (`quant.gpu.backend.GpuBackend`), as far as prepared lookups use it.
 
-    lock: is held while something is launched. stream: where the backend launches; None in the interpreter.
+    lock: is held while something is launched. stream: where the backend launches;
     """
 
-    device: torch.device
-    is_interpreted: bool
+    device: Device
     stream: Any
     cache: Cache | None
     lock: threading.RLock
@@ -66,16 +65,15 @@ class PreparedLookup:
         if self.layout.all_found or any(lk.found_at is not None for lk in self.layout.lookups()):
             raise QuantError("a plan with found masks cannot be prepared; plan lookups without found_at, or run the plan")
         self.in_bytes, self.out_bytes = self.layout.in_bytes, self.layout.out_bytes
-        self._jobs, self.launches = jobs_on_device(self.layout, backend.device, backend.is_interpreted, keeps_inputs=True)
+        self._jobs, self.launches = jobs_on_device(self.layout, backend.device, keeps_inputs=True)
         self._rows: WeakKeyDictionary[Ticket, torch.Tensor] = WeakKeyDictionary()  # with row numbers, of what was prefetched
-        self._counts = torch.zeros((len(layout.resolved), COUNTS), dtype=torch.int64, device=backend.device)
+        self._counts = torch.zeros((len(layout.resolved), COUNTS), dtype=torch.int64, device=backend.device.torch_device)
         self._own_rows = None if self.launches.resolve is None else self.room_for_rows()
-        self.scratch = torch.empty(max(1, self.layout.scratch), dtype=torch.int32, device=backend.device)
-        self.flags = torch.zeros(self.layout.job_count, dtype=torch.int32, device=backend.device)
+        self.scratch = torch.empty(max(1, self.layout.scratch), dtype=torch.int32, device=backend.device.torch_device)
+        self.flags = torch.zeros(self.layout.job_count, dtype=torch.int32, device=backend.device.torch_device)
         if backend.cache is not None:
             backend.cache.reserve(self.layout.cached_ids)
-        if not backend.is_interpreted:
-            torch.cuda.synchronize(backend.device)
+        backend.device.synchronize()
 
     @property
     def unfound(self) -> torch.Tensor:
@@ -83,7 +81,7 @@ class PreparedLookup:
 
     def room_for_rows(self) -> torch.Tensor:
         """A buffer for the inputs of a call with row numbers in place of ids."""
-        return torch.empty(self.in_bytes, dtype=torch.uint8, device=self.backend.device)
+        return torch.empty(self.in_bytes, dtype=torch.uint8, device=self.backend.device.torch_device)
 
     def resolve(self, inputs: torch.Tensor, rows: torch.Tensor) -> None:
         """Writes the inputs with row numbers in place of ids to `rows`, on the current stream."""
@@ -99,7 +97,7 @@ class PreparedLookup:
                 self.backend.cache.follow_current_stream()
             if self.launches.resolve is None or self.launches.probe is None:
                 return self.backend.prefetch(self.launches, inputs)
-            with self.backend.lock, self._on_cache_stream():
+            with self.backend.lock, self.backend.device.on(self.backend.stream):
                 rows = self.room_for_rows()
                 self.resolve(inputs, rows)
                 ticket = self.backend.prefetch(self.launches, rows)
@@ -135,13 +133,8 @@ class PreparedLookup:
         """This call as a graph over the same buffers each time, for batches whose launches take longer than their kernels."""
         return CapturedLookup(self, inputs, outputs)
 
-    def _on_cache_stream(self) -> Any:
-        return nullcontext() if self.backend.stream is None else torch.cuda.stream(self.backend.stream)
-
     def _on_device(self) -> Any:
-        if self.backend.is_interpreted:
-            return np.errstate(all="ignore")  # a GPU does not warn either
-        return torch.cuda.device(self.backend.device)
+        return self.backend.device.switch() or nullcontext()
 
 
 class CapturedLookup:
@@ -151,7 +144,7 @@ class CapturedLookup:
     """
 
     def __init__(self, lookup: PreparedLookup, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        if lookup.backend.is_interpreted:
+        if not lookup.backend.device.compiles:
             raise QuantError("lookups are captured on a GPU alone; call the prepared lookup")
         self._backend, self._lookup, self._buffers = lookup.backend, lookup, (inputs, outputs)
         self._ticket: Ticket | None = None
@@ -160,10 +153,10 @@ class CapturedLookup:
     def _capture(self) -> None:
         backend, lookup, (inputs, outputs) = self._backend, self._lookup, self._buffers
         self.close()
-        torch.cuda.synchronize(backend.device)
-        with backend.exclusive(), torch.cuda.device(backend.device), torch.cuda.stream(backend.stream):
+        backend.device.synchronize()
+        with backend.exclusive(), backend.device.on(backend.stream):
             lookup(inputs, outputs)  # compiles what is not compiled, and makes room
-            torch.cuda.synchronize(backend.device)
+            backend.device.synchronize()
             if backend.cache is not None:
                 backend.cache.reserve(lookup.layout.cached_ids)  # for whichever batch the capture takes
             self._graph = torch.cuda.CUDAGraph()
@@ -180,10 +173,10 @@ class CapturedLookup:
     def __call__(self) -> None:
         """Looks up the ids that `inputs` holds now, on the backend's stream. The current stream waits for it."""
         backend = self._backend
-        current = torch.cuda.current_stream(backend.device)
+        current = backend.device.current_stream()
         if current != backend.stream:
             backend.stream.wait_stream(current)
-        with backend.exclusive(), torch.cuda.device(backend.device), torch.cuda.stream(backend.stream):
+        with backend.exclusive(), backend.device.on(backend.stream):
             if backend.cache is not None:
                 if backend.cache.generation != self._generation:
                     self._capture()
@@ -196,6 +189,6 @@ class CapturedLookup:
     def close(self) -> None:
         """Gives back what it has of the cache, once no replay is under way."""
         if self._ticket is not None and self._backend.cache is not None:
-            torch.cuda.synchronize(self._backend.device)
+            self._backend.device.synchronize()
             self._backend.cache.give_back(self._ticket)
             self._ticket = None

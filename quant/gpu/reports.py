@@ -12,15 +12,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tableside.quant.contract import RowSource
+from tableside.quant.device.device import Device
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.job import ReportField
 
 
-class Device(Protocol):
+class Owner(Protocol):
     """The backend of a device, as far as reports need it."""
 
-    device: torch.device
-    is_interpreted: bool
+    device: Device
 
     def exclusive(self) -> AbstractContextManager[None]: ...
 
@@ -54,10 +54,10 @@ class Reports:
     address: of the record, as the kernels take it.
     """
 
-    def __init__(self, backend: Device) -> None:
+    def __init__(self, backend: Owner) -> None:
         self._backend = backend
-        on_host = torch.zeros(len(ReportField) + 1, dtype=torch.int64, pin_memory=not backend.is_interpreted)
-        self._claim = torch.zeros(1, dtype=torch.int32, device=backend.device)
+        on_host = backend.device.pinned(len(ReportField) + 1, torch.int64).zero_()
+        self._claim = torch.zeros(1, dtype=torch.int32, device=backend.device.torch_device)
         on_host[-1] = self._claim.data_ptr()
         self._held, self._record = on_host, on_host.numpy()
         self.address = on_host.data_ptr()
@@ -81,9 +81,8 @@ class Reports:
 
     def wait(self) -> None:
         """Waits for the device."""
-        if not self._backend.is_interpreted:
-            with self._backend.exclusive():  # nothing is captured meanwhile
-                torch.cuda.synchronize(self._backend.device)
+        with self._backend.exclusive():  # nothing is captured meanwhile
+            self._backend.device.synchronize()
 
     def take(self) -> Wrong | None:
         """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device where something was."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.cache import Cache
 from tableside.quant.contract import Lookup, Table
-from tableside.quant.device.memory import DeviceMemory
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.job import SPLIT_BLOCK, Job, JobField, split_rows
 
@@ -111,7 +111,7 @@ class InHbm(Residence):
         self.hbm_address = memory.data_ptr()
 
     @classmethod
-    def copy_of(cls, table: Table, device: torch.device, registered: torch.Tensor | None = None) -> "InHbm":
+    def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
         """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster. QuantError: no room."""
         memory = allocate(table.packed.size, device, "a table")
         copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
@@ -126,8 +126,8 @@ class InHbm(Residence):
 class Stashable(InHbm):
     """All rows were copied to HBM, and the memory can be given back. Nothing is copied then: the host keeps the rows."""
 
-    def __init__(self, table: Table, device: torch.device, registered: torch.Tensor | None = None) -> None:
-        self._pages = DeviceMemory(table.packed.size, device)
+    def __init__(self, table: Table, device: Device, registered: torch.Tensor | None = None) -> None:
+        self._pages = device.memory(table.packed.size)
         self._source = host_bytes(table) if registered is None else registered
         self._table = table  # keeps the memory of `_source` alive
         copy_from_host(self._pages.tensor, self._source, is_pinned=registered is not None)
@@ -222,7 +222,7 @@ class Split(Residence):
 
     is_steady = True
 
-    def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: torch.device) -> None:
+    def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: there is no room."""
         assert 0 < share < SPLIT_BLOCK, "see check_share"
         self._table, self._share = table, share  # the table keeps the memory of `host_rows` alive
@@ -230,8 +230,7 @@ class Split(Residence):
         self._address = self.host_rows.data_ptr()
         self._memory = allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
         self._fill(table, self.host_rows)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        device.current_stream().synchronize()
 
     def _fill(self, table: Table, source: torch.Tensor) -> None:
         blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
@@ -282,12 +281,12 @@ class InHost(IntEnum):
     ALL = 2
 
 
-def allocate_for(size: int, device: torch.device, what: str, in_host: bool) -> torch.Tensor:
+def allocate_for(size: int, device: Device, what: str, in_host: bool) -> torch.Tensor:
     """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is no room for `what`."""
-    if not in_host or device.type != "cuda":
+    if not in_host:
         return allocate(size, device, what)
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return device.pinned(size)
     except RuntimeError as error:
         raise QuantError(
             f"{size:,} bytes of {what} cannot be page-locked; the machine has too little memory ({error})"
@@ -304,10 +303,10 @@ def fill(target: torch.Tensor, array: NDArray[Any], in_host: bool) -> None:
         copy_from_host(target, array_bytes(array), is_pinned=False)
 
 
-def allocate(size: int, device: torch.device, what: str) -> torch.Tensor:
+def allocate(size: int, device: Device, what: str) -> torch.Tensor:
     """uint8 [size] on a device. QuantError: there is no room for `what`."""
     try:
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
     except torch.OutOfMemoryError as error:
         raise QuantError(
             f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in host memory ({error})"

@@ -13,8 +13,7 @@ import numpy as np
 
 from tableside.quant.gpu.job import ResolveField
 
-_BLOCK = 256
-_BLOCK_INTERPRETED = 1024  # fewer programs, which are what takes the interpreter long
+RESOLVE_BLOCK = 256  # ids that a program takes
 WORD_BYTES = 4  # of what is copied as it is
 COUNTS = 2  # int64 of each lookup: ids without a row, ids whose row came from an older version
 COUNT_BYTES = 8 * COUNTS
@@ -41,10 +40,6 @@ class ResolvedLookup:
         found_at = self.found_at + outputs_bytes if self.found_at >= 0 else -1
         return replace(self, ids_at=self.ids_at + inputs_bytes, found_at=found_at)
 
-    def programs(self, is_interpreted: bool) -> int:
-        """Programs that work on it."""
-        return -(-self.ids // resolve_block(is_interpreted))
-
 
 @dataclass(frozen=True)
 class ResolveJobs:
@@ -63,14 +58,9 @@ class ResolveJobs:
         return replace(self, jobs_at=address + self.jobs_at, programs_at=address + self.programs_at)
 
 
-def resolve_block(is_interpreted: bool) -> int:
-    """Ids that a program takes."""
-    return _BLOCK_INTERPRETED if is_interpreted else _BLOCK
-
-
-def write_jobs(lookups: Sequence[ResolvedLookup], is_interpreted: bool) -> tuple[bytes, ResolveJobs]:
-    """The lookups as bytes for the device, and where in them jobs and programs lie."""
-    counts = [lookup.programs(is_interpreted) for lookup in lookups]
+def write_jobs(lookups: Sequence[ResolvedLookup], block: int) -> tuple[bytes, ResolveJobs]:
+    """The lookups as bytes for the device, and where in them jobs and programs lie. block: ids of a program."""
+    counts = [-(-lookup.ids // block) for lookup in lookups]
     firsts = np.cumsum([0, *counts])
     jobs = np.zeros((len(lookups), len(ResolveField)), np.int64)
     for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):

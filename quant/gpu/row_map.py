@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
+from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.levels import DeviceLevel, native_levels
 from tableside.quant.gpu.residence import InHost, Residence, allocate_for, fill
@@ -34,7 +35,7 @@ class DeviceRowMap:
     rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
     """
 
-    def __init__(self, table: Table, residence: Residence, device: torch.device, in_host: InHost = InHost.NOTHING) -> None:
+    def __init__(self, table: Table, residence: Residence, device: Device, in_host: InHost = InHost.NOTHING) -> None:
         assert table.row_map is not None
         self._device, self._in_host = device, in_host
         self._held: list[torch.Tensor] = []
@@ -49,7 +50,7 @@ class DeviceRowMap:
             record = record._replace(own=index.slots)  # the bits say which rows are not
         self.bytes = 0 if in_host is InHost.ALL else sum(part.numel() for part in self._held)
         self._native = record
-        self._record = torch.tensor(record, dtype=torch.int64, device=device)
+        self._record = torch.tensor(record, dtype=torch.int64, device=device.torch_device)
         self.address = self._record.data_ptr()
 
     def with_levels(self, levels: Sequence[DeviceLevel]) -> "DeviceRowMap":
@@ -57,7 +58,7 @@ class DeviceRowMap:
         made, table = copy(self), native_levels(levels, self._device)
         made.levels, made._level_table = tuple(levels), table
         record = self._native._replace(levels=table.data_ptr(), level_count=len(levels))
-        made._record = torch.tensor(record, dtype=torch.int64, device=self._device)
+        made._record = torch.tensor(record, dtype=torch.int64, device=self._device.torch_device)
         made.address = made._record.data_ptr()
         return made
 
@@ -78,8 +79,7 @@ class DeviceRowMap:
         copied = self._allocated(index.slots * ID_BYTES)
         kept = rows.view(torch.int64).as_strided((index.slots,), (table.row_bytes // ID_BYTES,), place // ID_BYTES)
         copied.view(torch.int64).copy_(kept)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._device.current_stream().synchronize()
         return copied.data_ptr(), ID_BYTES
 
     def _copied(self, array: NDArray[Any]) -> int:

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import CachedLookup, probe_block
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, Table, lookup_at
+from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
 from tableside.quant.gpu.job import FIELDS, Job, JobField, ResolveField
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
 from tableside.quant.gpu.layout import Jobs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
-from tableside.quant.gpu.resolve import ResolvedLookup, resolve_block
+from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, on_device
 from tableside.quant.gpu.wanted import KernelKey
 
@@ -142,14 +143,14 @@ class SteadyLayouts:
     The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
     """
 
-    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, is_interpreted: bool) -> None:
+    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device) -> None:
         if any(
             getattr(_native, name) != fields for name, fields in _FIELDS.items()
         ):  # of other sources: it would read other fields
             raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
         tables = [on_device(kind.table) for kind in kinds]
         self._kinds, self._configs = tuple(kinds), configs
-        self._blocks = probe_block(is_interpreted), resolve_block(is_interpreted)
+        self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
         self._key, self._are_overlaid = KernelKey(), [table.is_overlaid for table in tables]
         self._is_overlaid = any(self._are_overlaid)
         for table in tables:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import ProbeJobs, probe_block
+from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import LookupKind, Pooling, Precision
@@ -29,7 +29,7 @@ from tableside.quant.gpu.launch_config import LaunchConfig
 from tableside.quant.gpu.layout import aligned, check_size
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import OnHost
-from tableside.quant.gpu.resolve import COUNTS, ResolveJobs, resolve_block
+from tableside.quant.gpu.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.steady import SteadyKind, steady_kind
 from tableside.quant.gpu.tables import on_device
 from tableside.quant.gpu.wanted import KernelKey
@@ -145,15 +145,15 @@ class TensorLookup:
         self._has_maps, self._has_cached = bool(self._is_mapped.any()), bool(self._cached.size)
         self._is_overlaid = any(table.is_overlaid for table in tables)
         self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
-        self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device)
-        self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device)
+        self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device.torch_device)
+        self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device)
         self._packed: OrderedDict[Any, tuple[object, object, _Sent]] = OrderedDict()
         self._shapes: OrderedDict[tuple[int, ...], _Shape] = OrderedDict()
         self._spreads: dict[Any, _Spread] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
         self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
-        self._new = torch.empty(0, dtype=self._dtype, device=backend.device).new_empty  # sooner than torch.empty
+        self._new = torch.empty(0, dtype=self._dtype, device=backend.device.torch_device).new_empty  # sooner than torch.empty
         self.on_device = OnDevice(backend)
 
     # ---- calls ----
@@ -206,7 +206,7 @@ class TensorLookup:
             if (found := self._packed.get(key)) is None:
                 self._compile_for_overlays(offsets, bags, count, order)
                 found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
-                if not self.is_capturing():  # a graph sends its own at each replay
+                if not self.backend.device.is_capturing():  # a graph sends its own at each replay
                     self._packed[key] = found
                     if len(self._packed) > _SHAPES:
                         self._packed.popitem(last=False)
@@ -231,7 +231,7 @@ class TensorLookup:
         if staged.probe is None:
             return staged
         with self.on_device:
-            return staged._replace(ticket=self._prefetched(staged, self._torch_stream()))
+            return staged._replace(ticket=self._prefetched(staged, self.backend.device.current_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
         """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
@@ -245,7 +245,7 @@ class TensorLookup:
             backend.await_tables()
             ticket, stream = staged.ticket, None
             if staged.probe is not None:
-                stream = self._torch_stream()
+                stream = self.backend.device.current_stream()
                 ticket = ticket or self._prefetched(staged, stream)
             locations, staging = 0, 0
             if ticket is not None:
@@ -255,7 +255,7 @@ class TensorLookup:
             jobs, base = staged.jobs, staged.base
             kernel(
                 jobs.programs,
-                backend.current_stream(),
+                backend.device.current_handle(),
                 jobs.jobs_at,
                 jobs.programs_at,
                 base.inputs,
@@ -270,17 +270,13 @@ class TensorLookup:
             )
             if ticket is not None:
                 ticket.release(stream)
-            if self.is_capturing():
+            if self.backend.device.is_capturing():
                 _captured.append((self, staged.sent))
         return out
 
-    def is_capturing(self) -> bool:
-        """Whether a CUDA graph is captured on the current stream."""
-        return not self.backend.is_interpreted and torch.cuda.is_current_stream_capturing()
-
     def _check_can_run(self) -> None:
         """QuantError: a graph is captured of rows that move."""
-        if self._has_cached and self.is_capturing():
+        if self._has_cached and self.backend.device.is_capturing():
             raise QuantError(
                 "rows behind a cache move from call to call, which a captured graph would not know; "
                 "keep the tables in HBM (placement='hbm'), or call without a graph"
@@ -288,7 +284,7 @@ class TensorLookup:
 
     def _check_not_capturing(self) -> None:
         """QuantError: a graph is captured."""
-        if self.is_capturing():
+        if self.backend.device.is_capturing():
             raise QuantError("a call of a new kind cannot be captured; call once like this before")
 
     # ---- jobs ----
@@ -324,12 +320,12 @@ class TensorLookup:
             return None
         counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
         ends = np.add.accumulate(counts)
-        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.backend.device)
+        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.backend.device.torch_device)
         found = _resolve_rows(self._of_kind, 0)
         found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
         found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
         jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
-        block = resolve_block(self.backend.is_interpreted)
+        block = self.backend.device.block(RESOLVE_BLOCK)
         lists.append(_JobList.of(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
         return rows
 
@@ -340,7 +336,7 @@ class TensorLookup:
         found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
         found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
         jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
-        return _JobList.of(found, -(-counts // probe_block(self.backend.is_interpreted)), ProbeField.FIRST_BLOCK)
+        return _JobList.of(found, -(-counts // self.backend.device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
 
     def _send_packed(
         self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
@@ -355,42 +351,40 @@ class TensorLookup:
         jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
         programs = -(-bags * self._columns // config.block_columns)
         memory, host, (sent,) = self._send([_JobList.of(jobs, programs, JobField.FIRST_PROGRAM)])
-        return memory, (memory, host) if not self.is_capturing() else host, sent
+        return memory, (memory, host) if not self.backend.device.is_capturing() else host, sent
 
     def _send(self, lists: Sequence[_JobList]) -> tuple[object, object, list[_Sent]]:
         """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and where they are."""
         sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
         total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
-        is_cuda = not self.backend.is_interpreted
-        host = torch.empty(total, dtype=torch.uint8, pin_memory=is_cuda)
-        memory = torch.empty(total, dtype=torch.uint8, device=self.backend.device) if is_cuda else host
+        host = self.backend.device.pinned(total)
+        memory = torch.empty(total, dtype=torch.uint8, device=self.backend.device.torch_device)
         written, address, at, sent = host.numpy(), memory.data_ptr(), 0, []
         for (rows, of_program), (size, programs) in zip(lists, sizes, strict=True):
             written[at : at + size] = rows.reshape(-1).view(np.uint8)
             written[at + size : at + size + 4 * programs] = of_program.view(np.uint8)
             sent.append(_Sent(address + at, address + at + size, programs))
             at += size + aligned(4 * programs, 8)
-        if is_cuda:
-            memory.copy_(host, non_blocking=True)
+        memory.copy_(host, non_blocking=True)
         return memory, host, sent  # a graph reads the host's side at each replay
 
     def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
         """Has a first packed call compile what a state of the same tables with overlays takes beside."""
-        if not self._has_maps and (True, order) not in self._spreads and not self.is_capturing():
+        if not self._has_maps and (True, order) not in self._spreads and not self.backend.device.is_capturing():
             self._spread(True, order)(self, offsets, bags, count)
 
     def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "_Spread":
         """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
         if (found := self._spreads.get((is_resolve, order))) is None:
             self._check_not_capturing()
-            is_interpreted, places = self.backend.is_interpreted, np.array(order, np.int64)
+            device, places = self.backend.device, np.array(order, np.int64)
             if is_resolve:
-                rows, block = _resolve_rows(self._of_kind, self._every_id.data_ptr()), resolve_block(is_interpreted)
+                rows, block = _resolve_rows(self._of_kind, self._every_id.data_ptr()), device.block(RESOLVE_BLOCK)
             else:
-                rows, block = _probe_rows([self._of_kind[n] for n in self._cached]), probe_block(is_interpreted)
+                rows, block = _probe_rows([self._of_kind[n] for n in self._cached]), device.block(PROBE_BLOCK)
                 places = places[self._cached]
             kernel = kernels.spread(is_resolve, kernels.spread_lanes(len(rows)), block)
-            found = self._spreads[is_resolve, order] = _Spread(rows, kernel, places, block, self.backend.device)
+            found = self._spreads[is_resolve, order] = _Spread(rows, kernel, places, block, device.torch_device)
         return found
 
     # ---- launches ----
@@ -413,10 +407,6 @@ class TensorLookup:
         placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs, self._is_overlaid)
         self.backend.resolve_at(placed, source, target, 0, self.unfound.data_ptr())
 
-    def _torch_stream(self) -> Any:
-        """The current stream; it takes torch as long as a launch to find."""
-        return None if self.backend.is_interpreted else torch.cuda.current_stream(self.backend.device.index)
-
     def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
         cache, probe = self.backend.cache, staged.probe
         assert cache is not None and probe is not None, "a table is read through the cache"
@@ -431,17 +421,12 @@ class OnDevice:
     """A context in which launches go to a device, and nobody else launches there."""
 
     def __init__(self, backend: GpuBackend) -> None:
-        self._lock, self._index = backend.lock, None if backend.is_interpreted else backend.device.index
+        self._lock, self._device = backend.lock, backend.device
         self._others: list[Any] = []  # contexts to leave, one for each time that this was entered
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        other: Any = None
-        if self._index is None:
-            other = np.errstate(all="ignore")  # a GPU does not warn either
-        elif torch.cuda.current_device() != self._index:
-            other = torch.cuda.device(self._index)
-        if other is not None:
+        if (other := self._device.switch()) is not None:
             other.__enter__()
         self._others.append(other)
 
@@ -472,7 +457,7 @@ class _Spread:
         sent = _Sent(memory.data_ptr(), memory.data_ptr() + size, programs)
         self._kernel(
             self._count + 1,
-            lookup.backend.current_stream(),
+            lookup.backend.device.current_handle(),
             self._template.data_ptr(),
             self._places.data_ptr(),
             offsets.data_ptr(),

@@ -35,7 +35,7 @@ class DeviceLookup:
     def __init__(self, attached: Attached, names: Sequence[str], output: torch.dtype) -> None:
         backend = attached.served.backend
         assert isinstance(backend, GpuBackend), "the source is on a GPU"
-        if not backend.is_interpreted and torch.cuda.is_current_stream_capturing():
+        if backend.device.is_capturing():
             raise ModuleError("a first call of a module cannot be captured; call it once like this before")
         self._backend, self._pending, self._streams = backend, attached.pending, attached.streams
         bound = [attached.served.features[name] for name in names]
@@ -48,7 +48,7 @@ class DeviceLookup:
             raise ModuleError(f"model {attached.served.header.model!r}: {error}") from error
         attached.missing.follow(names, self.lookup.unfound)
         self._ahead: _Ahead | None = None
-        self._device, self._all, self._every = backend.device, tuple(range(len(names))), ", ".join(names)
+        self._device, self._all, self._every = backend.device.torch_device, tuple(range(len(names))), ", ".join(names)
 
     # ---- tensors of each feature ----
 
@@ -98,7 +98,7 @@ class DeviceLookup:
 
     def _begin(self, given: Sequence[Any]) -> StagedLookup | None:
         """What was prefetched for these tensors; what was for others is let go."""
-        if not self.lookup.is_capturing():
+        if not self._backend.device.is_capturing():
             self._pending.raise_first()
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.identity == _identity(given):
@@ -117,9 +117,9 @@ class DeviceLookup:
             vectors = self.lookup(staged)
         except QuantError as error:
             raise ModuleError(str(error)) from error
-        stream = self._backend.current_stream()
-        if stream is not None and stream not in self._streams:
-            self._streams[stream] = torch.cuda.current_stream(self._backend.device)
+        stream = self._backend.device.current_handle()
+        if stream not in self._streams:
+            self._streams[stream] = self._backend.device.current_stream()
         return vectors
 
     def _cut(self, vectors: torch.Tensor, given: Sequence[Given], is_even: bool) -> list[torch.Tensor]:

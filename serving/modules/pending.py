@@ -9,8 +9,6 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 
 if TYPE_CHECKING:
@@ -35,16 +33,10 @@ class Pending:
                 self.reports = Reports(backend)
             return self.reports
 
-    def retire(self, streams: "list[torch.cuda.Stream]", held: object) -> None:
+    def retire(self, streams: list[Any], held: object) -> None:
         """Keeps what kernels on these streams read until they are done; at the end of the process all goes."""
-        events: list[Any] = []
-        if sys.is_finalizing():
-            return
-        for stream in streams:
-            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            events[-1].record(stream)
-        if events:
-            self._retired.append((events, held))
+        if streams and not sys.is_finalizing():
+            self._retired.append(([stream.record_event() for stream in streams], held))
 
     def sweep(self) -> None:
         """Lets go of what no call reads any more."""

@@ -46,7 +46,7 @@ class Attached:
         self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
         self.lookups: dict[str, Any] = {}
         self.keyed: dict[str, Any] = {}
-        self.streams: dict[int, Any] = {}
+        self.streams: dict[int | None, Any] = {}
 
     def __del__(self) -> None:
         self.pending.retire([*self.streams.values()], self.served)

@@ -7,7 +7,7 @@ import tables
 import torch
 
 from tableside.quant import choose
-from tableside.quant.cache.jobs import CachedLookup, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, cached_rows, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.gpu.backend import GpuBackend
@@ -39,24 +39,22 @@ class CachedTables:
 
     def prefetch(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> tuple[Ticket, dict[int, np.ndarray]]:
         """A ticket, and the ids as `check` takes them. ids: by the tables' numbers."""
-        device = self.cache.device
+        device = self.cache.device.torch_device
         values = np.concatenate([np.zeros(1, np.int64), *ids.values()])
         inputs = torch.from_numpy(values).to(device).view(torch.uint8)
         lookups, at = [], 0
         for number, wanted in ids.items():
             lookups.append(CachedLookup(number, 8 + 8 * at, wanted.size, 4 * at))
             at += wanted.size
-        written, jobs = write_jobs(cached_rows(lookups), device.type == "cpu")
+        written, jobs = write_jobs(cached_rows(lookups), self.cache.device.block(PROBE_BLOCK))
         memory = torch.frombuffer(bytearray(written + bytes(8)), dtype=torch.uint8).to(device)
         self._kept += [inputs, memory]
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        self.cache.device.synchronize()
         return self.cache.prefetch(jobs.placed(memory.data_ptr()), inputs, admit_all), ids
 
     def check(self, ticket: Ticket, ids: dict[int, np.ndarray]) -> None:
         """What lies at each location is the row."""
-        if self.cache.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.cache.device.synchronize()
         arena, locations = self.cache._memory.arena.cpu().numpy(), ticket.locations.cpu().numpy()
         at = 0
         for number, wanted in ids.items():

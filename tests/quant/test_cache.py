@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cached_tables import SIZES, CachedTables, run, settings
 
 from tableside.quant import QuantError
@@ -15,6 +14,7 @@ from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.kernels.state import ID_BITS, State
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.interpreter import InterpretedDevice
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cache(torch.device("cpu"), 100), "a cache of 100 bytes holds no page"),
+        (lambda: Cache(InterpretedDevice(), 100, stream=None), "a cache of 100 bytes holds no page"),
         (lambda: CacheSettings(half_life=0), "half_life of a cache is 0; expected 1 to 65536"),
         (lambda: CacheSettings(page_bytes=100), "page_bytes of a cache is 100; expected a multiple of 16"),
         (lambda: CachedTables(9_000, settings()).cache.register(0, 5, 50), "rows of 50 bytes cannot be cached"),

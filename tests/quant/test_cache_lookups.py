@@ -25,7 +25,7 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     backend = GpuBackend(tables.DEVICE, choose())
     cache = backend.open_cache(60_000, 32)
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
-    views = [(t, None if backend.is_interpreted else registered(t)) for t in held]
+    views = [(t, None if backend.device.reads_all_memory else registered(t)) for t in held]
     cached = [backend.to_cache(t, v) for t, v in views]
     ids, lengths = np.array([3, 199, 0, 3, 7, 11, 150]), np.array([2, 0, 5], np.int32)
     inputs = ids.tobytes() + lengths.tobytes()
@@ -59,15 +59,15 @@ def test_prefetched_and_forwarded() -> None:
     backend = GpuBackend(tables.DEVICE, choose())
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.to_cache(table, None if backend.is_interpreted else registered(table))
+    cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 7, 0)]))
     batches = [np.random.default_rng(n).integers(0, 200, 7) for n in range(4)]
-    inputs = [torch.from_numpy(b).to(backend.device).view(torch.uint8) for b in batches]
+    inputs = [torch.from_numpy(b).to(backend.device.torch_device).view(torch.uint8) for b in batches]
     tickets = [lookup.prefetch(i) for i in inputs[:2]]
     for n, batch in enumerate(batches):
         if n + 2 < len(inputs):
             tickets.append(lookup.prefetch(inputs[n + 2]))
-        outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
+        outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
         lookup(inputs[n], outputs, tickets[n])
         np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(7, 40), expected_of(table, batch))
     assert not lookup.flags.any()
@@ -83,8 +83,8 @@ def test_a_lookup_is_a_graph() -> None:
     table = table_of(RowFormat.INT8, 40)
     cached = backend.to_cache(table, registered(table))
     lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 50, 0)]))
-    inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device)
-    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device)
+    inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device.torch_device)
+    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
     captured = lookup.capture(inputs, outputs)
     others, found = torch.zeros_like(inputs), torch.empty_like(outputs)
     for seed in range(30):
@@ -115,7 +115,7 @@ def test_ten_million_ids(policy: Policy, replays: bool) -> None:
     table comes and goes: the same bytes as without the cache, whether launches are replayed or not.
     """
     backend = GpuBackend(tables.DEVICE, choose())
-    device, rows, ids = backend.device, 300_000, 131_072
+    device, rows, ids = backend.device.torch_device, 300_000, 131_072
     backend.open_cache(6 << 20, 48, CacheSettings(policy, staging_buffers=3, replays=replays))
     small = table_of(RowFormat.INT8, 40, rows=1000)
     packed = np.tile(small.packed, (rows // 1000, 1))

@@ -23,7 +23,7 @@ VECTORS = 4 * BAGS * DIM  # bytes of a feature's
 def on_device(values: np.ndarray) -> torch.Tensor:
     """Bytes in memory of the device that no batch has."""
     backend: Any = gpu_backend()
-    return torch.from_numpy(np.array(values.reshape(-1).view(np.uint8))).to(backend.device)
+    return torch.from_numpy(np.array(values.reshape(-1).view(np.uint8))).to(backend.device.torch_device)
 
 
 def plan() -> Any:
@@ -43,7 +43,7 @@ def inputs_of(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def run(*requests: tuple[Any, Any]) -> list[Any]:
     backend: Any = gpu_backend()
     found = backend.run(requests)
-    if backend.device.type == "cuda":
+    if backend.device.torch_device.type == "cuda":
         torch.cuda.synchronize()
     return list(found)
 

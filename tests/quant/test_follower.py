@@ -15,7 +15,7 @@ from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowF
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import place_of
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.follower import Fills, Taken, TakenTensor, fill_block
+from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Taken, TakenTensor
 from tableside.quant.gpu.job import FillField
 
 DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
@@ -34,7 +34,9 @@ class Gathers:
     ) -> None:
         backend: Any = gpu_backend()
         self.widths = (WIDE.dim, NARROW.dim, CONTEXT)
-        self.matrices = [torch.full((sum(rows), w), -1.0, dtype=DTYPES[precision], device=backend.device) for w in self.widths]
+        self.matrices = [
+            torch.full((sum(rows), w), -1.0, dtype=DTYPES[precision], device=backend.device.torch_device) for w in self.widths
+        ]
         self._taken = []
         start = 0
         for count, own, one in zip(rows, parts, stays, strict=True):
@@ -149,8 +151,8 @@ def test_outputs_that_stay_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     asked = [Asked(rng, bags) for bags in (4, 8, 5, 9)]
     backend: Any = gpu_backend()
     sizes: list[int] = []
-    host = backend._batches._free[0].host
-    monkeypatch.setattr(backend._batches._free[0], "host", lambda size: sizes.append(size) or host(size))
+    pinned = backend.device.pinned
+    monkeypatch.setattr(backend.device, "pinned", lambda size: sizes.append(size) or pinned(size))
     found, follower = look_up(asked, [True, False, True, False])
     assert sizes[-1] == sum((a.out_bytes + 15) // 16 * 16 for a in asked[1::2])
     start = 0
@@ -190,7 +192,7 @@ def test_batches_begin_before_others_are_finished() -> None:
     rng = np.random.default_rng(4)
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.to_cache(table, None if backend.is_interpreted else registered(table))
+    cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
     drawn = [rng.integers(0, 200, 30) for _ in range(5)]
     lk = Lookup(cached, Pooling.SUM, 0, 30, 0, bags=6, bag_length=5)
     begun: list[Any] = []
@@ -230,14 +232,15 @@ def test_a_single_request_again_and_again() -> None:
 
 def test_jobs_of_many_programs() -> None:
     """Each program knows its job, and how many programs of the job come before it; of failed requests zeros are taken."""
-    block = fill_block(False)
     direct: Any = SimpleNamespace(is_direct=True)
     taken = [
-        Taken(np.array([(0, 0, 8, 8, 2 * block + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True),
+        Taken(
+            np.array([(0, 0, 8, 8, 2 * FILL_BLOCK + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True
+        ),
         None,
-        Taken(np.array([(16, 1, 4, 9, block)]), np.array([400]), [], False, Precision.BF16),
+        Taken(np.array([(16, 1, 4, 9, FILL_BLOCK)]), np.array([400]), [], False, Precision.BF16),
     ]
-    fills = Fills(taken, False)
+    fills = Fills(taken, FILL_BLOCK)
     written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
     jobs = np.frombuffer(written[: fills.programs_at], np.int64).reshape(-1, len(FillField))
     np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [1000, 0, 2000, 2016])

@@ -42,7 +42,7 @@ class Rows:
 
 
 def gather_of(rows: int, size: int, threads: int = 2) -> HostGather:
-    return HostGather(rows, size, threads, tables.DEVICE != "interpreter")
+    return HostGather(rows, size, threads, tables.gpu_backend().device)
 
 
 def gathered(gather: HostGather, likely: int, rows: Rows) -> bytes:
@@ -124,7 +124,7 @@ def test_a_batchs_rows_are_listed_then_gathered_then_copied(held: str, monkeypat
     gather: Any = t.cache._pipeline._gather
     assert gather.last_bytes == 400 * 144
     stream = getattr(t.cache._streams, held)
-    let_others_run(t.cache.device)
+    let_others_run(t.cache.device.torch_device)
     prefetch = t.cache.prefetch
     with gate() as closed:
 
@@ -136,7 +136,7 @@ def test_a_batchs_rows_are_listed_then_gathered_then_copied(held: str, monkeypat
         monkeypatch.setattr(t.cache, "prefetch", held_back)
         ticket, ids = t.prefetch({0: run(400, 2000)})
         ticket.wait()
-        assert is_held(torch.cuda.current_stream(t.cache.device)), "the lookup does not wait for the rows"
+        assert is_held(t.cache.device.current_stream()), "the lookup does not wait for the rows"
         closed.open()
     t.check(ticket, ids)
     ticket.release()

@@ -257,7 +257,7 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
     backend: Any = gpu_backend()
     table = table_of(row_format, 24, rows=2500)
     memory = None
-    if not backend.is_interpreted:
+    if not backend.device.reads_all_memory:
         memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         memory.numpy()[:] = table.packed.reshape(-1)
     split = backend.split(table, memory, share)
@@ -320,7 +320,7 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
     """Each kind of residence, by the one function of the kernel that says where a row lies. Addresses pass 2^32 bytes."""
     ids, where = [0, 2, 1024 * 5 + 2, 10**9], (1 << 40, 48, 1 << 41, 1 << 42)
     table, row_bytes, hbm_rows, staging = where
-    device = gpu_backend().device  # type: ignore[attr-defined]
+    device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
     given = torch.tensor(ids, device=device), torch.tensor(locations, dtype=torch.int32, device=device)
     out = torch.zeros(4, dtype=torch.int64, device=device)
     addresses_of[(1,)](*given, out, table, row_bytes, hbm_rows, share, staging, INDIRECT=True, BLOCK=4)
@@ -338,7 +338,7 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
 )
 def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int) -> None:
     """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans refuse as many ids."""
-    device = gpu_backend().device  # type: ignore[attr-defined]
+    device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
     job = Job()
     job[JobField.LENGTHS_AT], job[JobField.VECTORS], job[JobField.IDS] = 0, len(lengths), ids
     jobs = torch.tensor(job.values, device=device)

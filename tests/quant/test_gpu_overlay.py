@@ -21,6 +21,7 @@ from tableside.quant.errors import Problem
 from tableside.quant.overlay import Overlay
 
 pytest.importorskip("triton")
+from tableside.quant.device.interpreter import InterpretedDevice
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch import LookedUp
 from tableside.quant.gpu.levels import DeviceLevel, level_bytes
@@ -41,7 +42,7 @@ def new_backend() -> GpuBackend:
 
 def placed(backend: GpuBackend, table: Table, where: str) -> DeviceTable:
     rows = None
-    if not backend.is_interpreted:
+    if not backend.device.reads_all_memory:
         rows = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         rows.numpy()[:] = table.packed.reshape(-1)
     match where:
@@ -202,19 +203,21 @@ def test_prepared_lookups_and_tensors() -> None:
     rows, lengths = made.expected_rows(asked), np.array([4, 8], np.int32)
     expected = expect(made.plain, rows, lengths, pooling=Pooling.SUM)
     prepared = backend.prepare(backend.plan([Lookup(held, Pooling.SUM, 0, 12, 0, bags=2, lengths_at=96)]))
-    inputs = torch.from_numpy(np.frombuffer(asked.tobytes() + lengths.tobytes(), np.uint8).copy()).to(backend.device)
-    outputs = torch.zeros(prepared.out_bytes, dtype=torch.uint8, device=backend.device)
+    inputs = torch.from_numpy(np.frombuffer(asked.tobytes() + lengths.tobytes(), np.uint8).copy()).to(backend.device.torch_device)
+    outputs = torch.zeros(prepared.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
     prepared(inputs, outputs)
     expected.check(outputs[:512].view(torch.float32).reshape(2, 64).cpu().numpy())
 
     lookup = TensorLookup(
         backend, ["a", "b"], [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)], reports := Reports(backend)
     )
-    ids, ends, one = (torch.tensor(x, device=backend.device) for x in (asked, [0, 4], [3]))
+    ids, ends, one = (torch.tensor(x, device=backend.device.torch_device) for x in (asked, [0, 4], [3]))
     each = lookup(lookup.stage_each([TensorInput(ids, ends, 0, 2, None), TensorInput(one, None, 1, 1, None)]))
     expected.check(each[:128].view(2, 64).cpu().numpy())
     together = torch.cat([ids, one, one])
-    packed = lookup(lookup.stage_packed(together, torch.tensor([0, 4, 12, 13, 14], device=backend.device), 2, (0, 1), None))
+    packed = lookup(
+        lookup.stage_packed(together, torch.tensor([0, 4, 12, 13, 14], device=backend.device.torch_device), 2, (0, 1), None)
+    )
     expected.check(packed[:, :64].cpu().numpy())
     assert reports.take() is None
     assert lookup.unfound.tolist() == [[2 * int((~made.expected_found(asked)).sum()), 0], [0, 0]]
@@ -225,7 +228,7 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
     made, backend = dense(default=False), new_backend()
     reports = Reports(backend)
     lookup = TensorLookup(backend, ["a"], [LookupKind(backend.to_hbm(made.table), Pooling.SUM)], reports)
-    ids = torch.tensor([5, 300], device=backend.device)
+    ids = torch.tensor([5, 300], device=backend.device.torch_device)
     found = lookup(lookup.stage_each([TensorInput(ids, None, 1, 2, None)])).view(2, 64).cpu().numpy()
     np.testing.assert_array_equal(found[0], expected_of(made.plain, made.expected_rows(np.array([5])))[0])
     reports.wait()
@@ -293,7 +296,7 @@ def test_numbers_lead_to_the_rows_of_a_level(is_above: bool, dim: int) -> None:
     assert made.table.row_map is not None and made.table.row_map.overlay is not None
     level, row_bytes = made.table.row_map.overlay.levels[0], made.table.row_bytes
     for table_at in (16 if is_above else 2**47, made.table.address):
-        held = DeviceLevel(level, table_at, torch.device("cpu"))
+        held = DeviceLevel(level, table_at, InterpretedDevice())
         for slot in (0, level.index.slots - 1):
             number = held.native.first_row + slot
             assert -(2**63) <= number < -(2**62)

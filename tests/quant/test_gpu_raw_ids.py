@@ -80,7 +80,7 @@ IN_HOST = {"": InHost.NOTHING, "ids in host": InHost.SOME, "index in host": InHo
 def placed(backend: GpuBackend, table: Table, how: str) -> RowSource:
     """The table where `how` says, and behind a comma what of its index is not copied."""
     rows = None
-    if not backend.is_interpreted:
+    if not backend.device.reads_all_memory:
         rows = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         rows.numpy()[:] = table.packed.reshape(-1)
     where, _, more = how.partition(", ")
@@ -376,7 +376,7 @@ def staged(prepared: Any, inputs: bytes) -> torch.Tensor:
 
     target = np.zeros(prepared.in_bytes, np.uint8)
     move(prepared.layout.moves_in, inputs, target, 0, 0)
-    return torch.from_numpy(target).to(prepared.backend.device)
+    return torch.from_numpy(target).to(prepared.backend.device.torch_device)
 
 
 @pytest.mark.parametrize("how", ["hbm", "cached"])
@@ -396,7 +396,7 @@ def test_a_prepared_lookup_leaves_its_inputs_as_they_are(how: str) -> None:
     tickets = [prepared.prefetch(inputs) for *_, inputs in batches]
     for _ in range(2):
         for (ids, rows, weights, inputs), ticket in zip(batches, tickets, strict=True):
-            out = torch.zeros(max(size, prepared.out_bytes), dtype=torch.uint8, device=backend.device)
+            out = torch.zeros(max(size, prepared.out_bytes), dtype=torch.uint8, device=backend.device.torch_device)
             prepared(inputs, out, ticket)
             found = out.cpu().numpy()
             how_: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights}

@@ -64,7 +64,7 @@ def lookup_of(chosen: tuple[Feature, ...], precision: Precision = Precision.FP32
     kinds = []
     for f in chosen:
         rows = None
-        if not backend.is_interpreted:
+        if not backend.device.reads_all_memory:
             rows = torch.empty(f.table.packed.size, dtype=torch.uint8, pin_memory=True)
             rows.numpy()[:] = f.table.packed.reshape(-1)
         match f.where:

@@ -340,7 +340,7 @@ def test_processes_of_a_gpu_share_two_fifths_of_its_memory() -> None:
     placer = Placer(ServerSettings(devices=(tables.serve_device(),), sharing=3), choose())
     placer.open()
     assert placer.gpu is not None
-    assert placer._budget == int(placer.gpu.memory_bytes * 0.4 / 3)
+    assert placer._budget == int(placer.gpu.device.memory_bytes * 0.4 / 3)
 
 
 def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
