@@ -80,12 +80,7 @@ class Cache:
             self._batches = BatchesInFlight(device, self._memory.first_staging, division.staging_bytes, buffers)
             self._tables = Tables(device)
             self._pipeline = Pipeline(
-                self._memory,
-                self._pages,
-                self._streams,
-                self.settings,
-                division.staging_bytes,
-                smallest_row_bytes,
+                self._memory, self._pages, self._streams, self.settings, division.staging_bytes, smallest_row_bytes
             )
         self._index = Index(self._memory, self._pages, self._tables, self._batches, self._pipeline)
         self._snapshots = Snapshots(device)

@@ -7,16 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels import evict
-from tableside.quant.cache.kernels.state import (
-    CLASSES,
-    ID_BITS,
-    UNIT_BYTES,
-    ClassField,
-    ClassState,
-    Root,
-    State,
-    occupied_at,
-)
+from tableside.quant.cache.kernels.state import CLASSES, ID_BITS, UNIT_BYTES, ClassField, ClassState, Root, State, occupied_at
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.pipeline import Pipeline

@@ -138,11 +138,7 @@ class CacheMemory:
 
     def send(self, tables: NDArray[Any], groups: NDArray[Any], classes: NDArray[Any], page_table: NDArray[Any]) -> None:
         """Writes the records of tables and classes, all flat, to the device."""
-        self._tables, self._groups, self._classes = (
-            self._sent(tables),
-            self._sent(groups),
-            self._sent(classes),
-        )
+        self._tables, self._groups, self._classes = (self._sent(tables), self._sent(groups), self._sent(classes))
         self.page_table.copy_(torch.from_numpy(page_table))
 
     def send_page_lists(self, lists: list[NDArray[Any]]) -> list[int]:

@@ -57,20 +57,14 @@ _FEW = 528  # programs of kernels that have little to do where few rows are miss
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers
 _MOST_GATHERED_BYTES = 64 << 20
 _COPY_UNIT = 1 << 16  # copies are multiples of it, and of 1/16 of a power of 2, so that there are few different ones
-_EVICTING, _EVICTING_ANY = (
-    2112,
-    528,
-)  # programs of the two `evict`s; more take long to start, and the second seldom has work
+_EVICTING, _EVICTING_ANY = (2112, 528)  # programs of the two `evict`s; more take long to start, and the second seldom has work
 _MISSES = 256  # that a program takes at once: `list_rows`, `rank_admitted`, `end`
 _INSERTED = 512  # `insert`
 _UNLINKED = 1024  # `unlink`
 _SLOTS = 512  # `evict`
 _SAMPLE = 1024  # slots and misses that `choose_threshold` looks at
 _CHUNKS = 2048  # of 16 bytes, `copy_gathered`
-_TILE_WORDS, _MOST_WORDS = (
-    8192,
-    64,
-)  # words of 4 bytes that a program copies at once, of all its rows and of one
+_TILE_WORDS, _MOST_WORDS = (8192, 64)  # words of 4 bytes that a program copies at once, of all its rows and of one
 _ROW_WARPS = 8
 
 

@@ -53,11 +53,7 @@ class Statistics:
 
 
 def statistics_of(
-    state: torch.Tensor,
-    counters: torch.Tensor,
-    names: Mapping[int, tuple[str, int]],
-    classes: int,
-    slots: int,
+    state: torch.Tensor, counters: torch.Tensor, names: Mapping[int, tuple[str, int]], classes: int, slots: int
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
     s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
@@ -108,12 +104,7 @@ class Snapshots:
         self.last: Statistics | None = None
 
     def begin(
-        self,
-        state: torch.Tensor,
-        counters: torch.Tensor,
-        names: dict[int, tuple[str, int]],
-        classes: int,
-        slots: int,
+        self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]], classes: int, slots: int
     ) -> None:
         """Begins a copy on the current stream, unless one is on its way."""
         if self._coming is not None and not self._coming.copied.query():

@@ -83,9 +83,7 @@ class Tables:
         first, end = number * len(Counter), (number + 1) * len(Counter)
         if end > self.counters.numel():
             grown = torch.zeros(
-                max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter),
-                dtype=torch.int64,
-                device=self._device.torch_device,
+                max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter), dtype=torch.int64, device=self._device.torch_device
             )
             grown[: self.counters.numel()] = self.counters
             self.counters = grown

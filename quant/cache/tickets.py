@@ -54,10 +54,7 @@ class Ticket:
     """
 
     def __init__(
-        self,
-        batch: InFlightBatch,
-        release: Callable[[InFlightBatch, bool, Any], None],
-        abandon: Callable[[InFlightBatch], None],
+        self, batch: InFlightBatch, release: Callable[[InFlightBatch, bool, Any], None], abandon: Callable[[InFlightBatch], None]
     ) -> None:
         self._batch: InFlightBatch | None = batch
         self._release, self._abandon = release, abandon

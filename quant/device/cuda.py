@@ -60,12 +60,7 @@ class _CudaArray:
     def __init__(self, address: int, size: int, owner: Any) -> None:
         self._owner = owner
         # The second value says that it may be written to: torch knows no read-only arrays.
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def tensor_over(address: int, size: int, device: torch.device, owner: Any) -> torch.Tensor:
@@ -114,12 +109,7 @@ class VirtualMemory(DeviceMemory):
             self._mapped_size = ctypes.c_size_t(-(-max(1, size) // unit.value) * unit.value)
             self._at = ctypes.c_uint64()
             self._call(
-                "cuMemAddressReserve",
-                ctypes.byref(self._at),
-                self._mapped_size,
-                ctypes.c_size_t(0),
-                ctypes.c_uint64(0),
-                0,
+                "cuMemAddressReserve", ctypes.byref(self._at), self._mapped_size, ctypes.c_size_t(0), ctypes.c_uint64(0), 0
             )
         self._mapped: list[ctypes.c_uint64] = []
         array = _CudaArray(self._at.value, size, None)  # which the tensor keeps
@@ -130,12 +120,7 @@ class VirtualMemory(DeviceMemory):
     def _map(self) -> None:
         handle = ctypes.c_uint64()
         with torch.cuda.device(self._device):
-            arguments = (
-                ctypes.byref(handle),
-                self._mapped_size,
-                ctypes.byref(self._properties),
-                ctypes.c_uint64(0),
-            )
+            arguments = (ctypes.byref(handle), self._mapped_size, ctypes.byref(self._properties), ctypes.c_uint64(0))
             code = self._driver.cuMemCreate(*arguments)
             if code == _OUT_OF_MEMORY:
                 torch.cuda.empty_cache()
@@ -149,13 +134,7 @@ class VirtualMemory(DeviceMemory):
             try:
                 self._call("cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
                 try:
-                    self._call(
-                        "cuMemSetAccess",
-                        self._at,
-                        self._mapped_size,
-                        ctypes.byref(self._access),
-                        ctypes.c_size_t(1),
-                    )
+                    self._call("cuMemSetAccess", self._at, self._mapped_size, ctypes.byref(self._access), ctypes.c_size_t(1))
                 except BaseException:
                     self._driver.cuMemUnmap(self._at, self._mapped_size)
                     raise
@@ -174,13 +153,7 @@ class VirtualMemory(DeviceMemory):
             raise QuantError(f"{name} failed on {self._device} (error {code})")
 
 
-def _free(
-    library: Any,
-    at: ctypes.c_uint64,
-    size: ctypes.c_size_t,
-    mapped: list[ctypes.c_uint64],
-    device: torch.device,
-) -> None:
+def _free(library: Any, at: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[ctypes.c_uint64], device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         if mapped:

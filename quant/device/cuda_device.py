@@ -46,13 +46,6 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
-    def is_lost(self) -> bool:
-        try:
-            self.synchronize()
-        except RuntimeError:
-            return True
-        return False
-
     def trim(self) -> None:
         with torch.cuda.device(self.torch_device):
             torch.cuda.empty_cache()
@@ -151,17 +144,9 @@ class CudaDevice(Device):
                 raise QuantError(f"CUDA does not say how large the memory is that its handle names (error {code})")
         return address.value, base.value + size.value - address.value
 
-    def copy_in(self, stream: int | None, target: int, source: int, size: int) -> None:
-        if code := _copying_driver().cuMemcpyHtoDAsync_v2(target, source, size, stream):
-            raise QuantError(f"cuMemcpyHtoDAsync failed (error {code})")
-
-    def copy_out(self, stream: int | None, target: int, source: int, size: int) -> None:
-        if code := _copying_driver().cuMemcpyDtoHAsync_v2(target, source, size, stream):
-            raise QuantError(f"cuMemcpyDtoHAsync failed (error {code})")
-
-    def copy_within(self, stream: int | None, target: int, source: int, size: int) -> None:
-        if code := _copying_driver().cuMemcpyDtoDAsync_v2(target, source, size, stream):
-            raise QuantError(f"cuMemcpyDtoDAsync failed (error {code})")
+    def copy(self, stream: int | None, target: int, source: int, size: int) -> None:
+        if code := _copying_driver().cuMemcpyAsync(target, source, size, stream):
+            raise QuantError(f"cuMemcpyAsync failed (error {code})")
 
     def copy_to_host(self, target: int, source: int, size: int) -> None:
         if code := driver().cuMemcpyDtoH_v2(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size)):
@@ -183,13 +168,7 @@ def _close(library: ctypes.CDLL, address: int, device: torch.device) -> None:
 def _library() -> ctypes.PyDLL:
     """CUDA's driver, whose calls keep Python's lock: they only enqueue."""
     library = ctypes.PyDLL("libcuda.so.1")
-    for call in (library.cuMemcpyHtoDAsync_v2, library.cuMemcpyDtoHAsync_v2, library.cuMemcpyDtoDAsync_v2):
-        call.argtypes = (
-            ctypes.c_uint64,
-            ctypes.c_uint64,
-            ctypes.c_size_t,
-            ctypes.c_void_p,
-        )  # both addresses have 64 bits
+    library.cuMemcpyAsync.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return library
 
 

@@ -39,9 +39,13 @@ class Device(ABC):
     def memory_bytes(self) -> int:
         """Bytes of its memory."""
 
-    @abstractmethod
     def is_lost(self) -> bool:
-        """Whether the device is of no more use to this process, as after most errors of a kernel. Waits for work under way."""
+        """Whether this process cannot use the device any more, as after most errors of a kernel. Waits for all work."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
     @abstractmethod
     def trim(self) -> None:
@@ -134,17 +138,9 @@ class Device(ABC):
         """Opens another process's memory as long as `owner` lives. Returns its address and size. QuantError: it does not open."""
 
     @abstractmethod
-    def copy_in(self, stream: int | None, target: int, source: int, size: int) -> None:
-        """Copies bytes from page-locked memory to the device, in the order of a stream."""
-
-    @abstractmethod
-    def copy_out(self, stream: int | None, target: int, source: int, size: int) -> None:
-        """Copies bytes to page-locked memory of the host, in the order of a stream."""
-
-    @abstractmethod
-    def copy_within(self, stream: int | None, target: int, source: int, size: int) -> None:
-        """Copies bytes between addresses of the device, in the order of a stream."""
+    def copy(self, stream: int | None, target: int, source: int, size: int) -> None:
+        """Copies bytes between addresses of the device or of page-locked memory, in the order of a stream."""
 
     @abstractmethod
     def copy_to_host(self, target: int, source: int, size: int) -> None:
-        """Copies bytes to the host, and waits for it."""
+        """Copies bytes to the host, and waits for them."""

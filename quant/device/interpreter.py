@@ -44,9 +44,6 @@ class InterpretedDevice(Device):
     def memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def is_lost(self) -> bool:
-        return False
-
     def trim(self) -> None:
         pass
 
@@ -111,10 +108,8 @@ class InterpretedDevice(Device):
             raise QuantError(f"the interpreter finds no memory that its handle names ({error})") from error
         return np.frombuffer(owner.pages, np.uint8).ctypes.data, len(owner.pages)
 
-    def copy_in(self, stream: int | None, target: int, source: int, size: int) -> None:
+    def copy(self, stream: int | None, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
-
-    copy_out = copy_within = copy_in
 
     def copy_to_host(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)

@@ -141,9 +141,9 @@ class Batch:
         sent, staged = device.data_ptr(), host.data_ptr()
         holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
         for first, end in gaps([*self._reads, *holes], self._end):
-            self._device.copy_in(stream, sent + first, staged + first, end - first)
+            self._device.copy(stream, sent + first, staged + first, end - first)
         for copy in self._locked_reads:
-            self._device.copy_in(stream, sent + copy.staged, copy.address, copy.size)
+            self._device.copy(stream, sent + copy.staged, copy.address, copy.size)
         run_copies(self._device, stream, sent, self._reads, to_staged=True)
 
     def write_elsewhere(self, stream: int | None) -> None:

@@ -145,7 +145,7 @@ class Batches:
             clock.mark()
         outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
         if outputs.size:
-            self._backend.device.copy_out(
+            self._backend.device.copy(
                 self._backend.device.current_handle(),
                 address_of(outputs.data),
                 buffers.device_out.data_ptr() + batch.stay_bytes,

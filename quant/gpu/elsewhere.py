@@ -74,7 +74,7 @@ def run_copies(device: Device, stream: int | None, staged: int, copies: Sequence
     """Copies on the device, in the stream's order. staged: the address that the copies' offsets count from."""
     for one in copies:
         target, source = (staged + one.staged, one.address) if to_staged else (one.address, staged + one.staged)
-        device.copy_within(stream, target, source, one.size)
+        device.copy(stream, target, source, one.size)
 
 
 def whole_inputs(device: Device, request: Elsewhere) -> NDArray[np.uint8]:

@@ -8,17 +8,7 @@ import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
-from tableside.quant.cache.kernels.nodes import (
-    ID_BITS,
-    bit_count,
-    class_state_at,
-    find,
-    i32,
-    i64,
-    miss_count,
-    slot_of,
-    table_at,
-)
+from tableside.quant.cache.kernels.nodes import ID_BITS, bit_count, class_state_at, find, i32, i64, miss_count, slot_of, table_at
 from tableside.quant.cache.kernels.scores import ghost_score, tick_of, touch
 from tableside.quant.cache.kernels.state import (
     ARRAY_LOCATIONS,
