@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from common import console
+from device_lookup import DeviceLookup
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
@@ -22,13 +23,11 @@ from make_model import publish_random
 
 from tableside.loader.registration import Registration
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Pooling, Precision, RowFormat, Table, choose
+from tableside.quant import RowFormat, Table, choose
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.statistics import Statistics
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.prepared import PreparedLookup
-from tableside.quant.gpu.tables import DeviceTable
 
 T = TypeVar("T")
 DEVICE = torch.device("cuda:0")
@@ -67,15 +66,6 @@ class Workload:
         stored = self.segment.header.tables[t]
         return self.segment.tables[stored.name], self.registration.view(stored.offset, stored.bytes)
 
-    def prepare(self, backend: GpuBackend, tables: Sequence[DeviceTable]) -> PreparedLookup:
-        pooling = Pooling.SUM if self.bag_length > 1 else Pooling.NONE
-        lookups, at, bags = [], 0, self.ids // self.bag_length
-        for n, table in enumerate(tables):
-            lk = Lookup(table, pooling, 8 * self.ids * n, self.ids, at, Precision.FP16, bags=bags, bag_length=self.bag_length)
-            lookups.append(lk)
-            at += lk.out_bytes
-        return backend.prepare(backend.plan(lookups))
-
     def ours(self, share: float, policy: Policy, more_bytes: int = 0, **more: Any) -> "Ours":
         """A cache with slots for a share of the rows. more_bytes: what its budget is larger by."""
         backend = GpuBackend(str(DEVICE), choose())
@@ -84,17 +74,18 @@ class Workload:
         settings = CacheSettings(policy, staging_fraction=staging / budget, **{"replays": True} | more)
         cache = backend.open_cache(budget, ROW_BYTES, settings)
         tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
-        return Ours(cache, backend.stream, self.prepare(backend, tables))
+        return Ours(cache, backend.stream, DeviceLookup(backend, tables, self.bag_length))
 
-    def uncached(self, in_hbm: bool) -> PreparedLookup:
+    def uncached(self, in_hbm: bool) -> DeviceLookup:
         backend = GpuBackend(str(DEVICE), choose(), gather_from=1 << 60)
         place = backend.to_hbm if in_hbm else backend.map_host
-        return self.prepare(backend, [place(*self.seen(t)) for t in range(self.tables)])
+        return DeviceLookup(backend, [place(*self.seen(t)) for t in range(self.tables)], self.bag_length)
 
-    def split(self, share: int) -> PreparedLookup:
+    def split(self, share: int) -> DeviceLookup:
         """Of every 1024 rows `share` in HBM, the others read in place."""
         backend = GpuBackend(str(DEVICE), choose())
-        return self.prepare(backend, [backend.split(*self.seen(t), share) for t in range(self.tables)])
+        tables = [backend.split(*self.seen(t), share) for t in range(self.tables)]
+        return DeviceLookup(backend, tables, self.bag_length)
 
     def fbgemm(self, share: float, policy: Policy, counts: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
         """FBGEMM's module over the same memory; its cache holds as many rows. counts: it keeps statistics."""
@@ -132,25 +123,11 @@ class Workload:
 class Ours:
     """A lookup through a cache, on the cache's stream."""
 
-    def __init__(self, cache: Cache, stream: Any, lookup: PreparedLookup) -> None:
+    def __init__(self, cache: Cache, stream: Any, lookup: DeviceLookup) -> None:
         self.cache, self.stream, self.lookup = cache, stream, lookup
-        self.outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=DEVICE)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        self.lookup(ids.view(torch.uint8), self.outputs)
-        return self.outputs
-
-    def capture(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The same, as a graph that is replayed."""
-        inputs = torch.zeros(self.lookup.in_bytes, dtype=torch.uint8, device=DEVICE)
-        captured = self.lookup.capture(inputs, self.outputs)
-
-        def call(ids: torch.Tensor) -> torch.Tensor:
-            inputs.copy_(ids.view(torch.uint8), non_blocking=True)
-            captured()
-            return self.outputs
-
-        return call
+        return self.lookup(ids)
 
 
 @dataclass(frozen=True)
@@ -222,14 +199,11 @@ def per_batch(before: Statistics, after: Statistics, batches: int) -> dict[str, 
     return {"hit rate": hits / ids, "fetched": fetched / batches, "in place": in_place / batches}
 
 
-def check(work: Workload, ours: Ours, reference: PreparedLookup, batch: torch.Tensor) -> None:
-    """The same bytes as without a cache."""
-    wanted = torch.empty_like(ours.outputs)
-    reference(batch.view(torch.uint8), wanted)
-    ours.outputs.fill_(0xEE)
-    found = ours(batch)
+def check(ours: Ours, reference: DeviceLookup, batch: torch.Tensor) -> None:
+    """The same vectors as without a cache, bit by bit."""
+    found, wanted = (call(batch).view(torch.int16) for call in (ours, reference))
     torch.cuda.synchronize()
-    assert torch.equal(found, wanted), f"{int((found != wanted).sum())} bytes differ"
+    assert torch.equal(found, wanted), f"{int((found != wanted).sum())} values differ"
 
 
 def copy_gb_s(work: Workload) -> float:

@@ -39,9 +39,9 @@ from cache_workload import (
     steady_ms,
 )
 from common import console, report, shared_folder
+from device_lookup import DeviceLookup
 
 from tableside.quant.cache.settings import Policy
-from tableside.quant.gpu.prepared import PreparedLookup
 
 WIDE_BYTES, GATHERERS = 4 << 30, 8  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
 
@@ -54,8 +54,7 @@ def compare(work: Workload, shares: Sequence[float], label: str, every_way: bool
     copy = copy_gb_s(work)
     served = GATHERERS if work.segment.size >= WIDE_BYTES else 0
     reference = work.uncached(in_hbm=True)
-    outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
-    base_ms = steady_ms(lambda b: reference(b.view(torch.uint8), outputs), work.batches[WARM:-FRESH])
+    base_ms = steady_ms(reference, work.batches[WARM:-FRESH])
     found = []
     for share, policy in product(shares, Policy):
         theirs = measure_fbgemm(work, share, policy)
@@ -131,7 +130,7 @@ def measure_fbgemm(work: Workload, share: float, policy: Policy) -> dict[str, An
 
 
 def measure_ours(
-    work: Workload, share: float, policy: Policy, reference: PreparedLookup, more_bytes: int, **more: Any
+    work: Workload, share: float, policy: Policy, reference: DeviceLookup, more_bytes: int, **more: Any
 ) -> dict[str, Any]:
     """Our cache with slots for a share of the rows, and a budget larger by `more_bytes`."""
     warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
@@ -145,11 +144,11 @@ def measure_ours(
 
     ours, hbm = hbm_of(warmed)
     with torch.cuda.stream(ours.stream):
-        check(work, ours, reference, warm[-1])
+        check(ours, reference, warm[-1])
         before = ours.cache.statistics(wait=True)
         ms = steady_ms(ours, timed)
         after = ours.cache.statistics(wait=True)
-        check(work, ours, reference, timed[0])
+        check(ours, reference, timed[0])
     return {"ms": ms, "slots": after.slots, "HBM MB": hbm.peak, **per_batch(before, after, len(timed))}
 
 
@@ -159,28 +158,21 @@ def hybrid(work: Workload) -> list[dict[str, Any]]:
     reference = work.uncached(True)
     found = []
 
-    def add(placement: str, call: Callable[[torch.Tensor], Any], lookup: PreparedLookup) -> None:
-        outputs, wanted = (torch.empty(lookup.out_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-        lookup(timed[0].view(torch.uint8), outputs)
-        reference(timed[0].view(torch.uint8), wanted)
+    def add(placement: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        vectors, wanted = call(timed[0]), reference(timed[0])
         torch.cuda.synchronize()
-        assert torch.equal(outputs, wanted)
+        assert torch.equal(vectors, wanted)
         found.append({"placement": placement, "ms": steady_ms(call, timed)})
         console.print(found[-1])
 
-    outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
-
-    def looked_up(lookup: PreparedLookup) -> Callable[[torch.Tensor], None]:
-        return lambda batch: lookup(batch.view(torch.uint8), outputs)
-
     for name, lookup in (("hbm", reference), ("hybrid", work.split(205)), ("zero_copy", work.uncached(False))):
-        add(name, looked_up(lookup), lookup)
+        add(name, lookup)
     for policy in Policy:
         ours = work.ours(0.2, policy)
         with torch.cuda.stream(ours.stream):
             for batch in warm:
                 ours(batch)
-            add(f"cached, {policy.value}", ours, ours.lookup)
+            add(f"cached, {policy.value}", ours)
         del ours
         torch.cuda.empty_cache()
     theirs = work.fbgemm(0.2, Policy.LFU)

@@ -64,11 +64,10 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]], programs:
     ten = repeated(part, 10)
     dense = repeated(part, max(1, round(2.0 / (steady_ms(lambda _: ten.replay(), [work.batches[0]] * 20) / 10))))
     reference = work.uncached(True)
-    outputs = torch.empty(reference.out_bytes, dtype=torch.uint8, device=DEVICE)
     torch.cuda.synchronize()
 
     def all_hbm(batch: torch.Tensor) -> None:
-        reference(batch.view(torch.uint8), outputs)
+        reference(batch)
         dense.replay()
 
     warm, timed = work.batches[:WARM], work.batches[WARM:]
@@ -76,35 +75,34 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]], programs:
     found = []
     for most, (ahead, threads, hits) in product(programs, WAYS):
         ours = work.ours(0.2, Policy.LFU, staging_buffers=ahead + 1, gather_threads=threads, programs=most)
-        tickets: list[Any] = []
+        staged: list[Any] = []
         loader = torch.cuda.Stream()
         batches = work.batches[-1:] * len(work.batches) if hits else work.batches
-        inputs = [b.view(torch.uint8) for b in batches]
-        marks = [torch.cuda.Event(enable_timing=True) for _ in inputs]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in batches]
         before = None
         for n, mark in enumerate(marks):
             if n == WARM:
                 before = ours.cache.statistics(wait=True)
-            while len(tickets) <= min(n + ahead, len(inputs) - 1):
+            while len(staged) <= min(n + ahead, len(batches) - 1):
                 with torch.cuda.stream(loader):  # where inputs come from; it waits for no dense part
-                    tickets.append(ours.lookup.prefetch(inputs[len(tickets)]))
-            ours.lookup(inputs[n], ours.outputs, tickets[n])
+                    staged.append(ours.lookup.prefetch(batches[len(staged)]))
+            vectors = ours.lookup.run(staged[n])
             dense.replay()
             mark.record()
         torch.cuda.synchronize()
         assert before is not None
         counts = per_batch(before, ours.cache.statistics(wait=True), len(timed))
         ms = statistics.median(a.elapsed_time(b) for a, b in pairwise(marks[WARM:]))
-        reference(inputs[-1], outputs)
+        wanted = reference(batches[-1])
         torch.cuda.synchronize()
-        assert torch.equal(outputs, ours.outputs)
+        assert torch.equal(vectors, wanted)
         steady_ms(all_hbm, timed[:10])
         base_ms = steady_ms(all_hbm, timed)  # beside it: the clock of a GPU under load changes
         row = {"dense": kind.__name__, "ahead": ahead, "CPU threads": threads, "ids": "all hit" if hits else "new"}
         row |= {"programs": most, "ms": ms, "all_hbm_ms": base_ms}
         found.append({**row, "ratio": ms / base_ms, **counts})
         console.print(found[-1])
-        del ours, tickets
+        del ours, staged
         torch.cuda.empty_cache()
     return found
 

@@ -1,10 +1,11 @@
 """Our GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
 
-Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Call times are wall times of
-single calls as a server makes them, waited for, everything on the device already. Each pair of results is compared before it is
-timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's own copies.
+Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Call times are wall
+times of single calls as PyTorch modules make them, waited for, everything on the device already. Each pair of results is
+compared before it is timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's
+own copies.
 
-    python benchmarks/gpu_lookup.py                 # one GPU, 8 GB of its memory, 4 GB of /dev/shm
+    python benchmarks/gpu_lookup.py                 # one GPU, 24 GB of its memory, 4 GB of /dev/shm
     python benchmarks/gpu_lookup.py --sweep         # every shape of the kernel instead, int8 and int4
 """
 
@@ -16,11 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from common import console, report, shared_folder
+from device_lookup import DeviceLookup
 from make_model import publish_random
 
 from tableside.loader.segment import Segment
@@ -29,7 +31,7 @@ from tableside.loader.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
-from tableside.quant.gpu.prepared import PreparedLookup
+from tableside.quant.gpu.tables import DeviceTable
 from tableside.serving.cli.bench import draw_ids
 
 TABLES, ROWS, IDS = 26, 500_000, 20
@@ -60,48 +62,54 @@ def cases() -> Iterator[Case]:
         yield Case("int8", 128, batch, pooled=False)
 
 
+class Published(NamedTuple):
+    """A model, a copy of its segment in HBM for FBGEMM, and its tables in HBM. Captured calls keep both in memory."""
+
+    segment: Segment
+    weights: torch.Tensor
+    tables: list[DeviceTable]
+
+
 class Work:
     """A case's ids on the device, and both sides ready to be called."""
 
-    def __init__(self, case: Case, segment: Segment, weights: torch.Tensor, device: torch.device, configs: LaunchConfigs) -> None:
+    def __init__(self, case: Case, published: Published, device: torch.device, configs: LaunchConfigs) -> None:
+        segment, weights, tables = published
         names = [t.name for t in segment.header.tables]
         rng = np.random.default_rng(case.batch)
         self.ids = np.concatenate([draw_ids(rng, ROWS, (case.batch, IDS), case.zipf).reshape(-1) for _ in names])
-        self.inputs = torch.from_numpy(self.ids).to(device).view(torch.uint8)
         pooling = Pooling.SUM if case.pooled else Pooling.NONE
         self.backend = GpuBackend(str(device), choose(), configs=configs)
         lookups, at, each = [], 0, case.batch * IDS
-        for n, name in enumerate(names):
-            table = self.backend.to_hbm(segment.tables[name])
+        for n, table in enumerate(tables):
             lookups.append(Lookup(table, pooling, 8 * each * n, each, at, Precision.FP16, bags=case.batch, bag_length=IDS))
             at += lookups[-1].out_bytes
         self.plan = self.backend.plan(lookups)
-        self.prepared: PreparedLookup = self.backend.prepare(self.plan)
-        self.outputs = torch.empty(self.prepared.out_bytes, dtype=torch.uint8, device=device)
+        self.lookup = DeviceLookup(self.backend, tables, IDS if case.pooled else 1)
         self.host_inputs = self.ids.tobytes()
         specs = [TbeTable(t.name, t.rows, t.dim, RowFormat.parse(t.row_format)) for t in segment.header.tables]
         self.module = init_tbe(specs, pooling=pooling, device=str(device), half=True)
         bind(self.module, segment, names, weights)
         self.indices = torch.from_numpy(self.ids).to(device)
         self.offsets = torch.arange(0, self.ids.size + 1, IDS if case.pooled else 1, device=device)
-        self.case, self.names = case, names
+        self.staged = self.lookup.stage(self.indices)
+        self.case, self.names, self.out_bytes = case, names, at
 
-    def ours(self) -> None:
-        self.prepared(self.inputs, self.outputs)
+    def ours(self) -> torch.Tensor:
+        return self.lookup(self.indices)
+
+    def our_kernels(self) -> torch.Tensor:
+        """As `ours`, of a call whose jobs are on the device."""
+        return self.lookup.run(self.staged)
 
     def theirs(self) -> torch.Tensor:
         return torch.as_tensor(self.module(self.indices, self.offsets))
 
     def check(self) -> None:
         """Both sides give the same vectors, within the rounding of their sums."""
-        self.ours()
-        theirs = self.theirs()
+        found, theirs = self.ours(), self.theirs()
         torch.cuda.synchronize()
-        assert not self.prepared.flags.any()
-        dim = self.case.dim
-        found = self.outputs.view(torch.float16).view(len(self.names), -1, dim)
-        if self.case.pooled:
-            theirs = theirs.view(self.case.batch, len(self.names), dim).transpose(0, 1)
+        self.lookup.check()
         torch.testing.assert_close(found.float(), theirs.reshape(found.shape).float(), rtol=2e-3, atol=2e-2)
 
     def floor_bytes(self) -> int:
@@ -109,7 +117,7 @@ class Work:
         row_format = RowFormat.parse(self.case.row_format)
         row_bytes, used = row_format.row_bytes(self.case.dim), row_format.used_bytes(self.case.dim)
         sectors = [-(-(at % SECTOR + used) // SECTOR) for at in range(0, SECTOR * row_bytes, row_bytes)]
-        return int(self.ids.size * (statistics.mean(sectors) * SECTOR + 8) + self.outputs.numel())
+        return int(self.ids.size * (statistics.mean(sectors) * SECTOR + 8) + self.out_bytes)
 
 
 def graph_seconds(call: Callable[[], Any], rounds: int = 9, repeats: int = 10) -> float:
@@ -154,13 +162,16 @@ def copy_bytes_a_second(device: torch.device) -> float:
     return 2 * source.numel() / wall_seconds(lambda: target.copy_(source), calls=20)
 
 
-def publish(root: Path, row_format: str, dim: int) -> tuple[Segment, torch.Tensor]:
+@functools.cache
+def publish(root: Path, row_format: str, dim: int) -> Published:
     name = f"{row_format}-{dim}"
     if not (root / name).exists():
         console.print(f"making {TABLES} tables of {ROWS:,} rows, {row_format}, D {dim}")
         publish_random(root, name, {f"t{i:02}": (ROWS, dim, row_format) for i in range(TABLES)})
     segment = Model(root, name).attach(verify="header")
-    return segment, torch.from_numpy(segment.mapping.bytes.copy()).cuda()
+    backend = GpuBackend("cuda:0", choose())
+    tables = [backend.to_hbm(segment.tables[t.name]) for t in segment.header.tables]
+    return Published(segment, torch.from_numpy(segment.mapping.bytes.copy()).cuda(), tables)
 
 
 def row(case: Case, **figures: Any) -> dict[str, Any]:
@@ -173,10 +184,10 @@ def compare(root: Path, device: torch.device) -> None:
     copies = copy_bytes_a_second(device)
     rows, missed = [], []
     for case in cases():
-        work = Work(case, *publish(root, case.row_format, case.dim), device, LaunchConfigs())
+        work = Work(case, publish(root, case.row_format, case.dim), device, LaunchConfigs())
         work.check()
-        ours, theirs = graph_seconds(work.ours), graph_seconds(work.theirs)
-        again = graph_seconds(work.ours)
+        ours, theirs = graph_seconds(work.our_kernels), graph_seconds(work.theirs)
+        again = graph_seconds(work.our_kernels)
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
         host_to_host = functools.partial(work.backend.run, [(work.plan, work.host_inputs)])
@@ -218,9 +229,9 @@ def sweep(root: Path, device: torch.device) -> None:
             if not 32 * warps <= columns <= 64 * warps:
                 continue
             config = LaunchConfig(ids, columns, warps)
-            work = Work(case, *published, device, LaunchConfigs(config, config, config))
+            work = Work(case, published, device, LaunchConfigs(config, config, config))
             work.check()
-            seconds = graph_seconds(work.ours, rounds=5, repeats=5)
+            seconds = graph_seconds(work.our_kernels, rounds=5, repeats=5)
             rows.append(row(case, rows_in_flight=ids, columns=columns, warps=warps, us=seconds * 1e6))
             del work
             torch.cuda.empty_cache()

@@ -10,7 +10,6 @@ are used; times are medians of steady state. What comes out is compared bit by b
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from cache_workload import DEVICE, steady_ms
 from common import console, report, shared_folder
+from device_lookup import DeviceLookup
 from raw_tables import distinct_ids, raw_table_in_shm
 
 from tableside.loader.registration import Registration
-from tableside.quant import Lookup, Pooling, Precision, choose
+from tableside.quant import choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import InHost
 
 WARM, TIMED = 60, 30  # batches
@@ -69,9 +68,9 @@ class Workload:
         return self._sent(ids), self._sent(rows)
 
     def _sent(self, parts: list[Any]) -> torch.Tensor:
-        return torch.cat([torch.from_numpy(part) for part in parts]).to(DEVICE).view(torch.uint8)
+        return torch.cat([torch.from_numpy(part) for part in parts]).to(DEVICE)
 
-    def prepared(self, way: Way, raw: bool) -> tuple[PreparedLookup, Any]:
+    def lookup(self, way: Way, raw: bool) -> tuple[DeviceLookup, Any]:
         """A lookup of every table, and the stream to call it on."""
         backend = GpuBackend(str(DEVICE), choose())
         if way.share is not None:
@@ -79,16 +78,13 @@ class Workload:
             gatherers = GATHERERS if self.segment.size >= WIDE_BYTES else 0
             settings = CacheSettings(gather_threads=gatherers, replays=True)
             backend.open_cache(slots * (self.row_bytes + INDEX_BYTES) * 5 // 4, self.row_bytes, settings)
-        pooling = Pooling.SUM if self.bag_length > 1 else Pooling.NONE
-        lookups, at, bags = [], 0, self.ids // self.bag_length
-        for n, (stored, table) in enumerate(zip(self.segment.header.tables, self.held, strict=True)):
+        tables = []
+        for stored, table in zip(self.segment.header.tables, self.held, strict=True):
             rows = self.registration.view(stored.offset, stored.bytes)
             table = table if raw else replace(table, row_map=None)
-            placed = backend.to_hbm(table, rows) if way.share is None else backend.to_cache(table, rows, in_host=way.in_host)
-            how = {"bags": bags, "bag_length": self.bag_length} if pooling is Pooling.SUM else {}
-            lookups.append(Lookup(placed, pooling, 8 * self.ids * n, self.ids, at, Precision.FP16, **how))
-            at += lookups[-1].out_bytes
-        return backend.prepare(backend.plan(lookups)), backend.stream
+            how = {} if way.share is None else {"in_host": way.in_host}
+            tables.append((backend.to_hbm if way.share is None else backend.to_cache)(table, rows, **how))
+        return DeviceLookup(backend, tables, self.bag_length), backend.stream
 
     def compare(self, ways: list[Way], label: str) -> list[dict[str, Any]]:
         """Milliseconds a batch of both sides, in turn on fresh caches."""
@@ -97,17 +93,16 @@ class Workload:
             outputs = {}
             times = {}
             for side in (0, 1):  # raw, dense
-                lookup, stream = self.prepared(way, raw=side == 0)
+                lookup, stream = self.lookup(way, raw=side == 0)
                 with torch.cuda.stream(stream):
-                    out = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=DEVICE)
-                    call = _call(lookup, out, side)
-                    for batch in self.batches[:WARM]:
-                        call(batch)
-                    outputs[side] = [_answer(call, out, self.batches[0])]
-                    times[side] = steady_ms(call, self.batches[WARM:])
-                    outputs[side].append(_answer(call, out, self.batches[-1]))
-                assert not lookup.flags.any() and not lookup.unfound.any()
-                del lookup, call
+                    batches = [batch[side] for batch in self.batches]
+                    for batch in batches[:WARM]:
+                        lookup(batch)
+                    outputs[side] = [lookup(batches[0]).cpu()]
+                    times[side] = steady_ms(lookup, batches[WARM:])
+                    outputs[side].append(lookup(batches[-1]).cpu())
+                lookup.check()
+                del lookup
                 torch.cuda.empty_cache()
             assert all(torch.equal(a, b) for a, b in zip(outputs[0], outputs[1], strict=True)), (
                 f"{label}, {way.name}: they differ"
@@ -117,17 +112,6 @@ class Workload:
             found.append(row)
             console.print(row)
         return found
-
-
-def _call(lookup: PreparedLookup, out: torch.Tensor, side: int) -> Callable[[tuple[torch.Tensor, torch.Tensor]], None]:
-    return lambda batch: lookup(batch[side], out)
-
-
-def _answer(call: Callable[[Any], None], out: torch.Tensor, batch: Any) -> torch.Tensor:
-    out.fill_(0xEE)
-    call(batch)
-    torch.cuda.synchronize()
-    return out.cpu()
 
 
 def main() -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from common import console, report, shared_folder
+from device_lookup import DeviceLookup
 from make_model import publish_random
 
 from tableside.loader.registration import Registration
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Pooling, Precision, choose
+from tableside.quant import choose
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.stash import points, stash_embedding_weights
 
@@ -204,15 +205,9 @@ def served() -> list[dict[str, Any]]:
         for stored in segment.header.tables:
             source = registration.view(stored.offset, stored.bytes)
             held.append(fused.to_hbm(segment.tables[stored.name], source, stashable=True))
-        size = 8 * BATCH * DIM * 2
-        lookups = [
-            Lookup(t, Pooling.SUM, 8 * BATCH * IDS * n, BATCH * IDS, BATCH * DIM * 2 * n, Precision.FP16, BATCH, None, IDS)
-            for n, t in enumerate(held)
-        ]
-        prepared = fused.prepare(fused.plan(lookups))
-        ids = torch.randint(0, rows, (8 * BATCH * IDS,), device=DEVICE).view(torch.uint8)
-        wanted, out = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-        prepared(ids, wanted)
+        lookup = DeviceLookup(fused, held, IDS)
+        ids = torch.randint(0, rows, (8 * BATCH * IDS,), device=DEVICE)
+        wanted = lookup(ids)
         found = []
         for _ in range(3):
             before = torch.cuda.mem_get_info()[0]
@@ -223,7 +218,7 @@ def served() -> list[dict[str, Any]]:
             began = time.perf_counter()
             fused.restore()
             returned = time.perf_counter()
-            prepared(ids, out)
+            out = lookup(ids)
             torch.cuda.synchronize()
             done = time.perf_counter()
             assert torch.equal(out, wanted)

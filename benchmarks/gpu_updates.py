@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from cache_workload import DEVICE, steady_ms
 from common import console, report, shared_folder
+from device_lookup import DeviceLookup
 from raw_tables import distinct_ids, raw_table_in_shm
 
 from tableside.loader.apply import ApplySettings, apply
@@ -39,10 +40,9 @@ from tableside.loader.retention import Retention
 from tableside.loader.segment import Segment
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
-from tableside.quant import Lookup, Pooling, Precision, choose
+from tableside.quant import Pooling, Precision, choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.tables import DeviceTable
 
 TABLES, IDS_OF_TABLE, DIM, IDS, BAG = 26, 500_000, 128, 4096 * 20, 20
@@ -82,16 +82,6 @@ class Placed(NamedTuple):
 # ---- what deltas cost ----
 
 
-def pooled(backend: GpuBackend, tables: dict[str, DeviceTable]) -> PreparedLookup:
-    """A lookup of every table."""
-    lookups, at = [], 0
-    for n, table in enumerate(tables.values()):
-        lk = Lookup(table, Pooling.SUM, 8 * IDS * n, IDS, at, Precision.FP16, bags=IDS // BAG, bag_length=BAG)
-        lookups.append(lk)
-        at += lk.out_bytes
-    return backend.prepare(backend.plan(lookups))
-
-
 def changes_of(known: list[Any], share: float, rng: np.random.Generator) -> Batch:
     """New values for a share of the ids of each table, drawn evenly."""
     count = int(IDS_OF_TABLE * share)
@@ -103,7 +93,7 @@ def changes_of(known: list[Any], share: float, rng: np.random.Generator) -> Batc
 def check(backend: GpuBackend, tables: dict[str, DeviceTable], segment: Segment, ids: torch.Tensor) -> None:
     """Rows of some ids are the CPU's, bit by bit."""
     for n, (name, table) in enumerate(tables.items()):
-        asked = ids.view(torch.int64)[n * IDS : n * IDS + 4096].cpu().numpy()
+        asked = ids[n * IDS : n * IDS + 4096].cpu().numpy()
         found = backend.lookup(table, asked, pooling=Pooling.NONE)
         np.testing.assert_array_equal(found, choose().lookup(segment.tables[name], asked, pooling=Pooling.NONE), name)
 
@@ -129,12 +119,12 @@ def measure_deltas(root: Path, files: Path) -> list[dict[str, Any]]:
 
 
 def _drawn(known: list[Any], rng: np.random.Generator) -> torch.Tensor:
-    """Ids of all tables by Zipf's law, uint8 on the device."""
+    """Ids of all tables by Zipf's law, on the device."""
     power = 1 - ZIPF
     uniform = rng.random((TABLES, IDS))
     ranks = (((IDS_OF_TABLE + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
     places = (np.minimum(ranks, IDS_OF_TABLE).astype(np.int64) - 1) * 2654435761 % IDS_OF_TABLE
-    return torch.from_numpy(np.concatenate([ids[at] for ids, at in zip(known, places, strict=True)])).to(DEVICE).view(torch.uint8)
+    return torch.from_numpy(np.concatenate([ids[at] for ids, at in zip(known, places, strict=True)])).to(DEVICE)
 
 
 def _compare(way: str, share: float, placed: Placed, states: list[Segment], batches: list[torch.Tensor]) -> list[dict[str, Any]]:
@@ -145,17 +135,17 @@ def _compare(way: str, share: float, placed: Placed, states: list[Segment], batc
         tables, size = placed.state(state)
         taken.append((1e3 * (time.perf_counter() - started), size))
         check(placed.backend, tables, state, batches[0])
-        lookups.append(pooled(placed.backend, tables))
+        lookups.append(DeviceLookup(placed.backend, [*tables.values()], BAG))
     times: list[list[float]] = [[] for _ in states]
     with torch.cuda.stream(placed.backend.stream):
-        out = torch.empty(max(lookup.out_bytes for lookup in lookups), dtype=torch.uint8, device=DEVICE)
         for lookup in lookups:
             for batch in batches[:WARM]:
-                lookup(batch, out)
+                lookup(batch)
         for _ in range(ROUNDS):
             for lookup, of_state in zip(lookups, times, strict=True):
-                of_state.append(steady_ms(lambda batch, lookup=lookup: lookup(batch, out), batches[WARM:]))  # type: ignore[misc]
-    assert not any(lookup.flags.any() for lookup in lookups)
+                of_state.append(steady_ms(lookup, batches[WARM:]))
+    for lookup in lookups:
+        lookup.check()
     found = []
     for deltas, (of_state, (state_ms, size)) in enumerate(zip(times, taken, strict=True)):
         ratio = median(ms / plain for ms, plain in zip(of_state, times[0], strict=True))
@@ -195,7 +185,7 @@ class _State(NamedTuple):
     """A state that was taken. expected: fp32 [rows], the sequence that each row must carry."""
 
     sequence: int
-    lookup: PreparedLookup
+    lookup: DeviceLookup
     expected: torch.Tensor
 
 
@@ -212,11 +202,7 @@ def _take(model: Model, placed: Placed, states: "queue.Queue[_State]", base: Seg
             expected[_written(one)] = one
         taken = sequence
         tables, _ = placed.state(segment)
-        lookups = [
-            Lookup(table, Pooling.NONE, 8 * ORACLE_IDS * n, ORACLE_IDS, 4 * ORACLE_DIM * ORACLE_IDS * n)
-            for n, table in enumerate(tables.values())
-        ]
-        lookup = placed.backend.prepare(placed.backend.plan(lookups))
+        lookup = DeviceLookup(placed.backend, [*tables.values()], precision=Precision.FP32)
         states.put(_State(sequence, lookup, torch.from_numpy(expected.copy()).to(DEVICE)))
 
 
@@ -260,9 +246,7 @@ def _read(way: str, share: float | None, model: Model, root: Path, ids: np.ndarr
                 before, state = state, states.get()
                 taken, back = taken + 1, back + (state.sequence < before.sequence)
             rows = torch.randint(ORACLE_ROWS, (len(ORACLE_TABLES) * ORACLE_IDS,), device=DEVICE, generator=rng)
-            out = torch.empty(state.lookup.out_bytes, dtype=torch.uint8, device=DEVICE)
-            state.lookup(on_device[rows].view(torch.uint8), out)
-            vectors = out.view(torch.float32).view(-1, ORACLE_DIM)
+            vectors = state.lookup(on_device[rows]).view(-1, ORACLE_DIM)
             is_torn = (vectors != vectors[:, :1]).any(1)
             torn += is_torn.sum()
             mixed += (~is_torn & (vectors[:, 0] != state.expected[rows])).sum()

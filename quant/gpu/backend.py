@@ -54,13 +54,12 @@ from tableside.quant.gpu.batches import Batches, Begun, Started
 from tableside.quant.gpu.buffers import Buffer
 from tableside.quant.gpu.clock import Times
 from tableside.quant.gpu.follower import FILL_BLOCK, Follower
-from tableside.quant.gpu.job import FillField
+from tableside.quant.gpu.job import FillField, ResolveField
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.layout import lay_out
 from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
-from tableside.quant.gpu.prepared import PreparedLookup
 from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, OnHost, Residence, Split, Stashable, check_share
 from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
@@ -354,7 +353,8 @@ class GpuBackend(Backend):
         with self.on_stream():
             nothing = torch.zeros(64, dtype=torch.int64, device=self.device.torch_device)  # a job of no ids
             at = nothing.data_ptr()
-            self._resolvers[True](1, self.device.current_handle(), at, at, at, at, at, at)
+            nothing[ResolveField.ROW_MAP] = at + 256  # zeros as well
+            self._resolvers[True](1, self.device.current_handle(), at, at + 256, at, at, at, at)
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
         """Compiles what a follower takes, before there is one. warm_up: what is its own part of that, called as `run` will be."""
@@ -448,13 +448,6 @@ class GpuBackend(Backend):
                 is_indirect=launch.is_indirect,
             )
         return self._kernels[key]
-
-    def prepare(self, plan: GpuPlan) -> PreparedLookup:
-        """A plan for inputs and outputs that are on the device already; its jobs are copied there once.
-
-        QuantError: not all of the plan runs on the device.
-        """
-        return PreparedLookup(self, plan.layout)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

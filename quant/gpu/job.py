@@ -49,7 +49,7 @@ class TensorField(IntEnum):
 class ResolveField(IntEnum):
     """The fields of a job of `quant.gpu.resolve_kernel`."""
 
-    ROW_MAP = 0  # address of the table's NativeRowMap on the device; 0: IDS words of 4 bytes are copied as they are
+    ROW_MAP = 0  # address of the table's NativeRowMap on the device
     IDS_AT = 1  # offset in the source, int64 [IDS]
     TARGET_AT = 2  # offset in inputs, int64 [IDS], where row numbers go
     IDS = 3

@@ -11,7 +11,7 @@ Addresses are int64 throughout. An id out of range is not read: its job's flag i
 A job's fields are those of `quant.gpu.job.JobField`, written by `quant.gpu.layout`. Every buffer that a kernel takes is named
 there. Where a row lies is decided in `_row_address` alone: that is the place for a new kind of residence.
 
-`quant.gpu.reference` has each step in plain Python; tests/quant/test_gpu_lookup.py holds the kernels to it.
+tests/helpers/kernel_steps.py has each step in plain Python; tests/quant/test_gpu_lookup.py holds the kernels to it.
 """
 
 import triton

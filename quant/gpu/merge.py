@@ -18,7 +18,7 @@ from tableside.quant.device.device import Device
 from tableside.quant.gpu.job import FIELDS
 from tableside.quant.gpu.launch_config import LaunchConfig
 from tableside.quant.gpu.layout import Bases, Layout, joined
-from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs, copies_of_the_rest
+from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.resolve import write_jobs as write_resolve_jobs
 from tableside.quant.gpu.wanted import KernelKey
 
@@ -64,13 +64,10 @@ class Launches:
         return Launches(self.lookups, resolve, None if self.probe is None else self.probe.placed(address), address)
 
 
-def merge(
-    layouts: Sequence[Layout], bases: Sequence[Bases], device: Device, keeps_inputs: bool = False
-) -> tuple[bytes, Launches]:
+def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> tuple[bytes, Launches]:
     """The header of a batch, and what is to be launched once it lies on the device. bases: where each request's parts begin.
 
-    Jobs of several requests share a launch where they were compiled alike and are cut up alike. keeps_inputs: row numbers are not
-    written over the ids but to another buffer, to which everything else that was staged is copied.
+    Jobs of several requests share a launch where they were compiled alike and are cut up alike.
     """
     written: list[bytes] = []
     launches: list[Launch] = []
@@ -104,8 +101,6 @@ def merge(
         flag += jobs
     resolve = probe = None
     if resolved := [r.shifted(b.inputs, b.outputs) for layout, b in zip(layouts, bases, strict=True) for r in layout.resolved]:
-        if keeps_inputs:
-            resolved += copies_of_the_rest(resolved, sum(layout.in_bytes for layout in layouts))
         part, resolve = write_resolve_jobs(resolved, device.block(RESOLVE_BLOCK))
         written.append(part)
         resolve = resolve.placed(at)
@@ -140,9 +135,9 @@ def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, Launch
     return found
 
 
-def jobs_on_device(layout: Layout, device: Device, keeps_inputs: bool = False) -> tuple[torch.Tensor, Launches]:
-    """The header of one request on the device, and what is to be launched. keeps_inputs: as for `merge`."""
-    header, launches = merge([layout], [Bases()], device, keeps_inputs)
+def jobs_on_device(layout: Layout, device: Device) -> tuple[torch.Tensor, Launches]:
+    """The header of one request on the device, and what is to be launched."""
+    header, launches = merge([layout], [Bases()], device)
     memory = torch.empty(max(1, len(header)), dtype=torch.uint8, device=device.torch_device)
     memory[: len(header)].copy_(torch.frombuffer(bytearray(header or b"0"), dtype=torch.uint8)[: len(header)])
     return memory, launches.placed(memory.data_ptr())

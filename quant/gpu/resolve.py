@@ -6,7 +6,7 @@ A program takes so many ids of one lookup, or the rest of them, and writes row n
 nor Triton.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from tableside.quant.gpu.job import ResolveField
 
 RESOLVE_BLOCK = 256  # ids that a program takes
-WORD_BYTES = 4  # of what is copied as it is
 COUNTS = 2  # int64 of each lookup: ids without a row, ids whose row came from an older version
 COUNT_BYTES = 8 * COUNTS
 
@@ -23,9 +22,8 @@ COUNT_BYTES = 8 * COUNTS
 class ResolvedLookup:
     """Staged ids that become row numbers. lookup: its number in the plan; ids: how many.
 
-    row_map: address of the NativeRowMap on the device; 0: `ids` words are copied as they are, where row numbers do not take the
-    place of the ids. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a byte for each id, or -1. is_overlaid:
-    the table has an overlay.
+    row_map: address of the NativeRowMap on the device. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a
+    byte for each id, or -1. is_overlaid: the table has an overlay.
     """
 
     lookup: int
@@ -71,14 +69,3 @@ def write_jobs(lookups: Sequence[ResolvedLookup], block: int) -> tuple[bytes, Re
     job_of_program = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
     written = jobs.tobytes() + job_of_program.tobytes() + bytes(-4 * programs % 8)
     return written, ResolveJobs(0, jobs.nbytes, programs, any(lookup.is_overlaid for lookup in lookups))
-
-
-def copies_of_the_rest(lookups: Sequence[ResolvedLookup], in_bytes: int) -> Iterator[ResolvedLookup]:
-    """What must be copied beside these lookups where their row numbers are written to another buffer: all other staged inputs."""
-    at = 0
-    for lookup in sorted(lookups, key=lambda lookup: lookup.ids_at):
-        if lookup.ids_at > at:
-            yield ResolvedLookup(-1, 0, at, (lookup.ids_at - at) // WORD_BYTES)
-        at = lookup.ids_at + 8 * lookup.ids
-    if in_bytes > at:
-        yield ResolvedLookup(-1, 0, at, (in_bytes - at) // WORD_BYTES)

@@ -239,24 +239,17 @@ def resolve(
     program = tl.program_id(0).to(tl.int64)
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + program).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * RESOLVE_SIZE
-    row_map = tl.load(job + RESOLVE_ROW_MAP)
-    ids_at, target_at, ids = tl.load(job + RESOLVE_IDS_AT), tl.load(job + RESOLVE_TARGET_AT), tl.load(job + RESOLVE_IDS)
-    first = (program - tl.load(job + RESOLVE_FIRST_PROGRAM)) * BLOCK
-    if row_map == 0:
-        at = first + tl.arange(0, BLOCK)
-        words = tl.load((source + ids_at).to(tl.pointer_type(tl.int32)) + at, at < ids, 0)
-        tl.store((inputs + target_at).to(tl.pointer_type(tl.int32)) + at, words, at < ids)
-    else:
-        found_at = tl.load(job + RESOLVE_FOUND_AT)
-        _resolve(
-            row_map.to(tl.pointer_type(tl.int64)),
-            (source + ids_at).to(tl.pointer_type(tl.int64)),
-            (inputs + target_at).to(tl.pointer_type(tl.int64)),
-            (outputs + tl.maximum(found_at, 0)).to(tl.pointer_type(tl.uint8)),
-            counts.to(tl.pointer_type(tl.int64)) + 2 * number,
-            first,
-            ids,
-            found_at >= 0,
-            OVERLAID,
-            BLOCK,
-        )
+    ids_at, target_at = tl.load(job + RESOLVE_IDS_AT), tl.load(job + RESOLVE_TARGET_AT)
+    found_at = tl.load(job + RESOLVE_FOUND_AT)
+    _resolve(
+        tl.load(job + RESOLVE_ROW_MAP).to(tl.pointer_type(tl.int64)),
+        (source + ids_at).to(tl.pointer_type(tl.int64)),
+        (inputs + target_at).to(tl.pointer_type(tl.int64)),
+        (outputs + tl.maximum(found_at, 0)).to(tl.pointer_type(tl.uint8)),
+        counts.to(tl.pointer_type(tl.int64)) + 2 * number,
+        (program - tl.load(job + RESOLVE_FIRST_PROGRAM)) * BLOCK,
+        tl.load(job + RESOLVE_IDS),
+        found_at >= 0,
+        OVERLAID,
+        BLOCK,
+    )

@@ -1,8 +1,5 @@
-"""Lookups through the cache give what lookups of tables in HBM give: prefetched, captured as a graph,
-evicting all the time.
-"""
+"""Lookups through the cache give what lookups of tables in HBM give: prefetched, evicting all the time."""
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -12,9 +9,11 @@ import torch
 from rounding import expect
 from tables import expected_of, table_of
 
-from tableside.quant import BadIds, Lookup, Pooling, RowFormat, Table, choose
+from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
 
 
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
@@ -54,57 +53,28 @@ def registered(table: Any) -> torch.Tensor:
     return memory
 
 
+def unpooled(backend: GpuBackend, table: Any) -> TensorLookup:
+    return TensorLookup(backend, ["a"], [LookupKind(table, Pooling.NONE)], Reports(backend))
+
+
+def staged(lookup: TensorLookup, ids: torch.Tensor) -> StagedLookup:
+    return lookup.stage_each([TensorInput(ids, None, 0, 0, None)])
+
+
 def test_prefetched_and_forwarded() -> None:
     """Two batches ahead: each call reads what its own ticket brought."""
     backend = GpuBackend(tables.DEVICE, choose())
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
     cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
-    lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 7, 0)]))
+    lookup = unpooled(backend, cached)
     batches = [np.random.default_rng(n).integers(0, 200, 7) for n in range(4)]
-    inputs = [torch.from_numpy(b).to(backend.device.torch_device).view(torch.uint8) for b in batches]
-    tickets = [lookup.prefetch(i) for i in inputs[:2]]
+    calls = [staged(lookup, torch.from_numpy(b).to(backend.device.torch_device)) for b in batches]
+    ahead = [lookup.prefetch(call) for call in calls[:2]]
     for n, batch in enumerate(batches):
-        if n + 2 < len(inputs):
-            tickets.append(lookup.prefetch(inputs[n + 2]))
-        outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
-        lookup(inputs[n], outputs, tickets[n])
-        np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(7, 40), expected_of(table, batch))
-    assert not lookup.flags.any()
-
-
-@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="captures a CUDA graph")
-def test_a_lookup_is_a_graph() -> None:
-    """Prefetch and lookup of a batch, hits and misses, wait for nothing: they can be captured, and replayed
-    on other ids.
-    """
-    backend = GpuBackend(tables.DEVICE, choose())
-    backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3, gather_threads=2, gather_from=5))
-    table = table_of(RowFormat.INT8, 40)
-    cached = backend.to_cache(table, registered(table))
-    lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, 50, 0)]))
-    inputs = torch.zeros(400, dtype=torch.uint8, device=backend.device.torch_device)
-    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
-    captured = lookup.capture(inputs, outputs)
-    others, found = torch.zeros_like(inputs), torch.empty_like(outputs)
-    for seed in range(30):
-        other = np.random.default_rng(100 + seed).integers(0, 200, 50)
-        others.copy_(torch.from_numpy(other).view(torch.uint8))
-        ticket = lookup.prefetch(others) if seed % 3 == 0 else None  # is out while the graph runs
-        if seed % 3 == 1:
-            lookup(others, found)
-        batch = np.random.default_rng(seed).integers(0, 200, 50)
-        inputs.copy_(torch.from_numpy(batch).view(torch.uint8))
-        if seed == 10:
-            backend.to_cache(table_of(RowFormat.INT8, 40, rows=30_000), registered(table_of(RowFormat.INT8, 40, rows=30_000)))
-        captured()
-        if ticket is not None:
-            lookup(others, found, ticket)
-        if seed % 3 != 2:
-            np.testing.assert_array_equal(found.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, other))
-        np.testing.assert_array_equal(outputs.cpu().numpy().view(np.float32).reshape(50, 40), expected_of(table, batch))
-    backend.cache.check_integrity()  # type: ignore[union-attr]
-    captured.close()
+        if n + 2 < len(calls):
+            ahead.append(lookup.prefetch(calls[n + 2]))
+        np.testing.assert_array_equal(lookup(ahead[n]).cpu().numpy().reshape(7, 40), expected_of(table, batch))
 
 
 @pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU: 10 M ids")
@@ -123,28 +93,24 @@ def test_ten_million_ids(policy: Policy, replays: bool) -> None:
     table = Table(packed, RowFormat.INT8, 40)
     memory = registered(table)
     cached, held = backend.to_cache(table, memory), backend.to_hbm(table)
-    lookup = backend.prepare(backend.plan([Lookup(cached, Pooling.NONE, 0, ids, 0)]))
-    plain = backend.prepare(backend.plan([Lookup(held, Pooling.NONE, 0, ids, 0)]))
+    lookup, plain = unpooled(backend, cached), unpooled(backend, held)
     generator = torch.Generator(device=device).manual_seed(1)
-    found, wanted = (torch.empty(lookup.out_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    loader, tickets, batches, wrong = torch.cuda.Stream(), deque(), deque(), torch.zeros((), dtype=torch.int64, device=device)
+    loader, wrong = torch.cuda.Stream(), torch.zeros((), dtype=torch.int64, device=device)
+    calls: list[StagedLookup] = []  # all stay, as two streams read what was allocated on a third
+    batches: list[torch.Tensor] = []
     for n in range(82):
         with torch.cuda.stream(loader):
             uniform = torch.rand(ids, device=device, generator=generator)
             batch = (uniform**3 * rows).long().clamp(max=rows - 1)
             batches.append(batch)
-            tickets.append(lookup.prefetch(batch.view(torch.uint8)))
+            calls.append(lookup.prefetch(staged(lookup, batch)))
         if n % 20 == 10:
             other = backend.to_cache(small, registered(small))
             del other
         if n >= 2:
             torch.cuda.current_stream().wait_stream(loader)
-            ours = batches.popleft()
-            for stream in (torch.cuda.current_stream(), backend.stream):  # they read it; `loader`, which wrote it, may not know
-                ours.record_stream(stream)
-            lookup(ours.view(torch.uint8), found, tickets.popleft())
-            plain(ours.view(torch.uint8), wanted)
-            wrong += (found != wanted).sum()
+            found, wanted = lookup(calls[n - 2]), plain(staged(plain, batches[n - 2]))
+            wrong += (found.view(torch.int32) != wanted.view(torch.int32)).sum()
     assert int(wrong) == 0
     backend.cache.check_integrity(lambda number, id: packed[id].tobytes())  # type: ignore[union-attr]
     statistics = backend.cache.statistics(wait=True)  # type: ignore[union-attr]

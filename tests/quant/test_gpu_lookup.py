@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import kernel_steps
 import numpy as np
 import pytest
 import tables
@@ -21,7 +22,6 @@ from tables import expected_of, gpu_backend, placed, table_of
 
 from tableside.quant import BadIds, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
 from tableside.quant.gpu import lookup_kernel as k
-from tableside.quant.gpu import reference
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import Job, JobField
 from tableside.quant.gpu.launch_config import LaunchConfigs
@@ -274,12 +274,6 @@ def test_a_share_that_splits_nothing_is_refused(share: int) -> None:
         gpu_backend().split(table_of(RowFormat.INT8, 24), None, share)  # type: ignore[attr-defined]
 
 
-def test_a_plan_that_begins_on_the_cpu_cannot_be_prepared() -> None:
-    backend: Any = gpu_backend()
-    with pytest.raises(QuantError, match="begin on the CPU cannot be prepared"):
-        backend.prepare(backend.plan([summed(table_of(RowFormat.INT8, 20))]))
-
-
 def test_a_plan_of_another_backend_is_refused() -> None:
     """Of the CPU, and of another GPU backend, whose tables may lie on another device."""
     table = table_of(RowFormat.INT8, 20)
@@ -325,7 +319,7 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
     out = torch.zeros(4, dtype=torch.int64, device=device)
     addresses_of[(1,)](*given, out, table, row_bytes, hbm_rows, share, staging, INDIRECT=True, BLOCK=4)
     wanted = [
-        reference.row_address(id, table, row_bytes, location, hbm_rows, share, staging)
+        kernel_steps.row_address(id, table, row_bytes, location, hbm_rows, share, staging)
         for id, location in zip(ids, locations, strict=True)
     ]
     assert out.tolist() == wanted
@@ -346,7 +340,7 @@ def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int)
     scratch = torch.zeros(len(lengths) + 2, dtype=torch.int32, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
     k.bag_starts[(1,)](*(t.data_ptr() for t in (jobs, inputs, scratch, flags)), BLOCK=1024)
-    is_wrong, starts = reference.bag_starts(lengths, ids)
+    is_wrong, starts = kernel_steps.bag_starts(lengths, ids)
     assert bool(scratch[0]) == bool(flags[0]) == is_wrong
     assert scratch[1:].tolist() == np.array(starts).astype(np.int32).tolist()
 
@@ -356,13 +350,13 @@ def test_vectors_are_those_of_the_reference() -> None:
     table = table_of(RowFormat.INT8, 12)
     rows = choose("reference").dequantize(table)
     weights = np.linspace(-1, 2, IDS.size, dtype=np.float32)
-    _, starts = reference.bag_starts(LENGTHS.tolist(), IDS.size)
+    _, starts = kernel_steps.bag_starts(LENGTHS.tolist(), IDS.size)
     for pooling, given in ((Pooling.SUM, weights), (Pooling.MEAN, None)):
         found = gpu_backend().lookup(placed(table), IDS, LENGTHS, pooling=pooling, weights=given)
         vectors = []
         for first, end in pairwise(starts):
             own = None if given is None else given[first:end].tolist()
-            vectors.append(reference.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12))
+            vectors.append(kernel_steps.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12))
         wanted = expect(table, IDS, LENGTHS, pooling=pooling, weights=given)
         replace(wanted, vectors=np.array(vectors)).check(found)
 

@@ -195,19 +195,13 @@ def test_a_planner_gives_what_plans_give(where: str) -> None:
     assert unfound == [Unfound(int((~made.expected_found(asked)).sum()), 0)] * 2
 
 
-def test_prepared_lookups_and_tensors() -> None:
-    """Calls on the device: prepared ones, tensors of each feature and packed ones; a feature without an overlay beside."""
+def test_tensors() -> None:
+    """Tensors of each feature, and packed ones; a feature without an overlay beside."""
     made, backend = raw(), new_backend()
     held, plain = placed(backend, made.table, "cached"), backend.to_hbm(table_of(RowFormat.INT8, 64))
     asked = asked_of(made, KINDS["random"], 12)
     rows, lengths = made.expected_rows(asked), np.array([4, 8], np.int32)
     expected = expect(made.plain, rows, lengths, pooling=Pooling.SUM)
-    prepared = backend.prepare(backend.plan([Lookup(held, Pooling.SUM, 0, 12, 0, bags=2, lengths_at=96)]))
-    inputs = torch.from_numpy(np.frombuffer(asked.tobytes() + lengths.tobytes(), np.uint8).copy()).to(backend.device.torch_device)
-    outputs = torch.zeros(prepared.out_bytes, dtype=torch.uint8, device=backend.device.torch_device)
-    prepared(inputs, outputs)
-    expected.check(outputs[:512].view(torch.float32).reshape(2, 64).cpu().numpy())
-
     lookup = TensorLookup(
         backend, ["a", "b"], [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)], reports := Reports(backend)
     )
@@ -314,8 +308,8 @@ def test_nothing_more_is_launched_without_overlays() -> None:
     (resolved,) = backend.plan([Lookup(over, Pooling.NONE, 0, 3, 0)]).layout.resolved
     assert resolved.is_overlaid
     default = backend.to_hbm(without_levels(dense().table))
-    launches = backend.prepare(backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)])).launches
-    assert launches.resolve is not None and not launches.resolve.is_overlaid
+    (resolved,) = backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)]).layout.resolved
+    assert not resolved.is_overlaid
 
 
 def test_a_level_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

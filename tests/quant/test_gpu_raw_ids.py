@@ -1,6 +1,5 @@
 """Ids that are not row numbers, on the GPU backend: raw ids, and dense tables with a default row. The oracle is a dictionary."""
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,13 +11,15 @@ from raw_tables import EXTREMES, Known, dense_table, random_ids, raw_table
 from rounding import expect
 from tables import expected_of, table_of, values_of
 
-from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, QuantError, RowFormat, RowSource, Table, choose
+from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, RowFormat, RowSource, Table, choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch import LookedUp
+from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import InHost
+from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 from tableside.quant.ids import DirectoryField, pilots_for
 
 COUNT = 300
@@ -303,7 +304,8 @@ def test_nothing_is_counted_where_every_id_is_found() -> None:
 def test_tables_whose_ids_are_row_numbers_launch_nothing_more() -> None:
     backend: Any = tables.gpu_backend()
     plan = backend.plan([Lookup(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE, 0, 3, 0)])
-    assert plan.layout.resolved == () and backend.prepare(plan).launches.resolve is None
+    assert plan.launches_alone() is None  # from the second run on its jobs are on the device
+    assert plan.layout.resolved == () and plan.launches_alone().resolve is None
 
 
 def steady_requests(known: Known, count: int) -> list[tuple[np.ndarray, bytes, int, np.ndarray]]:
@@ -359,62 +361,36 @@ def test_a_planner_lays_found_masks_out_too() -> None:
     )
 
 
-def prepared_case(backend: GpuBackend, sources: Sequence[RowSource]) -> tuple[Any, int]:
-    """A prepared lookup of 9 ids of each source in 3 bags with lengths and weights, and bytes of its outputs."""
-    lookups, at = [], 0
-    for n, source in enumerate(sources):
-        ids_at = n * (72 + 12 + 36)
-        lk = Lookup(source, Pooling.SUM, ids_at, 9, at, bags=3, lengths_at=ids_at + 72, weights_at=ids_at + 84)
-        lookups.append(lk)
-        at += lk.out_bytes
-    return backend.prepare(backend.plan(lookups)), at
-
-
-def staged(prepared: Any, inputs: bytes) -> torch.Tensor:
-    """A request's inputs as a prepared lookup takes them, on the device."""
-    from tableside.quant.gpu.moves import move
-
-    target = np.zeros(prepared.in_bytes, np.uint8)
-    move(prepared.layout.moves_in, inputs, target, 0, 0)
-    return torch.from_numpy(target).to(prepared.backend.device.torch_device)
-
-
 @pytest.mark.parametrize("how", ["hbm", "cached"])
-def test_a_prepared_lookup_leaves_its_inputs_as_they_are(how: str) -> None:
+def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     """Two batches are prefetched before the first is looked up, and each is looked up twice: all get their own vectors."""
     table, known = made(PADDED)
     backend = backend_with_cache()
     plain = table_of(RowFormat.INT4, 8)
-    prepared, size = prepared_case(backend, [placed(backend, table, how), backend.to_hbm(plain)])
-    lengths = np.array([4, 0, 5], np.int32)
+    kinds = [LookupKind(placed(backend, table, how), Pooling.SUM), LookupKind(backend.to_hbm(plain), Pooling.SUM)]
+    reports = Reports(backend)
+    lookup = TensorLookup(backend, ["raw", "plain"], kinds, reports)
+    lengths, ends = np.array([4, 0, 5], np.int32), torch.tensor([0, 4, 4, 9], device=backend.device.torch_device)
     batches = []
     for seed in range(2):
         ids, weights = asked(known, True, 20, seed)[:9], np.random.default_rng(seed).random(9, np.float32)
         rows = np.random.default_rng(seed).integers(0, 200, 9)
-        batches.append((ids, rows, weights, staged(prepared, inputs_of(ids, lengths, weights, rows, lengths, weights))))
-    before = [inputs.clone() for *_, inputs in batches]
-    tickets = [prepared.prefetch(inputs) for *_, inputs in batches]
+        weighted = torch.from_numpy(weights).to(backend.device.torch_device)
+        tensors = [torch.from_numpy(one.copy()).to(backend.device.torch_device) for one in (ids, rows)]
+        batches.append((ids, rows, weights, [TensorInput(one, ends, 0, 3, weighted) for one in tensors]))
+    before = [one.ids.clone() for *_, inputs in batches for one in inputs]
     for _ in range(2):
-        for (ids, rows, weights, inputs), ticket in zip(batches, tickets, strict=True):
-            out = torch.zeros(max(size, prepared.out_bytes), dtype=torch.uint8, device=backend.device.torch_device)
-            prepared(inputs, out, ticket)
-            found = out.cpu().numpy()
+        calls = [lookup.prefetch(lookup.stage_each(inputs)) for *_, inputs in batches]
+        for (ids, rows, weights, _), call in zip(batches, calls, strict=True):
+            found = lookup(call).cpu().numpy()
             how_: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights}
-            expect(known.twin, known.twins(ids), lengths, **how_).check(found[: 3 * 256].view(np.float32).reshape(3, 64))
-            expect(plain, rows, lengths, **how_).check(found[3 * 256 : size].view(np.float32).reshape(3, 8))
-        tickets = [None, None]
-    assert all(torch.equal(a, inputs) for a, (*_, inputs) in zip(before, batches, strict=True))
-    assert not prepared.flags.any()
-    unfound = [known.unfound(ids) for ids, *_ in batches]
-    assert prepared.unfound.tolist() == [2 * sum(u[0] for u in unfound), 2 * sum(u[1] for u in unfound)]
-
-
-def test_a_plan_with_found_masks_cannot_be_prepared() -> None:
-    table, _ = made(PADDED)
-    backend: Any = tables.gpu_backend()
-    plan = backend.plan([Lookup(backend.to_hbm(table), Pooling.NONE, 0, 1, 0, found_at=256)])
-    with pytest.raises(QuantError, match="a plan with found masks cannot be prepared"):
-        backend.prepare(plan)
+            expect(known.twin, known.twins(ids), lengths, **how_).check(found[: 3 * 64].reshape(3, 64))
+            expect(plain, rows, lengths, **how_).check(found[3 * 64 :].reshape(3, 8))
+    after = [one.ids for *_, inputs in batches for one in inputs]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert reports.take() is None
+    unfound = np.sum([known.unfound(ids) for ids, *_ in batches], 0)
+    assert lookup.unfound.tolist() == [(2 * unfound).tolist(), [0, 0]]
 
 
 def test_rows_are_dequantized_by_their_numbers() -> None:

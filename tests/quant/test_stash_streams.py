@@ -13,11 +13,13 @@ from fbgemm_kernels import trains
 from gates import gate, is_held, let_others_run
 from tables import table_of
 
-from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
+from tableside.quant import LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.stash import Restore, StashError, registry, stash_embedding_weights
 from tableside.quant.gpu.stash_registry import Weights
 from tableside.quant.gpu.stash_training import TrainingStash
+from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 
 pytestmark = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")
 
@@ -262,20 +264,20 @@ def test_served_tables_come_back_beside_other_work_and_a_lookup_waits_for_them()
     old, new = table_of(RowFormat.INT8, 24, seed=1), table_of(RowFormat.INT8, 24, seed=2)
     source, ids = pinned(old), torch.arange(50, device=tables.DEVICE)
     held = backend.to_hbm(old, source, stashable=True)
-    lookup = backend.prepare(backend.plan([Lookup(held, Pooling.NONE, 0, 50, 0)]))
-    outputs = torch.empty(lookup.out_bytes, dtype=torch.uint8, device=tables.DEVICE)
-    lookup(ids.view(torch.uint8), outputs)
-    let_others_run(outputs.device)
+    lookup = TensorLookup(backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(backend))
+    inputs = [TensorInput(ids, None, 0, 0, None)]
+    lookup(lookup.stage_each(inputs))
+    let_others_run(ids.device)
     assert backend.stash() == old.packed.size
     with gate() as closed:
         closed.hold(backend._copies)
         backend.restore()
         main = torch.cuda.current_stream(tables.DEVICE)
         assert not is_held(main), "`restore` makes the current stream wait"
-        lookup(ids.view(torch.uint8), outputs)
+        vectors = lookup(lookup.stage_each(inputs))
         assert is_held(main), "the lookup does not wait for the rows"
         source.numpy()[:] = new.packed.reshape(-1)
         closed.open()
         torch.cuda.synchronize()
-    found = outputs.cpu().numpy().view(np.float32).reshape(50, 24)
+    found = vectors.cpu().numpy().reshape(50, 24)
     np.testing.assert_array_equal(found, choose("reference").lookup(new, np.arange(50), pooling=Pooling.NONE))

@@ -1,4 +1,4 @@
-"""The steps of `quant.gpu.lookup_kernel` in plain Python, one id, bag or row at a time. Tests hold the kernels against them.
+"""The steps of `quant.gpu.lookup_kernel` in plain Python, one id, bag or row at a time, as tests expect them.
 
 What a row's bytes mean is in `quant.cpu.reference`, which has every format in plain torch.
 """
