@@ -3,6 +3,7 @@
 python benchmarks/gpu_index.py
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,21 @@ from cache_workload import DEVICE, INDEX_BYTES, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, ProbeJobs, cached_rows, write_jobs
 from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.cache.tickets import InFlightBatch
 from tableside.quant.device.cuda_device import CudaDevice
+
+
+def finder(cache: Cache, jobs: ProbeJobs, ids: torch.Tensor) -> Callable[[], None]:
+    """A call that finds the ids in the index alone. All must be there."""
+    with cache._working():
+        batch, pipeline = InFlightBatch(cache.device, cache._batches.all[0].place, 0, 0), cache._pipeline
+        batch.fit(jobs.ids)
+        pipeline._begin(jobs, ids.data_ptr(), batch)
+        arguments = cache._streams.main.cuda_stream, cache._memory.root, batch.record.data_ptr()
+        pipeline.kernels.release(1, *arguments)
+        return lambda: pipeline.kernels.probe(jobs.blocks, *arguments)
 
 
 def index() -> list[dict[str, Any]]:
@@ -57,7 +70,7 @@ def index() -> list[dict[str, Any]]:
             hit_ms = steady_ms(call, ids)
             after = cache.statistics(wait=True)
             hits = per_batch(before, after, len(ids))["hit rate"]
-            finds = [cache.finder(launched, i.view(torch.uint8)) for i in ids]
+            finds = [finder(cache, launched, i) for i in ids]
             find_ms = steady_ms(lambda find: find(), finds)
             found.append(
                 {
@@ -67,7 +80,7 @@ def index() -> list[dict[str, Any]]:
                     "prefetch of hits G keys/s": keys / hit_ms / 1e6,
                     "insert G keys/s": keys / insert_ms / 1e6,
                     "hit rate": hits,
-                    "mean chain": cache.mean_chain(),
+                    "mean chain": after.occupied / int((cache._memory.heads != -1).sum()),
                     "locked out": after.locked_out,
                 }
             )

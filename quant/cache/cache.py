@@ -20,7 +20,7 @@ buffer.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.check import RowOf, check
 from tableside.quant.cache.index import Index, hottest
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, ProbeJobs, cached_rows, write_jobs
 from tableside.quant.cache.kernels.state import UNIT_BYTES
@@ -38,7 +37,7 @@ from tableside.quant.cache.pipeline import Pipeline
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.cache.statistics import Snapshots, Statistics, statistics_of
 from tableside.quant.cache.streams import Streams
-from tableside.quant.cache.tables import Registered, Tables, check_table
+from tableside.quant.cache.tables import TableHandle, Tables, check_table
 from tableside.quant.cache.tickets import BatchesInFlight, InFlightBatch, Ticket, rounded_up
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
@@ -53,8 +52,7 @@ class Cache:
     """A cache of `budget_bytes` on a device, whose work runs on `stream` and two streams of its own. It may
     be called from any thread.
 
-    smallest_row_bytes: of the rows to come; the index is laid out for it. generation: grows whenever launches that were
-    captured before no longer fit. QuantError: the budget holds no page.
+    smallest_row_bytes: of the rows to come; the index is laid out for it. QuantError: the budget holds no page.
     """
 
     def __init__(
@@ -113,16 +111,11 @@ class Cache:
         counters = self._tables.counters
         return self._memory.bytes + self._tables.map_bytes + counters.numel() * counters.element_size()
 
-    @property
-    def generation(self) -> int:
-        """Launches that were captured at another generation no longer fit."""
-        return self._index.generation
-
     # ---- tables ----
 
-    def registered(self, address: int, rows: int, row_bytes: int, name: str = "") -> Registered:
+    def registered(self, address: int, rows: int, row_bytes: int, name: str = "") -> TableHandle:
         """As `register`; the table is forgotten when the result is let go."""
-        return Registered(self.register(address, rows, row_bytes, name), self._forgotten.append)
+        return TableHandle(self.register(address, rows, row_bytes, name), self._forgotten.append)
 
     def register(self, address: int, rows: int, row_bytes: int, name: str = "") -> int:
         """Takes a table whose rows the device reads at `address`; returns its number. It takes a quarter of a
@@ -155,13 +148,10 @@ class Cache:
         always does).
 
         jobs: `placed` on the device. inputs: uint8, on the device, 8-aligned; or the address that the jobs'
-        offsets count from. All of it is written on the cache's stream, or before. While a CUDA graph is captured,
-        it captures the prefetch. QuantError: too many tickets are out.
+        offsets count from. All of it is written on the cache's stream, or before. QuantError: too many tickets are out.
         """
         inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
-            if self.device.is_capturing():
-                return self._capture(jobs, inputs_at, admit_all)
             self._check_size(jobs.ids)
             self._clear_up()
             self._index.settle()
@@ -178,7 +168,7 @@ class Cache:
             except BaseException:
                 self._streams.join_all()
                 self._index.empty()
-                self._release(batch, True)
+                self._release(batch)
                 raise
             ticket = Ticket(batch, self._release, self._abandoned.append)
             if self._tickets % _SNAPSHOT_EVERY == 0:
@@ -194,33 +184,11 @@ class Cache:
                 "at once; split it"
             )
 
-    def _capture(self, jobs: ProbeJobs, inputs_at: int, admit_all: bool) -> Ticket:
-        """A prefetch that a graph will replay, with an in-flight batch of its own. Room for its ids must have
-        been reserved.
-        """
-        if jobs.ids > self._memory.ids or not self._batches.free:
-            raise QuantError(f"no batch of {jobs.ids:,} ids is free to be captured; release tickets, and `reserve` before")
-        batch = self._batches.take()
-        if batch.locations.numel() < jobs.ids:
-            self._batches.free.append(batch)
-            raise QuantError(f"a batch has room for {batch.locations.numel():,} ids; `reserve` {jobs.ids:,} before a capture")
-        self._pipeline.launch(jobs, inputs_at, batch, admit_all)
-        return Ticket(batch, self._release, self._abandoned.append)
-
-    def give_back(self, ticket: Ticket) -> None:
-        """Lets others use what a captured ticket had, once its graph is gone and no replay is under way."""
-        with self._lock:
-            if ticket.captured is not None:
-                self._batches.free.append(ticket.captured)
-                ticket.captured = None
-
-    def _release(self, batch: InFlightBatch, is_over: bool, stream: Any = None) -> None:
-        """is_over: others may use the batch's memory; not so where a graph will release it each time. stream: the current one."""
+    def _release(self, batch: InFlightBatch, stream: Any = None) -> None:
+        """Lets others use the batch's memory. stream: the current one."""
         if stream is None:
             stream = self.device.current_stream()
         self._pipeline.release(batch, stream)
-        if not is_over:
-            return
         batch.released.record(stream)
         with self._lock:
             self._batches.count -= 1
@@ -229,40 +197,18 @@ class Cache:
     def _clear_up(self) -> None:
         """Does what was left to do by whoever let go of a ticket or a table."""
         while self._abandoned:
-            self._release(self._abandoned.popleft(), True)
+            self._release(self._abandoned.popleft())
         while self._forgotten:
             self.forget(self._forgotten.popleft())
 
-    def finder(self, jobs: ProbeJobs, inputs: torch.Tensor) -> Callable[[], None]:
-        """A call of what `prefetch` begins with, alone, for measurements: it finds the ids that are there. All must be.
-
-        It launches on the cache's stream, and takes no lock.
-        """
-        with self._working():
-            batch = InFlightBatch(self.device, self._batches.all[0].place, 0, 0)
-            batch.fit(jobs.ids)
-            return self._pipeline.finder(jobs, inputs.data_ptr(), batch)
-
     # ---- order between streams ----
-
-    def follow_itself(self) -> None:
-        """What comes next on the current stream comes after all that the last batch does, the side stream
-        included.
-        """
-        self.device.wait(self._streams.filled)
 
     def follow_current_stream(self, current: Any = None) -> None:
         """What the cache does next comes after what is on the current stream, which may be given."""
         self._streams.main.wait_stream(self.device.current_stream() if current is None else current)
 
-    def join(self) -> None:
-        """What comes next on the cache's stream comes after its side stream: a graph that is captured ends
-        so.
-        """
-        self._streams.join()
-
     def join_all(self) -> None:
-        """As `join`, where a launch broke off: after copies too that nothing came after."""
+        """Has the cache's stream wait for its other two, where a launch broke off."""
         self._streams.join_all()
 
     # ---- what it holds ----
@@ -320,18 +266,3 @@ class Cache:
                 raise QuantError(f"rows of {sizes[0]} bytes cannot become rows of {sizes[1]} bytes; fetch them with `warm`")
             if rows.size:
                 self._index.hand_over(number, successor, np.stack([rows, successors], 1)[rows.argsort()])
-
-    def mean_chain(self) -> float:
-        """Mean length of the index's chains that are not empty. Waits for the device."""
-        with self._working():
-            heads = int((self._memory.heads != -1).sum())
-            return self._counted().occupied / max(1, heads)
-
-    def check_integrity(self, row_of: RowOf | None = None) -> None:
-        """Raises AssertionError, with numbers, where the cache is not what it should be. Waits for the
-        device.
-
-        row_of: (table's number, id) -> its bytes, to compare with what its slot holds.
-        """
-        with self._working():
-            check(self._memory, self._pages, self._tables, row_of)

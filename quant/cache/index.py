@@ -7,7 +7,16 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.kernels import evict
-from tableside.quant.cache.kernels.state import CLASSES, ID_BITS, UNIT_BYTES, ClassField, ClassState, Root, State, occupied_at
+from tableside.quant.cache.kernels.state import (
+    CLASSES,
+    ID_BITS,
+    UNIT_BYTES,
+    CacheState,
+    ClassField,
+    ClassState,
+    Root,
+    occupied_at,
+)
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
 from tableside.quant.cache.pipeline import Pipeline
@@ -23,14 +32,12 @@ _REBALANCED = 100  # one of so many pages moves at a time
 class Index:
     """Registers tables, gives classes their pages, and keeps the chains.
 
-    generation: grows whenever what the kernels were told changes; launches that were captured before no
-    longer fit. The caller holds the cache's lock, and the main stream is the current one.
+    The caller holds the cache's lock, and the main stream is the current one.
     """
 
     def __init__(self, memory: CacheMemory, pages: Pages, tables: Tables, batches: BatchesInFlight, pipeline: Pipeline) -> None:
         self._memory, self._pages, self._tables = memory, pages, tables
         self._batches, self._pipeline = batches, pipeline
-        self.generation = 0
 
     def register(self, address: int, rows: int, row_bytes: int, name: str) -> int:
         """Takes a table. Its number. QuantError: its rows do not fit into a page, or there are too many sizes
@@ -124,7 +131,6 @@ class Index:
 
     def describe(self) -> None:
         """Writes what the kernels read of tables and classes."""
-        self.generation += 1
         self._pipeline.forget_graphs()
         tables, groups = self._tables.records()
         page_table, lists = self._pages.device_arrays()
@@ -152,7 +158,7 @@ class Index:
 
     def latest_use(self, rate: int) -> int:
         """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for the device."""
-        return int(np.int64(int(self._memory.state[State.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
+        return int(np.int64(int(self._memory.state[CacheState.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
 
     def hot_part(self, number: int, part: list[int], latest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys of a table in some pages, and by how much the use of each is above `latest`, on the host. Pages

@@ -172,12 +172,12 @@ class Pipeline:
             shape = LaunchShape(batch.place, 1 << (jobs.blocks - 1).bit_length(), admit_all, self._copied(batch))
             self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
         streams.side.wait_stream(streams.main)
-        streams.note(batch.ready, streams.side)
+        batch.ready.record(streams.side)
         if jobs.blocks:
             side = streams.side.cuda_stream
             run.fill_slots(self._programs(jobs.ids, run.rows), side, root, ticket)
             run.end(self._programs(jobs.ids, _MISSES), side, root)
-            streams.note(streams.filled, streams.side)
+            streams.filled.record(streams.side)
 
     def _begin(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> None:
         batch_record, locations = batch.record.data_ptr(), batch.locations.data_ptr()

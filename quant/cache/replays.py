@@ -37,7 +37,7 @@ class Replays:
             graph.replay()
 
     def _graph(self, shape: Hashable, launch: Callable[[Streams], None]) -> Any:
-        if (streams := self._streams) is None or self._device.is_capturing():
+        if (streams := self._streams) is None:
             return None
         if shape in self.graphs:
             self.graphs.move_to_end(shape)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tableside.quant.cache.kernels.state import ClassState, Counter, State, occupied_at
+from tableside.quant.cache.kernels.state import CacheState, ClassState, Counter, occupied_at
 from tableside.quant.device.device import Device
 
 
@@ -59,13 +59,13 @@ def statistics_of(
     s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
     occupied = sum(s[occupied_at(n)] for n in range(classes))
     return Statistics(
-        tickets=s[State.NOW],
+        tickets=s[CacheState.NOW],
         slots=slots,
         occupied=occupied,
-        inserted=s[State.INSERTED],
-        evicted=s[State.INSERTED] - occupied - s[State.FREED],
-        padded=s[State.STAGED],
-        locked_out=s[State.LOCKED_OUT],
+        inserted=s[CacheState.INSERTED],
+        evicted=s[CacheState.INSERTED] - occupied - s[CacheState.FREED],
+        padded=s[CacheState.STAGED],
+        locked_out=s[CacheState.LOCKED_OUT],
         tables={
             number: TableStatistics(
                 name,
@@ -127,5 +127,5 @@ class Snapshots:
         """`ClassState` of each class in the last copy that arrived; None: none did."""
         if self._last_state is None:
             return None
-        states: list[list[int]] = self._last_state[len(State) :].view(-1, len(ClassState)).tolist()
+        states: list[list[int]] = self._last_state[len(CacheState) :].view(-1, len(ClassState)).tolist()
         return states

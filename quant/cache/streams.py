@@ -25,13 +25,6 @@ class Streams:
             self.device.wait(self.filled, self.main)
             yield
 
-    def note(self, event: Any, stream: Any) -> None:
-        """Notes in an event what is on a stream so far. While a graph is captured, what comes next in it waits instead."""
-        if not self.device.is_capturing():
-            event.record(stream)
-        elif event is not self.filled:
-            self.main.wait_stream(stream)
-
     def join(self) -> None:
         """What comes next on the main stream comes after what is on the side stream."""
         self.main.wait_stream(self.side)

@@ -50,7 +50,7 @@ class CachedTable:
         return [fields[f] for f in TableField]
 
 
-class Registered:
+class TableHandle:
     """A table's place in a cache, given up with the last reference. number: as lookups name it."""
 
     def __init__(self, number: int, forgotten: Callable[[int], None]) -> None:

@@ -49,19 +49,15 @@ class Ticket:
     `slots_address`; -1: the table itself; else 16 * (-2 - location) bytes from `staging`, the address of the
     batch's staging buffer.
 
-    release, abandon: told the batch when the ticket is released (whether others may use it, and the stream), and when
-    it was dropped without that.
+    release, abandon: called with the batch when the ticket is released (and with the stream), or is dropped without that.
     """
 
     def __init__(
-        self, batch: InFlightBatch, release: Callable[[InFlightBatch, bool, Any], None], abandon: Callable[[InFlightBatch], None]
+        self, batch: InFlightBatch, release: Callable[[InFlightBatch, Any], None], abandon: Callable[[InFlightBatch], None]
     ) -> None:
         self._batch: InFlightBatch | None = batch
         self._release, self._abandon = release, abandon
-        self._device, self._ready = batch.device, batch.ready
-        self.captured: InFlightBatch | None = (
-            batch if batch.device.is_capturing() else None
-        )  # it belongs to a graph, which may be replayed
+        self._ready, self._device = batch.ready, batch.device
         self.locations = batch.locations
         self.staging = batch.staging
 
@@ -75,11 +71,11 @@ class Ticket:
         """
         batch, self._batch = self._batch, None
         if batch is not None:
-            self._release(batch, self.captured is None, stream)
+            self._release(batch, stream)
 
     def __del__(self) -> None:
-        if getattr(self, "_batch", None) is not None and self.captured is None:
-            self._abandon(self._batch)  # type: ignore[arg-type]
+        if (batch := getattr(self, "_batch", None)) is not None:
+            self._abandon(batch)
 
 
 class BatchesInFlight:

@@ -231,6 +231,7 @@ class TensorLookup:
         if staged.probe is None:
             return staged
         with self.on_device:
+            self._check_can_run()
             return staged._replace(ticket=self._prefetched(staged, self.backend.device.current_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:

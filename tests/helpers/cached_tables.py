@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import tables
 import torch
+from cache_check import check
 
 from tableside.quant import choose
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, cached_rows, write_jobs
@@ -72,7 +73,12 @@ class CachedTables:
         ticket.release()
 
     def check_integrity(self) -> None:
-        self.cache.check_integrity(lambda number, id: self.rows[number][id].numpy().tobytes())
+        check(self.cache, lambda number, id: self.rows[number][id].numpy().tobytes())
+
+    def mean_chain(self) -> float:
+        """Mean length of the index's chains that are not empty."""
+        occupied = self.cache.statistics(wait=True).occupied
+        return occupied / int((self.cache._memory.heads != -1).sum())
 
     def hits(self) -> int:
         return sum(t.hits for t in self.cache.statistics(wait=True).tables.values())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tables
 import torch
+from cache_check import check
 from rounding import expect
 from tables import expected_of, table_of
 
@@ -112,7 +113,7 @@ def test_ten_million_ids(policy: Policy, replays: bool) -> None:
             found, wanted = lookup(calls[n - 2]), plain(staged(plain, batches[n - 2]))
             wrong += (found.view(torch.int32) != wanted.view(torch.int32)).sum()
     assert int(wrong) == 0
-    backend.cache.check_integrity(lambda number, id: packed[id].tobytes())  # type: ignore[union-attr]
+    check(backend.cache, lambda number, id: packed[id].tobytes())  # type: ignore[arg-type]
     statistics = backend.cache.statistics(wait=True)  # type: ignore[union-attr]
     assert statistics.evicted > 10_000 and statistics.tables[0].ids == 82 * ids
     assert bool(backend.cache._pipeline._replays.graphs) == replays  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from cache_check import check
 from keyed_tables import ids_of
 from support import rows_of
 
@@ -69,7 +70,7 @@ class Worker:
         assert cache is not None
         names = {n: t.name.removeprefix("demo/") for n, t in cache.statistics(wait=True).tables.items()}
         packed = {name: table.packed for name, table in self.engine.served().segment.tables.items()}
-        cache.check_integrity(lambda number, row: packed[names[number]][row].tobytes())
+        check(cache, lambda number, row: packed[names[number]][row].tobytes())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""All that a cache holds, as plain lists: what tests compare, and what `quant.cache.reference` changes."""
+"""All that a cache holds, as plain lists: what tests compare, and what `cache_reference` changes."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from tableside.quant.cache.kernels.state import (
     NODE_USE,
     UNIT_BYTES,
     BatchArray,
+    CacheState,
     ClassState,
     Counter,
-    State,
 )
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
@@ -69,12 +69,12 @@ class Contents:
 
     @property
     def now(self) -> int:
-        return self.state[State.NOW]
+        return self.state[CacheState.NOW]
 
     @property
     def misses(self) -> int:
         """How many rows the batch misses."""
-        return self.state[State.MISSES] & 0xFFFFFFFF
+        return self.state[CacheState.MISSES] & 0xFFFFFFFF
 
     def table_of(self, key: int) -> Table:
         return self.tables[key >> ID_BITS]
@@ -93,7 +93,7 @@ class Contents:
 def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSettings) -> Contents:
     """What a cache holds now. Waits for the device; the caller holds the cache's lock."""
     state, counters = memory.state.tolist(), tables.counters.view(-1, len(Counter)).tolist()
-    of_classes = np.array(state[len(State) :]).reshape(-1, len(ClassState)).tolist()
+    of_classes = np.array(state[len(CacheState) :]).reshape(-1, len(ClassState)).tolist()
     arena, heads = memory.arena.cpu().numpy(), memory.heads.tolist()
     arrays = {which: memory.array(which).tolist() for which in BatchArray}
     return Contents(
@@ -102,7 +102,7 @@ def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSetti
         node_bits=pages.node_bits,
         pages=[(int(row_class), int(first)) for row_class, first in pages.of_page],
         widest_units=pages.widest // UNIT_BYTES,
-        state=state[: len(State)],
+        state=state[: len(CacheState)],
         classes=of_classes[: len(pages.classes)],
         in_flight=memory.in_flight.tolist(),
         tables={n: _table(tables, n, counters[n]) for n in tables.names()},

@@ -7,28 +7,31 @@ map names a miss of a batch that is over, and, where the caller knows the rows, 
 from collections.abc import Callable
 
 import numpy as np
+from cache_contents import Bytes, bucket_of
 
-from tableside.quant.cache.contents import Bytes, bucket_of
+from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.kernels.state import ID_BITS, NODE_BYTES, NODE_NEXT, occupied_at
-from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
-from tableside.quant.cache.tables import Tables
 
 RowOf = Callable[[int, int], bytes]  # a table's number and an id -> the row
 
 
-def check(memory: CacheMemory, pages: Pages, tables: Tables, row_of: RowOf | None = None) -> None:
-    """As `Cache.check_integrity`. The caller holds the cache's lock, and the cache's stream is the current
-    one.
+def check(cache: Cache, row_of: RowOf | None = None) -> None:
+    """AssertionError, with numbers: the cache is not what it should be. Waits for the device.
+
+    row_of: (table's number, id) -> its bytes, to compare with what its slot holds.
     """
-    arena, heads = memory.arena.cpu().numpy(), memory.heads.cpu().numpy()
-    keys = _keys_of_nodes(arena, pages)
-    _check_counts(keys, pages, memory.state.cpu().numpy())
-    _check_chains(keys, arena, heads, pages)
-    for table in tables:
-        _require(not table.misses[:, 0].any() and not table.dirty.any(), "a map still names misses of a batch that is over")
-    if row_of is not None:
-        _check_rows(keys, arena, pages, row_of)
+    with cache._working():
+        memory, pages = cache._memory, cache._pages
+        arena, heads = memory.arena.cpu().numpy(), memory.heads.cpu().numpy()
+        keys = _keys_of_nodes(arena, pages)
+        _check_counts(keys, pages, memory.state.cpu().numpy())
+        _check_chains(keys, arena, heads, pages)
+        for table in cache._tables:
+            is_over = not table.misses[:, 0].any() and not table.dirty.any()
+            _require(is_over, "a map still names misses of a batch that is over")
+        if row_of is not None:
+            _check_rows(keys, arena, pages, row_of)
 
 
 def _require(is_so: bool, message: str) -> None:
