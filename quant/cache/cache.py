@@ -231,9 +231,7 @@ class Cache:
         return statistics_of(state, counters, self._tables.names(), len(self._pages.classes), self.slots)
 
     def hot(self, number: int, count: int | None = None) -> NDArray[np.int64]:
-        """Ids of a table that the cache holds, int64, the hottest first, `count` at most. Waits for the
-        device; batches come between.
-        """
+        """Returns the cached ids of a table, the hottest first, at most `count`. Waits for the device."""
         with self._working():
             parts, latest = self._index.parts(number), self._index.latest_use(self.settings.use_rate)
         found = []

@@ -40,9 +40,7 @@ class Index:
         self._batches, self._pipeline = batches, pipeline
 
     def register(self, address: int, rows: int, row_bytes: int, name: str) -> int:
-        """Takes a table. Its number. QuantError: its rows do not fit into a page, or there are too many sizes
-        of rows.
-        """
+        """Adds a table and returns its number. QuantError: its rows fit no page, or are of too many sizes."""
         known = len(self._pages.classes)
         row_class = self._pages.class_of(row_bytes)
         if row_class == known:
@@ -161,9 +159,7 @@ class Index:
         return int(np.int64(int(self._memory.state[CacheState.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
 
     def hot_part(self, number: int, part: list[int], latest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of a table in some pages, and by how much the use of each is above `latest`, on the host. Pages
-        that went to another class since are left out.
-        """
+        """Reads the keys of a table in some pages, and by how much the use of each is above `latest`."""
         row_class = self._tables[number].row_class
         nodes = self._pages.nodes(row_class, [p for p in part if self._pages.of_page[p, 0] == row_class])
         mine = (nodes.keys >> ID_BITS) == number

@@ -54,9 +54,7 @@ def shifted(lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: ND
 
 @dataclass(frozen=True)
 class ProbeJobs:
-    """Where a batch's jobs and the job of each block lie, in bytes from the first one written, or addresses
-    once `placed`.
-    """
+    """Offsets of a batch's jobs and of the job of each block, or their addresses once `placed`."""
 
     jobs_at: int
     blocks_at: int

@@ -106,16 +106,12 @@ class CacheMemory:
         return self._groups.numel() // 2
 
     def count_dropped(self, number: int, rows: torch.Tensor) -> None:
-        """Counts rows of a class, int64 [] on the device, that are in no slot any more and went for no other
-        row.
-        """
+        """Counts rows of a class, int64 [] on the device, that left their slots for no other row."""
         self.state[occupied_at(number)] -= rows
         self.state[CacheState.FREED] += rows
 
     def fit_index(self, slots: int) -> bool:
-        """Makes room for as many buckets as there are slots, and for as many ghosts (LFU). Whether they
-        moved.
-        """
+        """Makes room for a bucket a slot, and for a ghost a slot (LFU). Returns whether they moved."""
         if self.heads.numel() >= max(1, slots):
             return False
         self.heads = self._filled(-1, max(1, slots))

@@ -73,9 +73,7 @@ class Pages:
         return max((c.slots for c in self.classes), default=0)
 
     def class_of(self, row_bytes: int) -> int:
-        """The number of the class of rows of a size, which is made if it is not there. QuantError: they do
-        not fit.
-        """
+        """Returns the number of a row size's class, which it may make. QuantError: the rows do not fit."""
         for n, c in enumerate(self.classes):
             if c.row_bytes == row_bytes:
                 return n
@@ -131,9 +129,7 @@ class Pages:
         return wanted
 
     def take(self, donor: int, count: int, taker: int) -> None:
-        """Empties a class's last pages. They go to another one with `settle`, once no batch in flight can
-        read them.
-        """
+        """Empties a class's last pages. `settle` gives them to `taker`, once no batch can read them."""
         c = self.classes[donor]
         pages = c.pages[-count:]
         self._count_dropped(donor, pages)
@@ -148,9 +144,7 @@ class Pages:
         self.moving.clear()
 
     def empty(self) -> None:
-        """Drops every row. The ticket that last used each slot stays, for batches in flight may still read
-        it.
-        """
+        """Drops every row. Slots keep their last ticket, for batches in flight may still read them."""
         for n in range(len(self.classes)):
             for pages in self.parts(n):
                 self._count_dropped(n, pages)

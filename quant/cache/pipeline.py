@@ -34,7 +34,6 @@ knows how many bytes the CPU will gather. So the host copies as many as in a rec
 `copy_gathered` copies the rest.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,13 +248,6 @@ class Pipeline:
         with streams.device.on(streams.copies):
             target = batch.staging - arena.data_ptr()
             arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
-
-    def finder(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> Callable[[], None]:
-        """A call of what `launch` begins with, alone, for measurements."""
-        self._begin(jobs, inputs_at, batch)
-        self.kernels.release(1, self._streams.main.cuda_stream, self._memory.root, batch.record.data_ptr())
-        programs, main = min(self._most, jobs.blocks), self._streams.main.cuda_stream
-        return lambda: self.kernels.probe(programs, main, self._memory.root, batch.record.data_ptr())
 
     def release(self, batch: InFlightBatch, stream: Any) -> None:
         """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far is done."""

@@ -10,9 +10,7 @@ _LONGEST_HALF_LIFE = 1 << 16
 
 
 class Policy(Enum):
-    """Which rows go first: those not used for longest (LRU), or those used least, where old uses count less
-    (LFU).
-    """
+    """Evicts the rows not used for longest (LRU), or those used least, where old uses count less (LFU)."""
 
     LRU = "lru"
     LFU = "lfu"

@@ -12,9 +12,7 @@ from tableside.quant.device.device import Device
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """Of a table since it was registered. fetched: rows that came over the bus, each once a batch; in_place:
-    ids read over it.
-    """
+    """A table's counts. fetched: rows that came over the bus, each once a batch; in_place: ids read so."""
 
     name: str
     ids: int

@@ -3,7 +3,7 @@ batch, and counters.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,9 +59,7 @@ class TableHandle:
 
 
 class Tables:
-    """Tables by their numbers, and the counters of each, int64 [tables, COUNTER_SIZE]. The caller holds the
-    cache's lock.
-    """
+    """Tables by number, with counters, int64 [tables, COUNTER_SIZE]. The caller holds the cache's lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -70,9 +68,6 @@ class Tables:
 
     def __getitem__(self, number: int) -> CachedTable:
         return self._tables[number]
-
-    def __iter__(self) -> Iterator[CachedTable]:
-        return iter(self._tables.values())
 
     def add(self, name: str, address: int, rows: int, row_bytes: int, row_class: int) -> int:
         """Takes a table under the smallest number that is free, with empty maps and counters."""
@@ -121,9 +116,7 @@ class Tables:
         return {number: (t.name, t.row_bytes) for number, t in self._tables.items()}
 
     def records(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """What the kernels read: the records of all tables, and the table and first dirty flag of each
-        program of `enumerate_misses`; both flat.
-        """
+        """Returns flat records of all tables, and table and first flag of each `enumerate_misses` program."""
         records = np.zeros((max(1, max(self._tables, default=-1) + 1), len(TableField)), np.int64)
         groups = [np.zeros((0, 2), np.int32)]
         for number, table in self._tables.items():

@@ -66,9 +66,7 @@ class Ticket:
         self._device.wait(self._ready, stream)
 
     def release(self, stream: Any = None) -> None:
-        """Lets its rows be evicted once what is on the current stream so far is done; the stream may be given. A second call
-        does nothing.
-        """
+        """Lets its rows be evicted after the work on the current stream, which may be given. Once."""
         batch, self._batch = self._batch, None
         if batch is not None:
             self._release(batch, stream)
@@ -99,9 +97,7 @@ class BatchesInFlight:
             batch.fit(ids)
 
     def taken(self, ids: int, arena: int, stream: Any) -> InFlightBatch:
-        """A free one, or a new one without a staging buffer, with room for so many ids. QuantError: too many
-        are in flight.
-        """
+        """Takes a batch, free or new, with room for so many ids. QuantError: too many are out."""
         if not self.free:
             if len(self.all) >= MOST_IN_FLIGHT:
                 raise QuantError(f"{len(self.all)} tickets are out; release them, in any order, after their lookups")

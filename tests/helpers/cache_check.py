@@ -27,7 +27,7 @@ def check(cache: Cache, row_of: RowOf | None = None) -> None:
         keys = _keys_of_nodes(arena, pages)
         _check_counts(keys, pages, memory.state.cpu().numpy())
         _check_chains(keys, arena, heads, pages)
-        for table in cache._tables:
+        for table in cache._tables._tables.values():
             is_over = not table.misses[:, 0].any() and not table.dirty.any()
             _require(is_over, "a map still names misses of a batch that is over")
         if row_of is not None:

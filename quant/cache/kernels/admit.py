@@ -57,9 +57,7 @@ NO_CLASS = tl.constexpr(2**30)
 
 @triton.jit
 def sampled(n, total, spread, SAMPLE: tl.constexpr):
-    """Which of `total` elements sample n is: one of each SAMPLEth part, or all of few. spread: random, int64
-    [SAMPLE].
-    """
+    """Sample n of `total` elements: one of each SAMPLEth part, or all. spread: random, int64 [SAMPLE]."""
     return tl.where(total > SAMPLE, (n * total) // SAMPLE + spread % tl.maximum(total // SAMPLE, 1), n)
 
 

@@ -37,9 +37,7 @@ NOT_STAGED = tl.constexpr(2**31 - 1)  # the unit of a row that has none: units a
 
 @triton.jit
 def copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Copies rows of row_bytes [ROWS] from `source` to `target`, addresses [ROWS], all multiples of 16; WORDS
-    of 4 bytes at once.
-    """
+    """Copies rows of row_bytes [ROWS] between 16-aligned addresses [ROWS], WORDS of 4 bytes at once."""
     into = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)[:, None]
     out_of = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)[:, None]
     chunks = (row_bytes // 16)[:, None]

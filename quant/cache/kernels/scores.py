@@ -34,18 +34,14 @@ def marked(score, mark, MASK: tl.constexpr):
 
 @triton.jit
 def ahead_of(score, tick):
-    """By how much scores are ahead of the tick. One that seems ahead by MOST_AHEAD is so old that it wrapped:
-    far behind.
-    """
+    """How far scores are ahead of the tick. One that seems ahead by MOST_AHEAD has wrapped: far behind."""
     ahead = score - tick
     return tl.where(ahead > MOST_AHEAD, LEAST_PRIORITY, ahead)
 
 
 @triton.jit
 def used_once_more(ahead):
-    """How far ahead of the tick scores are that were `ahead` of it, after a use now: log2(2 ** ahead + 1), in
-    SCORE_UNITs.
-    """
+    """What `ahead` becomes by a use now: log2(2 ** ahead + 1), in SCORE_UNITs."""
     apart = tl.abs(ahead).to(tl.float32) / SCORE_UNIT
     return tl.maximum(ahead, 0) + (tl.log2(1.0 + tl.exp2(-apart)) * SCORE_UNIT).to(tl.int32)
 

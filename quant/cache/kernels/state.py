@@ -76,9 +76,7 @@ class Root(IntEnum):
 
 
 class BatchArray(IntEnum):
-    """Addresses of arrays that each batch writes anew, one element an id at most. They follow Root in the
-    same record.
-    """
+    """Addresses of arrays that a batch writes, an element an id at most, behind Root in the same record."""
 
     MISSES = 0  # int64 [misses]: keys, in the order of their ranks
     SCORES = 1  # int32 [misses]: their scores (LFU)
