@@ -11,7 +11,7 @@ from tableside.quant.cache.kernels.state import (
     CLASSES,
     ID_BITS,
     UNIT_BYTES,
-    CacheState,
+    BatchState,
     ClassField,
     ClassState,
     Root,
@@ -156,7 +156,7 @@ class Index:
 
     def latest_use(self, rate: int) -> int:
         """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for the device."""
-        return int(np.int64(int(self._memory.state[CacheState.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
+        return int(np.int64(int(self._memory.state[BatchState.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
 
     def hot_part(self, number: int, part: list[int], latest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the keys of a table in some pages, and by how much the use of each is above `latest`."""

@@ -21,7 +21,7 @@ from tableside.quant.cache.kernels.state import (
     PRIORITY_LIMIT,
     UNIT_BYTES,
     BatchArray,
-    CacheState,
+    BatchState,
     ClassState,
     Root,
     occupied_at,
@@ -71,7 +71,7 @@ def divide(budget_bytes: int, settings: CacheSettings, smallest_row_bytes: int) 
 class CacheMemory:
     """All tensors of a cache but its tables'. `root` is the record that kernels are given.
 
-    pages: uint8 [pages, page_bytes]; page_table: int32 [2 * pages]; state: int64 as `CacheState` says; heads:
+    pages: uint8 [pages, page_bytes]; page_table: int32 [2 * pages]; state: int64 as `BatchState` says; heads:
     int32 [buckets].
     """
 
@@ -84,7 +84,7 @@ class CacheMemory:
         self.pages = self.arena[:paged].view(division.pages, division.page_bytes)
         self.first_staging = self.arena.data_ptr() + paged
         self.page_table = self._filled(-1, 2 * division.pages)
-        self.state = self._zeros(len(CacheState) + CLASSES * len(ClassState))
+        self.state = self._zeros(len(BatchState) + CLASSES * len(ClassState))
         self.in_flight = self._zeros(MOST_IN_FLIGHT)
         self._root = self._zeros(len(Root) + len(BatchArray))
         self.root = self._root.data_ptr()
@@ -108,7 +108,7 @@ class CacheMemory:
     def count_dropped(self, number: int, rows: torch.Tensor) -> None:
         """Counts rows of a class, int64 [] on the device, that left their slots for no other row."""
         self.state[occupied_at(number)] -= rows
-        self.state[CacheState.FREED] += rows
+        self.state[BatchState.FREED] += rows
 
     def fit_index(self, slots: int) -> bool:
         """Makes room for a bucket a slot, and for a ghost a slot (LFU). Returns whether they moved."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tableside.quant.cache.kernels.state import CacheState, ClassState, Counter, occupied_at
+from tableside.quant.cache.kernels.state import BatchState, ClassState, Counter, occupied_at
 from tableside.quant.device.device import Device
 
 
@@ -57,13 +57,13 @@ def statistics_of(
     s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
     occupied = sum(s[occupied_at(n)] for n in range(classes))
     return Statistics(
-        tickets=s[CacheState.NOW],
+        tickets=s[BatchState.NOW],
         slots=slots,
         occupied=occupied,
-        inserted=s[CacheState.INSERTED],
-        evicted=s[CacheState.INSERTED] - occupied - s[CacheState.FREED],
-        padded=s[CacheState.STAGED],
-        locked_out=s[CacheState.LOCKED_OUT],
+        inserted=s[BatchState.INSERTED],
+        evicted=s[BatchState.INSERTED] - occupied - s[BatchState.FREED],
+        padded=s[BatchState.STAGED],
+        locked_out=s[BatchState.LOCKED_OUT],
         tables={
             number: TableStatistics(
                 name,
@@ -125,5 +125,5 @@ class Snapshots:
         """`ClassState` of each class in the last copy that arrived; None: none did."""
         if self._last_state is None:
             return None
-        states: list[list[int]] = self._last_state[len(CacheState) :].view(-1, len(ClassState)).tolist()
+        states: list[list[int]] = self._last_state[len(BatchState) :].view(-1, len(ClassState)).tolist()
         return states

@@ -6,11 +6,14 @@ back. Methods that read weights (`Module.to`, FBGEMM's `flush` and `prefetch`, i
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tableside.quant.errors import QuantError
+
+if TYPE_CHECKING:
+    from tableside.quant.gpu.stash import Restore
 
 
 class StashError(QuantError):
@@ -29,34 +32,19 @@ READERS = (
 _GUARDS = "_stash_guards"
 
 
-class Stashed(Protocol):
-    """Who has weights away (`quant.gpu.stash.Restore`). Calling it brings them back; `remove_hooks` also removes its guards."""
-
-    def __call__(self) -> None: ...
-
-    def remove_hooks(self) -> None: ...
-
-
 class Guard:
     """Stands before some weights on each of their modules and tensors, until `remove`. An object may have several.
 
-    what: the weights in words. is_away: they are; copies are refused. Where they are back, a copy first removes the hooks and
-    guards of stashing, so that it has none.
+    what: the weights in words. is_away: copies are refused. Later, a copy first removes stashing's hooks and guards.
     """
 
-    def __init__(self, what: str, storage: int, users: list[torch.nn.Module], stashed: Stashed) -> None:
-        self.what, self.stashed, self.is_away = what, stashed, True
+    def __init__(self, what: str, storage: int, users: list[torch.nn.Module], restore: "Restore") -> None:
+        self.what, self.restore, self.is_away = what, restore, True
         self._guarded: list[Any] = []
         for user in users:
             for guarded in (user, *tensors_of(user, storage)):
                 if not any(g is guarded for g in self._guarded):
                     self._stand_before(guarded)
-
-    def check(self) -> None:
-        if self.is_away:
-            raise StashError(
-                f"{self.what} are stashed, and cannot be copied or pickled; call what stash_embedding_weights returned first"
-            )
 
     def _stand_before(self, guarded: Any) -> None:
         state = vars(guarded)
@@ -93,10 +81,13 @@ def tensors_of(module: torch.nn.Module, storage: int) -> Iterator[torch.Tensor]:
 
 def _copied_without(guards: list[Guard], guarded: Any, name: str) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
+        for guard in guards:
+            if guard.is_away:
+                raise StashError(
+                    f"{guard.what} are stashed, and cannot be copied or pickled; call what stash_embedding_weights returned first"
+                )
         for guard in list(guards):
-            guard.check()
-        for guard in list(guards):
-            guard.stashed.remove_hooks()
+            guard.restore.remove_hooks()
         return copy.deepcopy(guarded, *args) if name == "__deepcopy__" else getattr(guarded, name)(*args)
 
     return run
@@ -105,7 +96,7 @@ def _copied_without(guards: list[Guard], guarded: Any, name: str) -> Callable[..
 def _back_first(guards: list[Guard], method: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         for guard in list(guards):
-            guard.stashed()
+            guard.restore()
         return method(*args, **kwargs)
 
     setattr(run, _GUARDS, guards)

@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -12,23 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tableside.quant.gpu.stash_guard import StashError
 from tableside.quant.gpu.stash_transfers import StashCounts
 
-
-class Holder(Protocol):
-    """Whoever has weights out of the GPU's memory (`quant.gpu.stash.Restore`). Calling it brings them back.
-
-    is_out: they are not on their way back yet.
-    """
-
-    is_out: bool
-
-    @property
-    def bytes_away(self) -> int: ...
-
-    def __call__(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def remove_hooks(self) -> None: ...
+if TYPE_CHECKING:
+    from tableside.quant.gpu.stash import Restore
 
 
 class Weights:
@@ -68,12 +53,12 @@ class StashRegistry:
         held = sum(host.numel() for host in self._host_copies.values())  # type: ignore[no-untyped-call]
         return replace(self.totals, bytes_away=away, host_bytes=held)
 
-    def holder(self, storage: torch.UntypedStorage) -> Holder | None:
+    def holder(self, storage: torch.UntypedStorage) -> "Restore | None":
         """The last one that had a storage."""
         reference = self._holders.get(storage._cdata)
         return None if reference is None else reference()
 
-    def hold(self, holder: Holder, weights: Weights) -> None:
+    def hold(self, holder: "Restore", weights: Weights) -> None:
         """Notes who has these weights, and watches optimizers from now on."""
         storage = weights.storage._cdata
         self._holders[storage] = weakref.ref(holder, partial(self._forget, storage))
@@ -82,15 +67,14 @@ class StashRegistry:
 
     def lend_host_copies(self, weights: list[Weights]) -> None:
         """Gives all of them their host copies. StashError: the host has no memory for one; then no new copy is kept."""
-        had = [w.tensor in self._host_copies for w in weights]
+        new = [w for w in weights if w.tensor not in self._host_copies]
         try:
             for w in weights:
                 w.host = self.host_copy(w)
         except StashError:
-            for w, before in zip(weights, had, strict=True):
+            for w in new:
                 w.host = None
-                if not before:
-                    self._host_copies.pop(w.tensor, None)  # type: ignore[no-untyped-call]
+                self._host_copies.pop(w.tensor, None)  # type: ignore[no-untyped-call]
             raise
 
     def host_copy(self, weights: Weights) -> torch.Tensor:

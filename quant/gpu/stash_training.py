@@ -41,8 +41,8 @@ class StashPoints(NamedTuple):
 
 
 @dataclass
-class _Watched:
-    """One step: when each layer began (forward) and had its gradient (backward), when weights left and were needed first."""
+class _WatchedStep:
+    """When each layer of a step began (forward) and had its gradient (backward), when weights left and were needed first."""
 
     restores: list[Restore] = field(default_factory=list)
     left: Any = None
@@ -78,8 +78,8 @@ class TrainingStash:
         self.points: StashPoints | None = None
         self._layers, self._stream, self._timeout_s = list(layers), stream, timeout_s
         self._watch_steps = watch_steps
-        self._watched: list[_Watched] = []
-        self._step, self._before = _Watched(), _Watched()
+        self._watched: list[_WatchedStep] = []
+        self._step, self._before = _WatchedStep(), _WatchedStep()
         self._now = ""  # the hook that ran last
         self._device = torch.device("cpu")
         lookups = lookups_in(model)
@@ -175,7 +175,7 @@ class TrainingStash:
         if self.points is None and len(self._watched) >= self._watch_steps and all(_is_over(step) for step in self._watched):
             self.points = _points_of([_times_of(step) for step in self._watched])
             self._watched.clear()
-        self._step, self._before, self._now = _Watched(), self._step, ""
+        self._step, self._before, self._now = _WatchedStep(), self._step, ""
 
 
 class StepTimes(NamedTuple):
@@ -210,7 +210,7 @@ def _points_of(steps: Sequence[StepTimes]) -> StashPoints:
     )
 
 
-def _times_of(step: _Watched) -> StepTimes:
+def _times_of(step: _WatchedStep) -> StepTimes:
     copies = [[t.copy_ms() or 0.0 for t in restore.transfers] for restore in step.restores]
     return StepTimes(
         {n: _ms(step.left, began) for n, began in step.forward.items()},
@@ -225,7 +225,7 @@ def _ms(begin: Any, end: Any) -> float:
     return end - begin if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
-def _is_over(step: _Watched) -> bool:
+def _is_over(step: _WatchedStep) -> bool:
     """All its events have happened. The host does not wait."""
     marks = (step.left, step.needed, *step.forward.values(), *step.backward.values())
     return all(isinstance(m, float) or m.query() for m in marks) and all(t.is_done() for r in step.restores for t in r.transfers)

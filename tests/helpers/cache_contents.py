@@ -12,7 +12,7 @@ from tableside.quant.cache.kernels.state import (
     NODE_USE,
     UNIT_BYTES,
     BatchArray,
-    CacheState,
+    BatchState,
     ClassState,
     Counter,
 )
@@ -69,12 +69,12 @@ class Contents:
 
     @property
     def now(self) -> int:
-        return self.state[CacheState.NOW]
+        return self.state[BatchState.NOW]
 
     @property
     def misses(self) -> int:
         """How many rows the batch misses."""
-        return self.state[CacheState.MISSES] & 0xFFFFFFFF
+        return self.state[BatchState.MISSES] & 0xFFFFFFFF
 
     def table_of(self, key: int) -> Table:
         return self.tables[key >> ID_BITS]
@@ -93,7 +93,7 @@ class Contents:
 def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSettings) -> Contents:
     """What a cache holds now. Waits for the device; the caller holds the cache's lock."""
     state, counters = memory.state.tolist(), tables.counters.view(-1, len(Counter)).tolist()
-    of_classes = np.array(state[len(CacheState) :]).reshape(-1, len(ClassState)).tolist()
+    of_classes = np.array(state[len(BatchState) :]).reshape(-1, len(ClassState)).tolist()
     arena, heads = memory.arena.cpu().numpy(), memory.heads.tolist()
     arrays = {which: memory.array(which).tolist() for which in BatchArray}
     return Contents(
@@ -102,7 +102,7 @@ def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSetti
         node_bits=pages.node_bits,
         pages=[(int(row_class), int(first)) for row_class, first in pages.of_page],
         widest_units=pages.widest // UNIT_BYTES,
-        state=state[: len(CacheState)],
+        state=state[: len(BatchState)],
         classes=of_classes[: len(pages.classes)],
         in_flight=memory.in_flight.tolist(),
         tables={n: _table(tables, n, counters[n]) for n in tables.names()},

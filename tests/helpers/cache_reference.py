@@ -28,7 +28,7 @@ from tableside.quant.cache.kernels.state import (
     USED_BITS,
     WORD_BITS,
     BatchArray,
-    CacheState,
+    BatchState,
     ClassState,
     Counter,
 )
@@ -82,7 +82,7 @@ def eviction_priority(c: Contents, number: int) -> int:
     """Slots with the highest one go first: free ones, then those used least (LFU) or not for longest. Locked
     ones never go.
     """
-    node, in_flight = c.nodes[number], c.now - c.state[CacheState.DONE]
+    node, in_flight = c.nodes[number], c.now - c.state[BatchState.DONE]
     tickets = 2 ** (USED_BITS if c.is_lfu else 32)
     if (c.now - node.use) % tickets < min(in_flight, tickets):
         return LOCKED_PRIORITY
@@ -98,10 +98,10 @@ def eviction_priority(c: Contents, number: int) -> int:
 
 def begin(c: Contents, place: int) -> None:
     """The next ticket, at a place among those in flight; all tickets before the oldest of them are done."""
-    c.state[CacheState.NOW] += 1
-    c.state[CacheState.DONE] = min([c.now, *(number for number in c.in_flight if number)]) - 1
+    c.state[BatchState.NOW] += 1
+    c.state[BatchState.DONE] = min([c.now, *(number for number in c.in_flight if number)]) - 1
     c.in_flight[place] = c.now
-    c.state[CacheState.MISSES] = 0
+    c.state[BatchState.MISSES] = 0
     for of_class in c.classes:
         of_class[ClassState.MISSES] = of_class[ClassState.ADMITTED] = of_class[ClassState.VICTIMS] = 0
 
@@ -143,7 +143,7 @@ def enumerate_misses(c: Contents, staging_units: int) -> None:
         units = table.row_bytes // UNIT_BYTES
         for flag in sorted(table.dirty):
             ids = sorted(id for id in table.missed if id // ROWS_PER_FLAG == flag)
-            first_rank, first_unit = c.misses, c.state[CacheState.MISSES] >> 32
+            first_rank, first_unit = c.misses, c.state[BatchState.MISSES] >> 32
             for n, id in enumerate(ids):
                 unit = first_unit + n * units
                 misses[first_rank + n] = number << ID_BITS | id
@@ -151,7 +151,7 @@ def enumerate_misses(c: Contents, staging_units: int) -> None:
             if c.is_lfu:
                 for together in _rounds(ids):
                     _score(c, [first_rank + ids.index(id) for id in together])
-            c.state[CacheState.MISSES] += len(ids) * ((units << 32) + 1)
+            c.state[BatchState.MISSES] += len(ids) * ((units << 32) + 1)
             c.classes[table.row_class][ClassState.MISSES] += len(ids)
             table.counters[Counter.FETCHED] += len(ids)
         table.dirty.clear()
@@ -298,10 +298,10 @@ def insert(c: Contents) -> None:
                 c.arrays[BatchArray.NODES][n] = number
             else:
                 locations[n] = c.slot(number)
-            c.state[CacheState.INSERTED] += 1
+            c.state[BatchState.INSERTED] += 1
         else:
-            c.state[CacheState.STAGED] += is_staged
-            c.state[CacheState.LOCKED_OUT] += rank >= 0
+            c.state[BatchState.STAGED] += is_staged
+            c.state[BatchState.LOCKED_OUT] += rank >= 0
 
 
 # ---- fetch ----
@@ -311,8 +311,8 @@ def list_rows(c: Contents, gather_from: int, room_units: int) -> list[tuple[int,
     """What the CPU gathers: key and unit of each row that has room in its area and in the staging buffer,
     `room_units` at most.
     """
-    units = min(c.state[CacheState.MISSES] >> 32, room_units) if c.misses >= gather_from else 0
-    c.state[CacheState.GATHERED_BYTES] = units * UNIT_BYTES
+    units = min(c.state[BatchState.MISSES] >> 32, room_units) if c.misses >= gather_from else 0
+    c.state[BatchState.GATHERED_BYTES] = units * UNIT_BYTES
     placed = [(key, -2 - location) for key, location in _located(c) if location < IN_TABLE]
     return [(key, unit) for key, unit in placed if unit + c.table_of(key).row_bytes // UNIT_BYTES <= units]
 

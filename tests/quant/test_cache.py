@@ -11,7 +11,7 @@ from cached_tables import SIZES, CachedTables, run, settings
 
 from tableside.quant import QuantError
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.kernels.state import ID_BITS, CacheState
+from tableside.quant.cache.kernels.state import ID_BITS, BatchState
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.interpreter import InterpretedDevice
@@ -255,7 +255,7 @@ def test_a_prefetch_that_fails_leaves_a_cache_that_works(monkeypatch: pytest.Mon
 def test_one_ticket_held_while_many_come_and_go() -> None:
     """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may be."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
-    t.cache._memory.state[CacheState.NOW] = 2**31 - 3  # numbers are about to wrap where they are kept short
+    t.cache._memory.state[BatchState.NOW] = 2**31 - 3  # numbers are about to wrap where they are kept short
     held, ids = t.prefetch({0: run(10)})
     for first in range(100, 700, 100):
         t.look_up({0: run(60, first)})

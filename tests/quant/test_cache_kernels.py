@@ -17,7 +17,7 @@ from cache_contents import Contents, read
 from cached_tables import CachedTables, settings
 
 from tableside.quant.cache.kernels import state
-from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray, CacheState
+from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray, BatchState
 from tableside.quant.cache.settings import Policy
 from tableside.quant.cache.tickets import InFlightBatch, Ticket
 
@@ -154,7 +154,7 @@ def test_each_kernel_does_what_its_reference_does(
     sizes = {"a": (300, 48), "b": (600, 144), "c": (40, 32)}
     held = CachedTables(budget, settings(policy, gather_threads=gather_threads, gather_from=20, **more), sizes)
     if budget == 20_000:
-        held.cache._memory.state[CacheState.NOW] = 2**31 // held.cache.settings.score_rate - 3
+        held.cache._memory.state[BatchState.NOW] = 2**31 // held.cache.settings.score_rate - 3
     steps = Steps(held, monkeypatch)
     rng = np.random.default_rng(budget)
     earlier = None
@@ -180,7 +180,7 @@ def test_each_kernel_does_what_its_reference_does(
         ("ARRAY", BatchArray, len(state.Root)),
         ("TABLE", state.TableField, 0),
         ("CLASS", state.ClassField, 0),
-        ("STATE", CacheState, 0),
+        ("STATE", BatchState, 0),
         ("CLASS_STATE", state.ClassState, 0),
         ("COUNTER", state.Counter, 0),
         ("PROBE", state.ProbeField, 0),

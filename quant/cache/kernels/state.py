@@ -59,7 +59,7 @@ class Root(IntEnum):
     BUCKETS = 6
     TABLES = 7  # int64 [tables, len(TableField)]
     CLASSES = 8  # int64 [CLASSES, len(ClassField)]
-    STATE = 9  # int64 [len(CacheState) + CLASSES * len(ClassState)]
+    STATE = 9  # int64 [len(BatchState) + CLASSES * len(ClassState)]
     COUNTERS = 10  # int64 [tables, len(Counter)]
     IN_FLIGHT = 11  # int64 [MOST_IN_FLIGHT]: the number of the ticket at each place; 0: none
     GHOSTS = 12  # int32 [pairs, 2]: scores and tags of keys that were missed (LFU)
@@ -107,7 +107,7 @@ class ClassField(IntEnum):
     PAGES = 3
 
 
-class CacheState(IntEnum):
+class BatchState(IntEnum):
     """What changes with each batch; `len(ClassState)` more for each class follow."""
 
     NOW = 0  # the last ticket
@@ -167,7 +167,7 @@ class TicketField(IntEnum):
 
 def occupied_at(number: int) -> int:
     """Where in the state the OCCUPIED of a class is."""
-    return len(CacheState) + number * len(ClassState) + ClassState.OCCUPIED
+    return len(BatchState) + number * len(ClassState) + ClassState.OCCUPIED
 
 
 globals().update(
@@ -175,7 +175,7 @@ globals().update(
     | constants("ARRAY", BatchArray, first=len(Root))
     | constants("TABLE", TableField)
     | constants("CLASS", ClassField)
-    | constants("STATE", CacheState)
+    | constants("STATE", BatchState)
     | constants("CLASS_STATE", ClassState)
     | constants("COUNTER", Counter)
     | constants("PROBE", ProbeField)
