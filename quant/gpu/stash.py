@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tableside.quant.gpu.stash_find import modules_of, more_weights
+from tableside.quant.gpu.stash_find import modules_of, more_weights, tensors_of
 from tableside.quant.gpu.stash_guard import Guard, StashError
 from tableside.quant.gpu.stash_registry import StashRegistry, Weights
 from tableside.quant.gpu.stash_transfers import Transfer
@@ -63,11 +63,10 @@ def stash_embedding_weights(
         smallest = min(w.bytes for w in found)
         raise StashError(f"{names}: no weights of {most_bytes:,} bytes or less; the smallest are {smallest:,}; raise most_bytes")
     for w in chosen:
-        what = f"weights of {type(w.users[0]).__name__}, {w.bytes:,} bytes,"
         if w.bytes != w.tensor.numel() * w.tensor.element_size():
-            raise StashError(f"{what} are a part of a larger storage, which others use; give them memory of their own")
+            raise StashError(f"{w.description} are a part of a larger storage, which others use; give them memory of their own")
         if not w.storage.resizable():
-            raise StashError(f"{what} lie in memory that torch did not allocate (numpy's, shared); it cannot be freed")
+            raise StashError(f"{w.description} lie in memory that torch did not allocate (numpy's, shared); it cannot be freed")
     return Restore(chosen, stream, frees)
 
 
@@ -82,9 +81,7 @@ def embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
             if isinstance(w, torch.Tensor) and (w.untyped_storage().nbytes() or registry.holder(w.untyped_storage())):
                 found.setdefault(w.untyped_storage()._cdata, Weights(w))
     for module in searched:
-        its = [*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)]
-        storages = {t.untyped_storage()._cdata for t in its if isinstance(t, torch.Tensor)}
-        for storage in storages & found.keys():
+        for storage in {t.untyped_storage()._cdata for t in tensors_of(module)} & found.keys():
             found[storage].users.append(module)
     return list(found.values())
 
@@ -146,8 +143,7 @@ class Restore:
         self.is_out = True
         for w in self._weights:
             registry.hold(self, w)
-            what = f"weights of {type(w.users[0]).__name__}, {w.bytes:,} bytes,"
-            self._guards.append(Guard(what, w.storage._cdata, w.users, self))
+            self._guards.append(Guard(w.description, w.storage._cdata, w.users, self))
             for user in w.users:
                 self._hooks += [
                     user.register_forward_pre_hook(lambda *_: self()),
@@ -168,7 +164,8 @@ class Restore:
         left = fraction * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
             if self.is_out and not w.is_freed and left > 0:
-                self._wait_for(self._copied)
+                assert self._copied is not None
+                self._copied.wait()
                 if self._device is not None:  # it may have been allocated for another stream
                     w.seen().record_stream(torch.cuda.current_stream(self._device))
                 w.storage.resize_(0)
@@ -216,8 +213,8 @@ class Restore:
         """Later work on the current stream finds the weights in their place. The CPU does not wait. Every stream that uses the
         weights must call this."""
         self.start()
-        self._wait_for(self._copied)  # who changes them next must not change what is being copied out
-        self._wait_for(self._back)
+        for transfer in self.transfers:  # who changes them next must not change what is being copied out
+            transfer.wait()
         for guard in self._guards:
             guard.is_away = False
         for w in self._weights:  # they may have been stashed again meanwhile
@@ -272,10 +269,6 @@ class Restore:
     def _after_current_stream(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def _wait_for(self, transfer: Transfer | None) -> None:
-        if transfer is not None:
-            transfer.wait()
 
 
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:

@@ -50,6 +50,13 @@ def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
+def tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of this module alone, and its `weights_dev`."""
+    for tensor in (*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)):
+        if isinstance(tensor, torch.Tensor):
+            yield tensor
+
+
 def more_weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """FBGEMM's weights beside `weights_dev`, if this is such a module."""
     names: list[str] = []

@@ -5,12 +5,13 @@ back. Methods that read weights (`Module.to`, FBGEMM's `flush` and `prefetch`, i
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tableside.quant.errors import QuantError
+from tableside.quant.gpu.stash_find import tensors_of
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.stash import Restore
@@ -42,7 +43,7 @@ class Guard:
         self.what, self.restore, self.is_away = what, restore, True
         self._guarded: list[Any] = []
         for user in users:
-            for guarded in (user, *tensors_of(user, storage)):
+            for guarded in (user, *(t for t in tensors_of(user) if t.untyped_storage()._cdata == storage)):
                 if not any(g is guarded for g in self._guarded):
                     self._stand_before(guarded)
 
@@ -70,13 +71,6 @@ class Guard:
                 for name in (*COPIES, *ours, _GUARDS):
                     del state[name]
         self._guarded.clear()
-
-
-def tensors_of(module: torch.nn.Module, storage: int) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of this module alone, and its `weights_dev`, that lie in a storage (its `_cdata`)."""
-    for tensor in (*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)):
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == storage:
-            yield tensor
 
 
 def _copied_without(guards: list[Guard], guarded: Any, name: str) -> Callable[..., Any]:

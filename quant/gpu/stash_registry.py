@@ -27,6 +27,10 @@ class Weights:
         self.host: torch.Tensor | None = None
         self.is_freed = False
 
+    @property
+    def description(self) -> str:
+        return f"weights of {type(self.users[0]).__name__}, {self.bytes:,} bytes,"
+
     def seen(self) -> torch.Tensor:
         """The storage as uint8 [bytes]. It is a tensor of its own, so that no version counter of autograd moves."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.bytes,), (1,))
