@@ -112,8 +112,8 @@ def test_scores_alone_bring_no_vectors_to_the_host(root: Path, tmp_path: Path, m
     both = Both(root, "ctr")
     gpu: Any = both.placer.gpu
     sizes: list[int] = []
-    host = gpu._batches._free[0].host
-    monkeypatch.setattr(gpu._batches._free[0], "host", lambda size: sizes.append(size) or host(size))
+    pinned = gpu.device.pinned
+    monkeypatch.setattr(gpu.device, "pinned", lambda size: sizes.append(size) or pinned(size))
     check([Asked("ctr", 5, 0), Asked("ctr", 6, 1)], both)
     assert sizes == [0]
     check([Asked("ctr", 5, 0), Asked("ctr", 6, 1, alone=False)], both)
