@@ -60,7 +60,7 @@ from tableside.quant.gpu.layout import lay_out
 from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.merge import Launch, Launches
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
-from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, OnHost, Residence, Split, Stashable, check_share
+from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, Residence, Split, Stashable
 from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.steady import are_steady
@@ -174,7 +174,6 @@ class GpuBackend(Backend):
 
         QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
         """
-        check_share(share)
         return self._placed(table, Split(table, self._readable(rows), share, self.device), key, in_host)
 
     def on_host(self, table: Table) -> DeviceTable:
@@ -192,7 +191,7 @@ class GpuBackend(Backend):
         lookup up; this waits for them. in_host: of new levels. QuantError: there is no room.
         """
         assert not placed.is_overlaid, "states are made of the table without one"
-        if isinstance(placed.residence, OnHost):
+        if not placed.residence.is_on_device:
             return self.on_host(table)
         with self.device.on(self._copies):
             levels = self._levels.of(table, placed.residence, in_host)
@@ -205,7 +204,7 @@ class GpuBackend(Backend):
 
     def overlay_bytes(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `overlay` would take."""
-        return 0 if isinstance(placed.residence, OnHost) else self._levels.new_bytes(table, placed.residence, in_host)
+        return self._levels.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.device.reads_all_memory:

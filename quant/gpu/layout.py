@@ -173,9 +173,7 @@ def lay_out(
     the vectors. QuantError: a lookup is larger than a launch can be, or its bags are not its ids.
     """
     tables = [on_device(lk.table) for lk in lookups]
-    in_host_memory = sum(
-        table.residence.ids_in_host_memory(lk) for lk, table in zip(lookups, tables, strict=True) if table.row_map is None
-    )
+    in_host_memory = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.is_gathered)
     request = _Request(cpu, threads, in_host_memory >= gather_from)
     pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
     bag_columns = sum(lk.bags * columns(lk.table) for lk in pooled)
@@ -242,7 +240,7 @@ class _JobList:
 
 
 class _Request:
-    """The parts of a request while they grow. It is the `Preparation` that residences ask."""
+    """The parts of a request while they grow."""
 
     def __init__(self, cpu: CpuBackend, threads: int, gathers: bool) -> None:
         self._cpu, self._threads, self._gathers = cpu, threads, gathers
@@ -253,17 +251,16 @@ class _Request:
         self.cached: list[CachedLookup] = []
         self.on_host: dict[int, Lookup] = {}
         self.all_found: list[tuple[int, int]] = []
-        self._number = 0
         self._chunks: list[list[Lookup]] = [[]]
 
     def add(self, number: int, lk: Lookup, table: DeviceTable) -> Job | None:
         """The job of lookup `number`; None: it is the CPU's."""
-        self._number = number
-        job = Job()
-        job[JobField.ROWS] = table.job_rows
-        if not table.residence.write(job, lk, self):
+        if not table.residence.is_on_device:
+            self.on_host[number] = replace(lk, table=table.host)
             return None
         _check(lk)
+        job = Job()
+        self._add_rows(lk, table, job)
         job[JobField.ROW_BYTES] = lk.table.row_bytes
         job[JobField.DIM] = lk.table.dim
         job[JobField.FORMAT] = lk.table.row_format
@@ -283,6 +280,22 @@ class _Request:
         self._add_vectors(lk)
         self._add_ids(number, lk, table, job)
         return job
+
+    def _add_rows(self, lk: Lookup, table: DeviceTable, job: Job) -> None:
+        """Says where rows lie, or has the CPU gather them, while there is room for them."""
+        if table.is_gathered and self._gathers and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES:
+            job.offset(JobField.TABLE, self._gather(lk, table.host))
+            job[JobField.ROWS] = lk.ids
+            return
+        residence = table.residence
+        self._stage(job, JobField.IDS_AT, lk.ids_at, 8 * lk.ids)
+        job[JobField.ROWS], job[JobField.TABLE] = table.job_rows, residence.address
+        job[JobField.HBM_ROWS], job[JobField.HBM_SHARE] = residence.hbm_rows, residence.hbm_share
+        if residence.cache_table >= 0:
+            job.offset(JobField.LOCATIONS_AT, self._locations_bytes)
+            ids_at = job[JobField.IDS_AT]
+            self.cached.append(CachedLookup(residence.cache_table, ids_at, lk.ids, self._locations_bytes))
+            self._locations_bytes += 4 * lk.ids
 
     def _add_vectors(self, lk: Lookup) -> None:
         size = lk.outputs * lk.vector_bytes
@@ -313,18 +326,8 @@ class _Request:
             self.moves_in.append(Move(source, self.in_bytes, size))
             self.in_bytes += size
 
-    # ---- what residences ask ----
-
-    def stage_ids(self, job: Job, lookup: Lookup) -> int:
-        self._stage(job, JobField.IDS_AT, lookup.ids_at, 8 * lookup.ids)
-        return job[JobField.IDS_AT]
-
-    def gathers(self, lookup: Lookup) -> bool:
-        if lookup.table.row_map is not None:  # the device makes row numbers of its ids
-            return False
-        return self._gathers and self.rows_bytes + lookup.ids * lookup.table.row_bytes <= GATHER_BYTES
-
-    def gather(self, lookup: Lookup, table: Table) -> int:
+    def _gather(self, lookup: Lookup, table: Table) -> int:
+        """Has the CPU gather rows; returns their offset among the request's."""
         first = self.rows_bytes
         start = 0
         while start < lookup.ids:
@@ -337,15 +340,6 @@ class _Request:
             self.rows_bytes += count * table.row_bytes
             start += count
         return first
-
-    def probe(self, table: int, ids_at: int, ids: int) -> int:
-        locations_at = self._locations_bytes
-        self._locations_bytes += 4 * ids
-        self.cached.append(CachedLookup(table, ids_at, ids, locations_at))
-        return locations_at
-
-    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
-        self.on_host[self._number] = replace(lookup, table=table)
 
     def gather_plans(self) -> tuple[Gather, ...]:
         """Plans for all rows that are gathered; each is of several lookups, or of a part of one."""

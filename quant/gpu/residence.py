@@ -1,9 +1,8 @@
 """Where a table's rows live for one device. A new tier or placement is a new class here.
 
-A residence owns the memory that its rows need on the device. When a request is laid out, it writes where the rows of a lookup
-are into the lookup's job, and says what must happen before the kernel runs: ids staged, rows gathered by the CPU, or ids
-probed in the cache. Nobody else asks which kind it is. The kernel turns a job and an id into an address in one function,
-`_row_address` of `quant.gpu.lookup_kernel`.
+A residence owns the memory that its rows need on the device. It says what the jobs of lookups need to find the rows, and what
+must happen before the kernel runs: rows gathered by the CPU, or ids probed in the cache. Nobody asks which kind it is. The
+kernel turns a job and an id into an address in one function, `_row_address` of `quant.gpu.lookup_kernel`.
 
     InHbm      all rows were copied to HBM
     Stashable  as InHbm, in memory that can be given back and filled again at the same address
@@ -14,77 +13,55 @@ probed in the cache. Nobody else asks which kind it is. The kernel turns a job a
 """
 
 import ctypes
-from abc import ABC, abstractmethod
-from dataclasses import replace
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.contract import Lookup, Table
+from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.job import SPLIT_BLOCK, Job, JobField, split_rows
+from tableside.quant.gpu.job import SPLIT_BLOCK, split_rows
 
 _COPY_CHUNK = 64 << 20  # bytes
 
 
-class Preparation(Protocol):
-    """What a residence may ask a request's layout to do before the lookup."""
+class Residence:
+    """Where the rows of one table live for one device, as the jobs of its lookups say it."""
 
-    def stage_ids(self, job: Job, lookup: Lookup) -> int:
-        """Has the ids sent to the device, and notes it in the job; returns their offset in the request's staged inputs."""
-
-    def gathers(self, lookup: Lookup) -> bool:
-        """Whether the CPU is to gather the rows of this lookup, because the request has many ids and there is room for them."""
-
-    def gather(self, lookup: Lookup, table: Table) -> int:
-        """Has the CPU gather the rows of this lookup; returns their offset among the request's gathered rows."""
-
-    def probe(self, table: int, ids_at: int, ids: int) -> int:
-        """Has the cache find staged ids of its table number `table`; returns the offset of their locations."""
-
-    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
-        """Has the CPU's backend run this lookup."""
-
-
-class Residence(ABC):
-    """Where the rows of one table live for one device."""
-
-    is_steady = False
-    """Whether what it writes into jobs is the same for every lookup of the table, but for where ids and locations are staged."""
+    is_on_device = True
+    """False: the CPU looks the rows up."""
+    is_gathered = False
+    """Whether the CPU gathers the rows of requests with many ids."""
+    address = 0
+    """Of row 0 as jobs have it, whether or not row 0 is read there."""
     hbm_address = 0
     """Of row 0, where all rows lie in HBM as they do on the host; 0: they do not."""
     host_rows: torch.Tensor | None = None
     """The rows in host memory as the device reads them, uint8 [bytes]; None: it does not."""
+    hbm_rows = 0
+    """Address of slot 0 of the cache, or of the first HBM row of a split table."""
+    hbm_share = 0
+    """Rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split."""
+    cache_table = -1
+    """The table's number in the cache; -1: it is not read through one."""
 
     @property
-    def address(self) -> int:
-        """Of row 0 as jobs have it, whether or not row 0 is read there."""
-        return self.hbm_address if self.host_rows is None else self.host_rows.data_ptr()
-
-    @abstractmethod
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        """Writes where the lookup's rows are found into `job`, and asks for what must happen before.
-
-        Returns whether the device runs the lookup.
-        """
-
-    def ids_in_host_memory(self, lookup: Lookup) -> int:
-        """Ids of a lookup whose rows the GPU would read in host memory, unless the CPU gathers them."""
-        return 0
+    def is_steady(self) -> bool:
+        """Whether a lookup of any ids needs no more of the host than that the ids are staged."""
+        return self.is_on_device and not self.is_gathered
 
     def hot(self) -> NDArray[np.int64]:
         """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the device."""
         return np.zeros(0, np.int64)
 
-    def warm(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  (most residences have nothing to bring)
+    def warm(self, ids: NDArray[np.int64]) -> None:
         """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits for nothing."""
 
-    def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:  # noqa: B027  (as `warm`)
+    def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
         """Keeps rows that another table's residence holds in the cache that both share, and that are rows of this table with the
         same bytes: int64 [n] each, numbers of its rows and of this one's. That table has to fetch them again. Waits for the
         device."""
@@ -93,22 +70,15 @@ class Residence(ABC):
 class OnHost(Residence):
     """The CPU looks the rows up."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        preparation.leave_to_host(lookup, self._table)
-        return False
+    is_on_device = False
 
 
 class InHbm(Residence):
     """All rows were copied to HBM: uint8 [bytes] in `memory`."""
 
-    is_steady = True
-
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self.hbm_address = memory.data_ptr()
+        self.address = self.hbm_address = memory.data_ptr()
 
     @classmethod
     def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
@@ -116,11 +86,6 @@ class InHbm(Residence):
         memory = allocate(table.packed.size, device, "a table")
         copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
         return cls(memory)
-
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        preparation.stage_ids(job, lookup)
-        job[JobField.TABLE] = self.hbm_address
-        return True
 
 
 class Stashable(InHbm):
@@ -157,104 +122,71 @@ class Stashable(InHbm):
             raise
 
 
-class Mapped(Residence):
-    """Rows are read in host memory.
+class _InHostMemory(Residence):
+    """Rows lie in host memory.
 
     rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the interpreter reads.
     """
 
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
-        self.host_rows = host_bytes(table) if rows is None else rows
-        self._table = replace(table, row_map=None)  # the CPU gathers by row numbers
-        self._address = self.host_rows.data_ptr()
-
-    def ids_in_host_memory(self, lookup: Lookup) -> int:
-        return lookup.ids
-
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        if preparation.gathers(lookup):
-            job.offset(JobField.TABLE, preparation.gather(lookup, self._table))
-            job[JobField.ROWS] = lookup.ids
-        else:
-            preparation.stage_ids(job, lookup)
-            job[JobField.TABLE] = self._address
-        return True
-
-
-class Cached(Residence):
-    """Rows are read through the device's cache. The table leaves the cache with this object.
-
-    rows: as for `Mapped`. name: for statistics. QuantError: the cache cannot hold rows of this size.
-    """
-
-    is_steady = True
-
-    def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
         self._table = table  # keeps the memory of `host_rows` alive
         self.host_rows = host_bytes(table) if rows is None else rows
-        self._cache = cache
-        self._address = self.host_rows.data_ptr()
-        self._registered = cache.registered(self._address, table.rows, table.row_bytes, name)
+        self.address = self.host_rows.data_ptr()
 
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        ids_at = preparation.stage_ids(job, lookup)
-        job[JobField.TABLE] = self._address
-        job[JobField.HBM_ROWS] = self._cache.slots_address
-        job.offset(JobField.LOCATIONS_AT, preparation.probe(self._registered.number, ids_at, lookup.ids))
-        return True
+
+class Mapped(_InHostMemory):
+    """Rows are read in host memory, or gathered there by the CPU."""
+
+    is_gathered = True
+
+
+class Cached(_InHostMemory):
+    """Rows are read through the device's cache. The table leaves the cache with this object.
+
+    name: for statistics. QuantError: the cache cannot hold rows of this size.
+    """
+
+    def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
+        super().__init__(table, rows)
+        self._cache = cache
+        self._registered = cache.registered(self.address, table.rows, table.row_bytes, name)
+        self.hbm_rows, self.cache_table = cache.slots_address, self._registered.number
 
     def hot(self) -> NDArray[np.int64]:
-        return self._cache.hot(self._registered.number)
+        return self._cache.hot(self.cache_table)
 
     def warm(self, ids: NDArray[np.int64]) -> None:
-        self._cache.warm(self._registered.number, ids)
+        self._cache.warm(self.cache_table, ids)
 
     def take_over(self, before: Residence, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
         if isinstance(before, Cached) and before._cache is self._cache:
-            self._cache.hand_over(before._registered.number, self._registered.number, rows, successors)
+            self._cache.hand_over(before.cache_table, self.cache_table, rows, successors)
 
 
-class Split(Residence):
-    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory.
-
-    rows: as for `Mapped`.
-    """
-
-    is_steady = True
+class Split(_InHostMemory):
+    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
-        """Copies the HBM rows, and waits for it. QuantError: there is no room."""
-        assert 0 < share < SPLIT_BLOCK, "see check_share"
-        self._table, self._share = table, share  # the table keeps the memory of `host_rows` alive
-        self.host_rows = host_bytes(table) if rows is None else rows
-        self._address = self.host_rows.data_ptr()
+        """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
+        if not 0 < share < SPLIT_BLOCK:
+            raise QuantError(
+                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
+                "copy the whole table (to_hbm), or read it in place (map_host)"
+            )
+        super().__init__(table, rows)
+        assert self.host_rows is not None, "they are in host memory"
         self._memory = allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
+        self.hbm_rows, self.hbm_share = self._memory.data_ptr(), share
         self._fill(table, self.host_rows)
         device.current_stream().synchronize()
 
     def _fill(self, table: Table, source: torch.Tensor) -> None:
         blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
         whole = blocks * SPLIT_BLOCK * size
-        of_blocks, rest = self._memory[: blocks * self._share * size], self._memory[blocks * self._share * size :]
+        of_blocks, rest = self._memory[: blocks * self.hbm_share * size], self._memory[blocks * self.hbm_share * size :]
         every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
-        of_blocks.view(blocks, self._share * size).copy_(every_block[:, : self._share * size])
+        of_blocks.view(blocks, self.hbm_share * size).copy_(every_block[:, : self.hbm_share * size])
         rest.copy_(source[whole : whole + rest.numel()])
-
-    def write(self, job: Job, lookup: Lookup, preparation: Preparation) -> bool:
-        preparation.stage_ids(job, lookup)
-        job[JobField.TABLE] = self._address
-        job[JobField.HBM_ROWS] = self._memory.data_ptr()
-        job[JobField.HBM_SHARE] = self._share
-        return True
-
-
-def check_share(share: int) -> None:
-    """QuantError: a table cannot be split so that `share` rows of each SPLIT_BLOCK are in HBM."""
-    if not 0 < share < SPLIT_BLOCK:
-        raise QuantError(
-            f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
-            "copy the whole table (to_hbm), or read it in place (map_host)"
-        )
 
 
 def host_bytes(table: Table) -> torch.Tensor:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
-from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, Table, lookup_at
+from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_at
 from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
-from tableside.quant.gpu.job import FIELDS, Job, JobField, ResolveField
+from tableside.quant.gpu.job import FIELDS, JobField, ResolveField
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
 from tableside.quant.gpu.layout import Jobs, Layout, aligned, columns
 from tableside.quant.gpu.moves import Move
@@ -92,44 +92,20 @@ _FIELDS = {
 }  # that both sides write and read
 
 
-class _Asked:
-    """A `Preparation` that notes what a residence asks for, and prepares nothing."""
-
-    def __init__(self) -> None:
-        self.cache_table = -1
-
-    def stage_ids(self, job: Job, lookup: Lookup) -> int:
-        return 0
-
-    def gathers(self, lookup: Lookup) -> bool:
-        return False
-
-    def gather(self, lookup: Lookup, table: Table) -> int:
-        raise AssertionError("a steady residence has no rows gathered")
-
-    def probe(self, table: int, ids_at: int, ids: int) -> int:
-        self.cache_table = table
-        return 0
-
-    def leave_to_host(self, lookup: Lookup, table: Table) -> None:
-        raise AssertionError("a steady residence leaves nothing to the host")
-
-
 def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
     """What the device needs to know of lookups of this kind, with rows that the CPU does not gather."""
-    job, asked = Job(), _Asked()
-    table.residence.write(job, lookup_at(kind, Place(0, 0, -1, 0, 0, -1, 0)), asked)
+    residence = table.residence
     return SteadyKind(
-        job[JobField.TABLE],
+        residence.address,
         table.job_rows,
         kind.table.row_bytes,
         kind.table.dim,
         kind.table.row_format,
         int(kind.pooling is Pooling.MEAN),
         kind.precision,
-        job[JobField.HBM_ROWS],
-        job[JobField.HBM_SHARE],
-        asked.cache_table,
+        residence.hbm_rows,
+        residence.hbm_share,
+        residence.cache_table,
         int(kind.pooling is not Pooling.NONE),
         columns(kind.table),
         kind.out_row_bytes or 0,

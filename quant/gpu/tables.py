@@ -41,6 +41,11 @@ class DeviceTable:
         return -1 if self.is_overlaid else self.rows
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether the CPU gathers rows of requests with many ids: the device makes the row numbers of ids that are none."""
+        return self.residence.is_gathered and self.row_map is None
+
+    @property
     def rows(self) -> int:
         return self.host.rows
 
@@ -66,11 +71,11 @@ def on_device(table: RowSource) -> DeviceTable:
     if isinstance(table, DeviceTable):
         return table
     host = host_table(table)
-    return DeviceTable(host, OnHost(host), KernelKey())
+    return DeviceTable(host, OnHost(), KernelKey())
 
 
 def by_row_number(table: RowSource) -> RowSource:
     """The same rows, where an id is a row number."""
-    if isinstance(table, DeviceTable) and table.row_map is not None and not isinstance(table.residence, OnHost):
+    if isinstance(table, DeviceTable) and table.row_map is not None and table.residence.is_on_device:
         return replace(table, host=replace(table.host, row_map=None), device_map=None)
     return contract.by_row_number(table)

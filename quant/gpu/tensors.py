@@ -28,7 +28,6 @@ from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, Resolve
 from tableside.quant.gpu.launch_config import LaunchConfig
 from tableside.quant.gpu.layout import aligned, check_size
 from tableside.quant.gpu.reports import Reports
-from tableside.quant.gpu.residence import OnHost
 from tableside.quant.gpu.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.steady import SteadyKind, steady_kind
 from tableside.quant.gpu.tables import on_device
@@ -129,7 +128,7 @@ class TensorLookup:
 
     def __init__(self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports) -> None:
         tables = [on_device(kind.table) for kind in kinds]
-        if any(isinstance(table.residence, OnHost) for table in tables):
+        if not all(table.residence.is_on_device for table in tables):
             raise QuantError("the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it (map_host)")
         self.backend, self._reports, self._tables = backend, reports, tables
         self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
