@@ -74,7 +74,7 @@ class Workload:
         settings = CacheSettings(policy, staging_fraction=staging / budget, **{"replays": True} | more)
         cache = backend.open_cache(budget, ROW_BYTES, settings)
         tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
-        return Ours(cache, backend.stream, DeviceLookup(backend, tables, self.bag_length))
+        return Ours(cache, backend.launcher.stream, DeviceLookup(backend, tables, self.bag_length))
 
     def uncached(self, in_hbm: bool) -> DeviceLookup:
         backend = GpuBackend(str(DEVICE), choose(), gather_from=1 << 60)

@@ -27,7 +27,8 @@ class DeviceLookup:
     ) -> None:
         pooling = Pooling.SUM if bag_length > 1 else Pooling.NONE
         self._features, self._bag_length = len(tables), bag_length
-        self._reports, self._offsets = Reports(backend), torch.empty(0, dtype=torch.int64, device=backend.device.torch_device)
+        self._reports = Reports(backend.launcher)
+        self._offsets = torch.empty(0, dtype=torch.int64, device=backend.device.torch_device)
         kinds = [LookupKind(table, pooling, precision) for table in tables]
         self.lookup = TensorLookup(backend, [f"t{n}" for n in range(len(tables))], kinds, self._reports)
 

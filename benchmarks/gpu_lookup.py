@@ -190,7 +190,7 @@ def compare(root: Path, device: torch.device) -> None:
         again = graph_seconds(work.our_kernels)
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
-        host_to_host = functools.partial(work.backend.run, [(work.plan, work.host_inputs)])
+        host_to_host = functools.partial(work.backend.batches.run, [(work.plan, work.host_inputs)])
         device_wall, host_wall, their_wall = wall_seconds(work.ours), wall_seconds(host_to_host), wall_seconds(work.theirs)
         rows.append(
             row(

@@ -84,7 +84,7 @@ class Workload:
             table = table if raw else replace(table, row_map=None)
             how = {} if way.share is None else {"in_host": way.in_host}
             tables.append((backend.to_hbm if way.share is None else backend.to_cache)(table, rows, **how))
-        return DeviceLookup(backend, tables, self.bag_length), backend.stream
+        return DeviceLookup(backend, tables, self.bag_length), backend.launcher.stream
 
     def compare(self, ways: list[Way], label: str) -> list[dict[str, Any]]:
         """Milliseconds a batch of both sides, in turn on fresh caches."""

@@ -69,7 +69,7 @@ class Placed(NamedTuple):
             backend.open_cache(size, min(t.row_bytes for t in rows), CacheSettings(replays=True))
         place: Callable[..., DeviceTable] = backend.to_hbm if cached_share is None else backend.to_cache
         tables = {t.name: place(segment.tables[t.name], registration.view(t.offset, t.bytes)) for t in rows}
-        backend.warm_up_overlays()
+        backend.launcher.warm_up_overlays()
         return cls(backend, tables)
 
     def state(self, segment: Segment) -> tuple[dict[str, DeviceTable], int]:
@@ -137,7 +137,7 @@ def _compare(way: str, share: float, placed: Placed, states: list[Segment], batc
         check(placed.backend, tables, state, batches[0])
         lookups.append(DeviceLookup(placed.backend, [*tables.values()], BAG))
     times: list[list[float]] = [[] for _ in states]
-    with torch.cuda.stream(placed.backend.stream):
+    with torch.cuda.stream(placed.backend.launcher.stream):
         for lookup in lookups:
             for batch in batches[:WARM]:
                 lookup(batch)
@@ -239,7 +239,7 @@ def _read(way: str, share: float | None, model: Model, root: Path, ids: np.ndarr
     on_device, rng = torch.from_numpy(ids).to(DEVICE), torch.Generator(device=DEVICE).manual_seed(0)
     torn, mixed = (torch.zeros((), dtype=torch.int64, device=DEVICE) for _ in range(2))
     state, taken, back, count, started = states.get(), 1, 0, 0, time.perf_counter()
-    with torch.cuda.stream(placed.backend.stream):
+    with torch.cuda.stream(placed.backend.launcher.stream):
         while count < reads:
             if not states.empty():
                 torch.cuda.current_stream().synchronize()  # the state that goes is not read any more

@@ -26,6 +26,7 @@ from tableside.loader.tbe import TbeTable, bind, init_tbe
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Plan, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.batch import LookupResult
 
 DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
 TARGETS = {20_000: 2.0, 500_000: 3.0}
@@ -52,7 +53,7 @@ def of_turn(call: Callable[[Any], Any], inputs: Sequence[Any], turn: int) -> Any
 
 def run_plan(backend: GpuBackend, plan: Plan, inputs: bytes) -> Any:
     """One request, as a server runs it."""
-    return backend.run([(plan, inputs)])
+    return backend.batches.run([(plan, inputs)])
 
 
 class Theirs:
@@ -98,9 +99,9 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
             for name, fused in ways.items():
                 lookup = Lookup(fused.map_host(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16)
                 plan = fused.plan([lookup], fused.threads)
-                result = fused.run([(plan, inputs[0])])[0]
-                assert isinstance(result, np.ndarray)
-                np.testing.assert_allclose(result.view(np.float16).reshape(-1, DIM), expected, rtol=2e-3, atol=2e-2)
+                ((result,), _) = fused.batches.run([(plan, inputs[0])])
+                assert isinstance(result, LookupResult)
+                np.testing.assert_allclose(result.outputs.view(np.float16).reshape(-1, DIM), expected, rtol=2e-3, atol=2e-2)
                 calls[name] = partial(of_turn, partial(run_plan, fused, plan), inputs)
             times = in_turns(calls, 15)
             for name in ways:

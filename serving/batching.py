@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tableside.quant import BadIds, Plan
-from tableside.quant.contract import Unfound
+from tableside.quant import BadIds
 from tableside.serving import metrics
 from tableside.serving.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.batch_threads import BatchThreads
@@ -27,16 +26,14 @@ from tableside.serving.deadline import timed_out
 from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors import Executor
-from tableside.serving.places import Buffer
 from tableside.serving.request import Answer, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import ToScore
 from tableside.serving.scoring import ScoreStage
 
 if TYPE_CHECKING:  # both import torch
-    from tableside.quant.cache.cache import Cache
+    from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.clock import Times
-    from tableside.quant.gpu.follower import Follower
 
 logger = logging.getLogger("tableside")
 
@@ -44,28 +41,6 @@ _UNDER_WAY = 2  # batches at most
 _FINISH_S = 0.005  # between two looks whether a batch is done, at the end
 _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
 _BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
-
-
-_LookedUp = tuple[Buffer, Sequence[Unfound] | None]  # a request's output buffer, and what was not found
-
-
-class BatchBackend(Protocol):
-    """What the batcher needs of the GPU's backend (`quant.gpu.backend`)."""
-
-    @property
-    def device(self) -> Any: ...
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def cache(self) -> "Cache | None": ...
-
-    def is_lost(self) -> bool: ...
-
-    def start(self, requests: Sequence[tuple[Plan, Any]], timed: bool, follower: "Follower | None" = None) -> Any: ...
-
-    def wait(self, started: Any) -> "tuple[Sequence[_LookedUp | BadIds], Times | None]": ...
 
 
 class Future(Protocol):
@@ -106,7 +81,7 @@ class Batcher(Executor):
 
     def __init__(
         self,
-        backend: BatchBackend,
+        backend: "GpuBackend",
         max_batch: int,
         max_waiting: int = 1024,
         max_wait_s: float = 1.0,
@@ -272,7 +247,7 @@ class Batcher(Executor):
         if scored := {n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)}:
             batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
         began = time.perf_counter()
-        started = self._backend.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
+        started = self._backend.batches.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
         self._metrics.waited([began - w.since for w in batch.taken])
         return started
 
@@ -280,7 +255,7 @@ class Batcher(Executor):
 
     def _finish(self, batch: _Batch, started: Any) -> "tuple[list[Answer | Exception], Times | None]":
         """Waits for a batch, and scores on the CPU what is scored there."""
-        found, times = self._backend.wait(started)
+        found, times = self._backend.batches.wait(started)
         answers: list[Answer | Exception] = []
         places: list[int] = []
         to_score: list[ToScore] = []

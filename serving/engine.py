@@ -203,7 +203,7 @@ class Engine:
             )
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
-                self._placer.gpu.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
+                self._placer.gpu.launcher.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
             clock.mark("warm-up")
             verified()
             clock.mark("rest of verifying")

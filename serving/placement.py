@@ -182,7 +182,7 @@ class Placer:
         if self.gpu is not None:
             if are_compiled(self._settings):
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
-            self.gpu.warm_up_overlays()  # for the first delta, which comes while requests run
+            self.gpu.launcher.warm_up_overlays()  # for the first delta, which comes while requests run
 
     def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
         """HBM that a version's tables take, but for what they take of the cache."""

@@ -8,64 +8,75 @@ The buffers (`quant.gpu.buffers`) belong to one device and to one batch at a tim
 first ones. Copies go on the stream that is current, and nothing here waits for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import Unfound
 from tableside.quant.device.device import Device
 from tableside.quant.device.locked_memory import LockedMemory
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.buffers import Buffer, Buffers
-from tableside.quant.gpu.elsewhere import Elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
-from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Taken
+from tableside.quant.gpu.clock import Clock
+from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere, gaps, reads_of, run_copies, whole_inputs, writes_of
+from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Follower
 from tableside.quant.gpu.layout import Layout, aligned
-from tableside.quant.gpu.merge import Launch, Launches
+from tableside.quant.gpu.merge import Launches
 from tableside.quant.gpu.moves import move
 from tableside.quant.gpu.placed import Copy, Merged, merged
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS
 
 
-class LookedUp(NamedTuple):
+class LookupResult(NamedTuple):
     """What a request gets. outputs: its output buffer, uint8; unfound: as `Plan.run` returns it."""
 
     outputs: Buffer
     unfound: list[Unfound] | None
 
 
-class Batch:
+class DeviceBatch:
     """Requests that run together: where each one's parts lie in the shared buffers.
 
-    counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups whose ids become row numbers.
-    taken: what follows takes of each request. elsewhere: requests by number, of which parts lie elsewhere on the device. locked:
-    memory from which the device copies large inputs by itself; they stay as they are until the batch is done. The host gets
-    outputs and counts [stay_bytes, out_bytes).
+    requests: (layout, inputs) each. locked: memory from which the device copies large inputs by itself; they stay as they
+    are until the batch is done. counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups
+    whose ids become row numbers. The host gets outputs and counts [stay_bytes, out_bytes).
+    ticket: of the rows that the cache brings. outputs: where the batch's outputs go on the host; done: an event behind them,
+    None: they are there.
     """
+
+    ticket: Ticket | None = None
+    done: Any = None
+    outputs: Buffer
+    launches: Launches
 
     def __init__(
         self,
         buffers: Buffers,
-        layouts: list[Layout],
+        requests: Sequence[tuple[Layout, Any]],
         device: Device,
-        taken: Sequence[Taken | None],
-        elsewhere: Mapping[int, Elsewhere],
+        follower: Follower | None,
         locked: LockedMemory,
+        clock: Clock | None,
     ) -> None:
-        self._buffers, self._layouts, self._device = buffers, layouts, device
-        self._taken = list(taken) or [None] * len(layouts)
+        self.buffers, self._device, self.follower, self.clock = buffers, device, follower, clock
+        self._layouts = layouts = [layout for layout, _ in requests]
+        self._taken = [None] * len(layouts) if follower is None else [follower.takes(n) for n in range(len(layouts))]
         self.fills = Fills(self._taken, device.block(FILL_BLOCK))
         self._stays = [t is not None and t.stays for t in self._taken]
-        self._elsewhere = elsewhere
-        for n, given in elsewhere.items():
+        self._elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
+        self._inputs = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
+        for n, given in self._elsewhere.items():
+            check_elsewhere(layouts[n])
             self._stays[n] |= sum(part.size for part in given.writes) == layouts[n].asked_bytes
         self._reads: list[Copy] = []  # from other memory of the device to this batch's inputs
         self._locked = locked
         self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
         extras = [0 if one is None else one.input_bytes for one in self._taken]
-        self._merged = merged(layouts, extras, self._stays, device, natively=not elsewhere)
+        self._merged = merged(layouts, extras, self._stays, device, natively=not self._elsewhere)
         sizes = self._merged.sizes
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
@@ -77,38 +88,36 @@ class Batch:
         self._on_host: list[Sequence[Unfound] | None] = [None] * len(layouts)
         self._answers: list[Buffer | None] = [None] * len(layouts)
         self._failed = [False] * len(layouts)
-        self._lookups: tuple[Launch, ...] = ()
 
     @property
     def counts(self) -> torch.Tensor:
         """As the class says."""
-        return self._buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
+        return self.buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
 
-    def prepare(self, launches: Launches | None) -> Launches:
-        """What is to be launched. launches: their header is on the device already; None: one is written behind the inputs."""
+    def prepare(self, launches: Launches | None) -> None:
+        """Makes room for the batch. launches: their header is on the device already; None: one is written behind the inputs."""
         header_bytes = 0
         if launches is None:
-            rows = self._buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
+            rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
             header_bytes, launches = self._merged.launches(rows)
         self._fills_at = aligned(self._header_at + header_bytes)
         self._end = self._fills_at + self.fills.bytes
-        self._buffers.fit(inputs=self._end)
+        self.buffers.fit(inputs=self._end)
         if header_bytes:
-            launches = launches.placed(self._buffers.device_in.data_ptr() + self._header_at)
-        self._host = self._buffers.host_in_array
-        self._lookups = launches.lookups
-        return launches
+            launches = launches.placed(self.buffers.device_in.data_ptr() + self._header_at)
+        self._host = self.buffers.host_in_array
+        self.launches = launches
 
-    def stage(self, inputs: list[Any]) -> None:
+    def stage(self) -> None:
         """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered are sent."""
         if isinstance(self._merged, Merged):
             for n, one in self._elsewhere.items():
                 copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
                 first = self._merged.bases[n].inputs
                 self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
-        self._locked_reads = self._merged.write(inputs, self._host, self._header_at, self._locked.ranges)
+        self._locked_reads = self._merged.write(self._inputs, self._host, self._header_at, self._locked.ranges)
         if self._merged.sizes.rows or self.fills.programs:
-            for n, one in enumerate(inputs):
+            for n, one in enumerate(self._inputs):
                 self._stage(n, one)
 
     def _stage(self, n: int, inputs: Any) -> None:
@@ -119,7 +128,7 @@ class Batch:
             for tensor, at in taken.staged():
                 size = 4 * tensor.values
                 self._host[first + at : first + at + size] = np.frombuffer(inputs, np.uint8, size, tensor.at)
-        host, device = self._buffers.host_rows, self._buffers.device_rows
+        host, device = self.buffers.host_rows, self.buffers.device_rows
         for gather in layout.gathers:
             start = base.rows + gather.target
             chunk = host[start : start + gather.bytes]
@@ -132,9 +141,9 @@ class Batch:
 
     def send(self, stream: int | None) -> None:
         """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that is enqueued."""
-        host, device = self._buffers.host_in, self._buffers.device_in
+        host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
-            inputs, outputs = device.data_ptr(), self._buffers.device_out.data_ptr()
+            inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
             tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._merged.bases, self._layouts, strict=True)]
             written = self.fills.written(self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed)
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
@@ -149,51 +158,51 @@ class Batch:
     def write_elsewhere(self, stream: int | None) -> None:
         """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
         for n, one in self._elsewhere.items():
-            outputs = self._buffers.device_out.data_ptr() + self._merged.outputs_at[n]
+            outputs = self.buffers.device_out.data_ptr() + self._merged.outputs_at[n]
             run_copies(self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
 
     @property
     def fills_address(self) -> int:
         """Of the jobs that fill matrices, on the device."""
-        return self._buffers.device_in.data_ptr() + self._fills_at
+        return self.buffers.device_in.data_ptr() + self._fills_at
 
-    def run_on_host(self, inputs: Sequence[Any]) -> None:
+    def run_on_host(self) -> None:
         """Looks up what the CPU does of the requests, while the device works, and makes room for what it puts together."""
         for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True)):
             if stays or not layout.is_direct:
-                self._run_on_host(n, inputs[n])
+                self._run_on_host(n)
 
-    def _run_on_host(self, n: int, inputs: Any) -> None:
+    def _run_on_host(self, n: int) -> None:
         layout = self._layouts[n]
-        self._answers[n] = self._buffers.answer(layout.asked_bytes, is_copied=False)
+        self._answers[n] = self.buffers.answer(layout.asked_bytes, is_copied=False)
         if layout.host is not None:
             try:
-                self._on_host[n] = layout.host.run(inputs, self._answers[n])
+                self._on_host[n] = layout.host.run(self._inputs[n], self._answers[n])
             except BadIds:
                 self._failed[n] = True
 
-    def results(self, inputs: Sequence[Any], outputs: Buffer) -> list[LookedUp | BadIds]:
-        """What each request gets, once the device is done. outputs: those of the batch that do not stay there, and the counts.
+    def results(self) -> list[LookupResult | BadIds]:
+        """What each request gets, once the device is done.
 
         The buffer of a request whose outputs stay has room for them; nobody wrote to it.
         """
         flagged = self._flagged() if self._flags.any() else self._failed
-        unfound = self._unfound(outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS))
+        unfound = self._unfound(self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS))
         return [
-            self._problem(n, inputs[n]) if failed or is_flagged else LookedUp(self._answer(n, outputs), unfound[n])
+            self._problem(n) if failed or is_flagged else LookupResult(self._answer(n), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
         ]
 
     def _flagged(self) -> list[bool]:
         """Whether the device refused an id or a length of each request."""
         found = [False] * len(self._layouts)
-        for n, first, end in (member for launch in self._lookups for member in launch.members):
+        for n, first, end in (member for launch in self.launches.lookups for member in launch.members):
             found[n] |= bool(self._flags[first:end].any())
         return found
 
-    def _problem(self, n: int, inputs: Any) -> BadIds:
-        if (one := self._elsewhere.get(n)) is not None:
-            inputs = whole_inputs(self._device, one)
+    def _problem(self, n: int) -> BadIds:
+        one = self._elsewhere.get(n)
+        inputs = self._inputs[n] if one is None else whole_inputs(self._device, one)
         problem = self._layouts[n].problem(inputs)
         if problem is None and one is not None:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)
@@ -201,8 +210,8 @@ class Batch:
             raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
         return problem
 
-    def _answer(self, n: int, outputs: Buffer) -> Buffer:
-        layout, answer = self._layouts[n], self._answers[n]
+    def _answer(self, n: int) -> Buffer:
+        layout, answer, outputs = self._layouts[n], self._answers[n], self.outputs
         if self._stays[n]:
             assert answer is not None, "run_on_host made it"
             return answer

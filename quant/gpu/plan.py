@@ -14,13 +14,14 @@ from tableside.quant.gpu.steady import SteadyLayouts
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.batches import Batches
 
 
 class GpuPlan(Plan):
-    """Lookups of one request, laid out for `GpuBackend.run`."""
+    """Lookups of one request, laid out for batches of a device."""
 
-    def __init__(self, backend: "GpuBackend", layout: Layout) -> None:
-        self.backend, self.layout = backend, layout
+    def __init__(self, batches: "Batches", layout: Layout) -> None:
+        self.batches, self.layout = batches, layout
         self._runs = 0
         self._on_device: tuple[torch.Tensor, Launches] | None = None
 
@@ -43,12 +44,12 @@ class GpuPlan(Plan):
         if self.layout.gathers or self._runs < 2:
             return None
         if self._on_device is None:
-            self._on_device = jobs_on_device(self.layout, self.backend.device)
+            self._on_device = jobs_on_device(self.layout, self.batches.launcher.device)
         return self._on_device[1]
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """As the contract says, as a batch of one request."""
-        ((result,), _) = self.backend.run_timed([(self, inputs)], timed=False)
+        ((result,), _) = self.batches.run([(self, inputs)])
         if isinstance(result, BadIds):
             raise result
         target = np.frombuffer(outputs, np.uint8)
@@ -70,4 +71,4 @@ class SteadyPlanner(Planner):
         layout = self._layouts.lay_out(places, out_bytes)
         if layout is None:
             return self._backend.plan(self._layouts.lookups(places), self._threads, out_bytes)  # which says what is wrong
-        return GpuPlan(self._backend, layout)
+        return GpuPlan(self._backend.batches, layout)

@@ -6,23 +6,14 @@ the host one read of its own memory. A captured call tells in its replays too.
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from tableside.quant.contract import RowSource
-from tableside.quant.device.device import Device
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.job import ReportField
-
-
-class Owner(Protocol):
-    """The backend of a device, as far as reports need it."""
-
-    device: Device
-
-    def exclusive(self) -> AbstractContextManager[None]: ...
+from tableside.quant.gpu.launcher import Launcher
 
 
 class Wrong(NamedTuple):
@@ -54,10 +45,10 @@ class Reports:
     address: of the record, as the kernels take it.
     """
 
-    def __init__(self, backend: Owner) -> None:
-        self._backend = backend
-        on_host = backend.device.pinned(len(ReportField) + 1, torch.int64).zero_()
-        self._claim = torch.zeros(1, dtype=torch.int32, device=backend.device.torch_device)
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        on_host = launcher.device.pinned(len(ReportField) + 1, torch.int64).zero_()
+        self._claim = torch.zeros(1, dtype=torch.int32, device=launcher.device.torch_device)
         on_host[-1] = self._claim.data_ptr()
         self._held, self._record = on_host, on_host.numpy()
         self.address = on_host.data_ptr()
@@ -81,8 +72,8 @@ class Reports:
 
     def wait(self) -> None:
         """Waits for the device."""
-        with self._backend.exclusive():  # nothing is captured meanwhile
-            self._backend.device.synchronize()
+        with self._launcher.exclusive():  # nothing is captured meanwhile
+            self._launcher.device.synchronize()
 
     def take(self) -> Wrong | None:
         """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device where something was."""

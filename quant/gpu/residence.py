@@ -5,7 +5,7 @@ must happen before the kernel runs: rows gathered by the CPU, or ids probed in t
 kernel turns a job and an id into an address in one function, `_row_address` of `quant.gpu.lookup_kernel`.
 
     InHbm      all rows were copied to HBM
-    Stashable  as InHbm, in memory that can be given back and filled again at the same address
+    Stashable  as InHbm, in memory that can be given back and filled again at the same address (`quant.gpu.stashable`)
     Mapped     rows are read in host memory that is registered with CUDA, by the GPU or, for many ids, gathered by the CPU
     Cached     rows are read through the device's cache; misses come from host memory
     Split      some rows of each block were copied to HBM, the others are read in host memory
@@ -86,40 +86,6 @@ class InHbm(Residence):
         memory = allocate(table.packed.size, device, "a table")
         copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
         return cls(memory)
-
-
-class Stashable(InHbm):
-    """All rows were copied to HBM, and the memory can be given back. Nothing is copied then: the host keeps the rows."""
-
-    def __init__(self, table: Table, device: Device, registered: torch.Tensor | None = None) -> None:
-        self._pages = device.memory(table.packed.size)
-        self._source = host_bytes(table) if registered is None else registered
-        self._table = table  # keeps the memory of `_source` alive
-        copy_from_host(self._pages.tensor, self._source, is_pinned=registered is not None)
-        super().__init__(self._pages.tensor)
-
-    @property
-    def bytes(self) -> int:
-        """HBM that it takes when it is not away."""
-        return self._pages.size
-
-    @property
-    def is_away(self) -> bool:
-        """Whether its memory is given back."""
-        return not self._pages.is_taken
-
-    def give_back(self) -> None:
-        """Gives the memory back. No lookup may be under way."""
-        self._pages.give_back()
-
-    def bring_back(self) -> None:
-        """Begins to copy the rows back, on the current stream. QuantError: the device has no room."""
-        self._pages.take()
-        try:
-            self._pages.tensor.copy_(self._source, non_blocking=True)
-        except BaseException:
-            self._pages.give_back()
-            raise
 
 
 class _InHostMemory(Residence):

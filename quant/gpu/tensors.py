@@ -26,6 +26,7 @@ from tableside.quant.gpu import kernels
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 from tableside.quant.gpu.launch_config import LaunchConfig
+from tableside.quant.gpu.launcher import Launcher
 from tableside.quant.gpu.layout import aligned, check_size
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
@@ -130,7 +131,8 @@ class TensorLookup:
         tables = [on_device(kind.table) for kind in kinds]
         if not all(table.residence.is_on_device for table in tables):
             raise QuantError("the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it (map_host)")
-        self.backend, self._reports, self._tables = backend, reports, tables
+        self._device, self._launcher, self._configs = backend.device, backend.launcher, backend.configs
+        self._reports, self._tables = reports, tables  # whose memory the kernels read
         self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
         self._key = KernelKey()
         for table in tables:
@@ -153,7 +155,7 @@ class TensorLookup:
         self._reserved = 0
         self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
         self._new = torch.empty(0, dtype=self._dtype, device=backend.device.torch_device).new_empty  # sooner than torch.empty
-        self.on_device = OnDevice(backend)
+        self.on_device = OnDevice(backend.launcher)
 
     # ---- calls ----
 
@@ -205,7 +207,7 @@ class TensorLookup:
             if (found := self._packed.get(key)) is None:
                 self._compile_for_overlays(offsets, bags, count, order)
                 found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
-                if not self.backend.device.is_capturing():  # a graph sends its own at each replay
+                if not self._device.is_capturing():  # a graph sends its own at each replay
                     self._packed[key] = found
                     if len(self._packed) > _SHAPES:
                         self._packed.popitem(last=False)
@@ -231,21 +233,20 @@ class TensorLookup:
             return staged
         with self.on_device:
             self._check_can_run()
-            return staged._replace(ticket=self._prefetched(staged, self.backend.device.current_stream()))
+            return staged._replace(ticket=self._prefetched(staged, self._device.current_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
         """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
 
         QuantError: a graph is captured, and no such call ran before, or rows are read through the cache.
         """
-        backend = self.backend
         with self.on_device:
             self._check_can_run()
             kernel = self._kernel(staged)
-            backend.await_tables()
+            self._launcher.await_tables()
             ticket, stream = staged.ticket, None
             if staged.probe is not None:
-                stream = self.backend.device.current_stream()
+                stream = self._device.current_stream()
                 ticket = ticket or self._prefetched(staged, stream)
             locations, staging = 0, 0
             if ticket is not None:
@@ -255,7 +256,7 @@ class TensorLookup:
             jobs, base = staged.jobs, staged.base
             kernel(
                 jobs.programs,
-                backend.device.current_handle(),
+                self._device.current_handle(),
                 jobs.jobs_at,
                 jobs.programs_at,
                 base.inputs,
@@ -270,13 +271,13 @@ class TensorLookup:
             )
             if ticket is not None:
                 ticket.release(stream)
-            if self.backend.device.is_capturing():
+            if self._device.is_capturing():
                 _captured.append((self, staged.sent))
         return out
 
     def _check_can_run(self) -> None:
         """QuantError: a graph is captured of rows that move."""
-        if self._has_cached and self.backend.device.is_capturing():
+        if self._has_cached and self._device.is_capturing():
             raise QuantError(
                 "rows behind a cache move from call to call, which a captured graph would not know; "
                 "keep the tables in HBM (placement='hbm'), or call without a graph"
@@ -284,14 +285,13 @@ class TensorLookup:
 
     def _check_not_capturing(self) -> None:
         """QuantError: a graph is captured."""
-        if self.backend.device.is_capturing():
+        if self._device.is_capturing():
             raise QuantError("a call of a new kind cannot be captured; call once like this before")
 
     # ---- jobs ----
 
     def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
-        configs = self.backend.configs
-        return configs.of_pooled(ids, vectors, columns) if self._is_pooled else configs.unpooled
+        return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
     def _shape(self, shape: tuple[int, ...]) -> _Shape:
         """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether it has weights."""
@@ -320,12 +320,12 @@ class TensorLookup:
             return None
         counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
         ends = np.add.accumulate(counts)
-        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self.backend.device.torch_device)
+        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self._device.torch_device)
         found = _resolve_rows(self._of_kind, 0)
         found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
         found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
         jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
-        block = self.backend.device.block(RESOLVE_BLOCK)
+        block = self._device.block(RESOLVE_BLOCK)
         lists.append(_JobList.of(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
         return rows
 
@@ -336,7 +336,7 @@ class TensorLookup:
         found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
         found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
         jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
-        return _JobList.of(found, -(-counts // self.backend.device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
+        return _JobList.of(found, -(-counts // self._device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
 
     def _send_packed(
         self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
@@ -351,14 +351,14 @@ class TensorLookup:
         jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
         programs = -(-bags * self._columns // config.block_columns)
         memory, host, (sent,) = self._send([_JobList.of(jobs, programs, JobField.FIRST_PROGRAM)])
-        return memory, (memory, host) if not self.backend.device.is_capturing() else host, sent
+        return memory, (memory, host) if not self._device.is_capturing() else host, sent
 
     def _send(self, lists: Sequence[_JobList]) -> tuple[object, object, list[_Sent]]:
         """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and where they are."""
         sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
         total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
-        host = self.backend.device.pinned(total)
-        memory = torch.empty(total, dtype=torch.uint8, device=self.backend.device.torch_device)
+        host = self._device.pinned(total)
+        memory = torch.empty(total, dtype=torch.uint8, device=self._device.torch_device)
         written, address, at, sent = host.numpy(), memory.data_ptr(), 0, []
         for (rows, of_program), (size, programs) in zip(lists, sizes, strict=True):
             written[at : at + size] = rows.reshape(-1).view(np.uint8)
@@ -370,14 +370,14 @@ class TensorLookup:
 
     def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
         """Has a first packed call compile what a state of the same tables with overlays takes beside."""
-        if not self._has_maps and (True, order) not in self._spreads and not self.backend.device.is_capturing():
+        if not self._has_maps and (True, order) not in self._spreads and not self._device.is_capturing():
             self._spread(True, order)(self, offsets, bags, count)
 
     def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "_Spread":
         """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
         if (found := self._spreads.get((is_resolve, order))) is None:
             self._check_not_capturing()
-            device, places = self.backend.device, np.array(order, np.int64)
+            device, places = self._device, np.array(order, np.int64)
             if is_resolve:
                 rows, block = _resolve_rows(self._of_kind, self._every_id.data_ptr()), device.block(RESOLVE_BLOCK)
             else:
@@ -405,10 +405,10 @@ class TensorLookup:
 
     def _resolve(self, jobs: _Sent, source: int, target: int) -> None:
         placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs, self._is_overlaid)
-        self.backend.resolve_at(placed, source, target, 0, self.unfound.data_ptr())
+        self._launcher.resolve(placed, source, target, 0, self.unfound.data_ptr())
 
     def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
-        cache, probe = self.backend.cache, staged.probe
+        cache, probe = self._launcher.cache, staged.probe
         assert cache is not None and probe is not None, "a table is read through the cache"
         if probe.ids > self._reserved:
             self._reserved = probe.ids
@@ -420,8 +420,8 @@ class TensorLookup:
 class OnDevice:
     """A context in which launches go to a device, and nobody else launches there."""
 
-    def __init__(self, backend: GpuBackend) -> None:
-        self._lock, self._device = backend.lock, backend.device
+    def __init__(self, launcher: Launcher) -> None:
+        self._lock, self._device = launcher.lock, launcher.device
         self._others: list[Any] = []  # contexts to leave, one for each time that this was entered
 
     def __enter__(self) -> None:
@@ -457,7 +457,7 @@ class _Spread:
         sent = _Sent(memory.data_ptr(), memory.data_ptr() + size, programs)
         self._kernel(
             self._count + 1,
-            lookup.backend.device.current_handle(),
+            lookup._device.current_handle(),
             self._template.data_ptr(),
             self._places.data_ptr(),
             offsets.data_ptr(),

@@ -77,7 +77,7 @@ class EngineHost:
         self.batcher = Batcher(gpu, s.max_batch, s.max_waiting, s.max_wait_s, tell=tell)
         self.regions = DeviceRegions(self._registry, gpu)
         answers = AnswerMemory(max(ANSWERS_BYTES, 2 * s.max_response_bytes))
-        gpu.write_answers_to(answers.memory.bytes, answers.take)
+        gpu.batches.write_answers_to(answers.memory.bytes, answers.take)
         self._doors = Doors(self, self._listening, answers)
         watch = Watch(self._engines.values, s.poll_s, is_lost=self.batcher.end_if_lost, look=self._look, taken=self._taken)
         watch.start()
@@ -101,7 +101,7 @@ class EngineHost:
         """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are copied twice."""
         assert self._placer.gpu is not None, "an engine process has a device"
         try:
-            self._placer.gpu.read_inputs_in(memory)
+            self._placer.gpu.batches.read_inputs_in(memory)
         except QuantError as error:
             logger.warning("requests of a worker are copied twice: %s", error)
 

@@ -23,7 +23,7 @@ from tableside.serving.version import ServedVersion
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # both import torch
-    from tableside.quant.gpu.batches import Begun
+    from tableside.quant.gpu.batch import DeviceBatch
 
 GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,
@@ -37,7 +37,7 @@ class BegunGroup(NamedTuple):
     requests: Sequence[tuple[Request, Any]]
     on_device: frozenset[int]
     scores: DeviceScores
-    begun: "Begun"
+    begun: "DeviceBatch"
 
 
 class DeviceScoring:
@@ -96,7 +96,7 @@ class DeviceScoring:
         scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
         scores = DeviceScores(scored, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
-        begun = self._gpu.begin([(request.plan, inputs) for request, inputs in requests], follower=follower)
+        begun = self._gpu.batches.begin([(request.plan, inputs) for request, inputs in requests], follower=follower)
         return BegunGroup(group, requests, frozenset(scored), scores, begun)
 
     def finish(self, group: BegunGroup) -> list[Scored]:
@@ -124,7 +124,7 @@ class DeviceScoring:
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
         """What each request gets."""
-        found, _ = self._gpu.finish(group.begun)
+        found, _ = self._gpu.batches.finish(group.begun)
         answers: list[Answer | Exception] = []
         for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
             if isinstance(result, BadIds):

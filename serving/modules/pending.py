@@ -30,7 +30,7 @@ class Pending:
 
         with self._lock:
             if self.reports is None:
-                self.reports = Reports(backend)
+                self.reports = Reports(backend.launcher)
             return self.reports
 
     def retire(self, streams: list[Any], held: object) -> None:

@@ -1,12 +1,13 @@
 """Packed tables, what they may differ by, and the GPU backend on the device that the tests run on."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from tableside.quant import Backend, CpuBackend, Pooling, RowFormat, RowSource, Source, Table, choose
+from tableside.quant import Backend, BadIds, CpuBackend, Plan, Pooling, RowFormat, RowSource, Source, Table, choose
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -22,6 +23,12 @@ def gpu_backend() -> Backend:
     from tableside.quant.gpu.backend import GpuBackend
 
     return GpuBackend(DEVICE, choose())
+
+
+def run_batch(backend: Any, requests: Sequence[tuple[Plan, Any]]) -> list[Any]:
+    """Runs requests as one batch of a GPU; returns the outputs or the BadIds of each."""
+    results, _ = backend.batches.run(requests)
+    return [result if isinstance(result, BadIds) else result.outputs for result in results]
 
 
 def placed(table: Table) -> RowSource:

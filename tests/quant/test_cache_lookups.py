@@ -33,8 +33,8 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     bad[5] = 200
     plans = [backend.plan([Lookup(t, pooling, 0, 7, 0, bags=3, lengths_at=56)]) for t in cached]
     for _ in range(2):
-        first, refused, second = backend.run(
-            [(plans[0], inputs), (plans[1], bad.tobytes() + lengths.tobytes()), (plans[1], inputs)]
+        first, refused, second = tables.run_batch(
+            backend, [(plans[0], inputs), (plans[1], bad.tobytes() + lengths.tobytes()), (plans[1], inputs)]
         )
         assert isinstance(refused, BadIds) and (refused.position, refused.value) == (5, 200)
         for table, found in zip(held, (first, second), strict=True):
@@ -55,7 +55,7 @@ def registered(table: Any) -> torch.Tensor:
 
 
 def unpooled(backend: GpuBackend, table: Any) -> TensorLookup:
-    return TensorLookup(backend, ["a"], [LookupKind(table, Pooling.NONE)], Reports(backend))
+    return TensorLookup(backend, ["a"], [LookupKind(table, Pooling.NONE)], Reports(backend.launcher))
 
 
 def staged(lookup: TensorLookup, ids: torch.Tensor) -> StagedLookup:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tables import expected_of, gpu_backend, placed, table_of
+from tables import expected_of, gpu_backend, placed, run_batch, table_of
 
 pytest.importorskip("triton")
 from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat
@@ -42,7 +42,7 @@ def inputs_of(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def run(*requests: tuple[Any, Any]) -> list[Any]:
     backend: Any = gpu_backend()
-    found = backend.run(requests)
+    found = run_batch(backend, requests)
     if backend.device.torch_device.type == "cuda":
         torch.cuda.synchronize()
     return list(found)

@@ -110,7 +110,7 @@ def look_up(
     backend: Any = gpu_backend()
     follower = Gathers([a.bags for a in asked], [a.parts for a in asked], stays, precision)
     requests = [(a.plan(planned), a.inputs) for a in asked]
-    found, _ = backend.run_timed(requests, timed=True, follower=follower)
+    found, _ = backend.batches.run(requests, timed=True, follower=follower)
     return found, follower
 
 
@@ -174,7 +174,7 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
     asked = [Asked(rng, bags) for bags in (6, 7, 8)]
     backend: Any = gpu_backend()
     look_up(asked, [True] * 3)
-    backend._batches._free[0].device_out.fill_(255)  # NaN, read as numbers
+    backend.batches._free[0].device_out.fill_(255)  # NaN, read as numbers
     if what == "id":
         asked[1].ids[0] = 10**9
     else:
@@ -197,12 +197,12 @@ def test_batches_begin_before_others_are_finished() -> None:
     lk = Lookup(cached, Pooling.SUM, 0, 30, 0, bags=6, bag_length=5)
     begun: list[Any] = []
     for n, ids in enumerate(drawn):
-        begun.append(backend.begin([(backend.plan([lk]), ids.tobytes())]))
+        begun.append(backend.batches.begin([(backend.plan([lk]), ids.tobytes())]))
         if n >= 2:
-            check_sums(backend.finish(begun[n - 2])[0], table, drawn[n - 2])
+            check_sums(backend.batches.finish(begun[n - 2])[0], table, drawn[n - 2])
     for one, ids in zip(begun[3:], drawn[3:], strict=True):
-        check_sums(backend.finish(one)[0], table, ids)
-    assert len({id(b) for b in backend._batches._free}) == len(backend._batches._free) == 3
+        check_sums(backend.batches.finish(one)[0], table, ids)
+    assert len({id(b) for b in backend.batches._free}) == len(backend.batches._free) == 3
 
 
 def registered(table: Any) -> torch.Tensor:
@@ -226,7 +226,7 @@ def test_a_single_request_again_and_again() -> None:
     plan = backend.plan(a.lookups, out_bytes=a.out_bytes)
     for _ in range(3):
         follower = Gathers([5], [a.parts], [True])
-        backend.run_timed([(plan, a.inputs)], follower=follower)
+        backend.batches.run([(plan, a.inputs)], follower=follower)
         a.check(follower.seen, 0)
 
 

@@ -90,7 +90,7 @@ def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
         (plan, IDS.tobytes() + bad_length.tobytes()),
         (plan, IDS[::-1].tobytes() + LENGTHS.tobytes()),
     ]
-    results = backend.run(requests)
+    results = tables.run_batch(backend, requests)
     assert isinstance(results[1], BadIds) and (results[1].position, results[1].value, results[1].bound) == (5, 200, 200)
     assert isinstance(results[3], BadIds) and results[3].value == 8
     assert not results[2].view(np.float32).any() and results[2].size == 2 * 32 * 4
@@ -150,7 +150,7 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
     backend = GpuBackend("interpreter", choose(), gather_from=1)
     plan = backend.plan([Lookup(backend.map_host(table, None), Pooling.NONE, 0, 700, 0)])
     assert plan.layout.gathers
-    refused, answered = backend.run([(plan, bad.tobytes()), (plan, ids.tobytes())])
+    refused, answered = tables.run_batch(backend, [(plan, bad.tobytes()), (plan, ids.tobytes())])
     assert isinstance(refused, BadIds) and isinstance(answered, np.ndarray)
     assert (refused.position, refused.value, refused.bound) == (position, -7, 200)
     np.testing.assert_array_equal(answered.view(np.float32).reshape(700, 12), expected_of(table, ids))
@@ -194,7 +194,9 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
     plans = [backend.plan([summed(placed(t)), Lookup(placed(t), Pooling.NONE, 0, 7, 12 * t.dim)]) for t in tables_]
     bad = IDS.copy()
     bad[4] = 1000
-    results = backend.run([(p, bad.tobytes() + LENGTHS.tobytes() if n == 2 else INPUTS) for n, p in enumerate(plans)])
+    results = tables.run_batch(
+        backend, [(p, bad.tobytes() + LENGTHS.tobytes() if n == 2 else INPUTS) for n, p in enumerate(plans)]
+    )
     for n, (table, result) in enumerate(zip(tables_, results, strict=True)):
         if n == 2:
             assert isinstance(result, BadIds) and result.value == 1000

@@ -164,14 +164,14 @@ def test_what_the_device_copies_by_itself_gives_the_same_vectors() -> None:
     other, few = large_request(backend, 5)
     memory = in_memory(inputs.nbytes)
     memory[:] = inputs.view(np.uint8)
-    backend.read_inputs_in(memory)
+    backend.batches.read_inputs_in(memory)
     view = memory.data
     del memory
-    assert len(backend._batches.locked.ranges) == 1
-    inside, beside, outside = backend.run([(plan, view), (other, few.tobytes()), (plan, inputs.tobytes())])
+    assert len(backend.batches.locked.ranges) == 1
+    inside, beside, outside = tables.run_batch(backend, [(plan, view), (other, few.tobytes()), (plan, inputs.tobytes())])
     assert isinstance(inside, np.ndarray) and isinstance(outside, np.ndarray) and isinstance(beside, np.ndarray)
     np.testing.assert_array_equal(inside, outside)
     np.testing.assert_array_equal(beside[: 5 * 32], inside[: 5 * 32])
     del view
     gc.collect()
-    assert not backend._batches.locked.ranges
+    assert not backend.batches.locked.ranges

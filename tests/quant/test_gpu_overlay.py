@@ -23,7 +23,7 @@ from tableside.quant.overlay import Overlay
 pytest.importorskip("triton")
 from tableside.quant.device.interpreter import InterpretedDevice
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch import LookedUp
+from tableside.quant.gpu.batch import LookupResult
 from tableside.quant.gpu.levels import DeviceLevel, level_bytes
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import InHost
@@ -158,8 +158,8 @@ def test_found_masks_and_counts_of_states_in_one_batch() -> None:
         old = [base.numbers.get(i) == dictionaries[n].get(i) is not None for i in asked.tolist()]
         backfilled = sum(o and base.numbers[i] % 2 == 0 for o, i in zip(old, asked.tolist(), strict=True))
         wanted.append((found, Unfound(int((~found).sum()), backfilled)))
-    for result, (found, unfound) in zip(backend.run_timed(requests)[0], wanted, strict=True):
-        assert isinstance(result, LookedUp) and result.unfound == [Unfound(0, 0), unfound]
+    for result, (found, unfound) in zip(backend.batches.run(requests)[0], wanted, strict=True):
+        assert isinstance(result, LookupResult) and result.unfound == [Unfound(0, 0), unfound]
         np.testing.assert_array_equal(result.outputs[512 + 50 * 256 :].astype(bool), found)
     assert [request.layout.resolved[0].is_overlaid for request, _ in requests] == [False, True, True]
 
@@ -174,7 +174,7 @@ def test_a_refused_id_is_told() -> None:
     plan = backend.plan([Lookup(held, Pooling.SUM, 0, there.size, 0, bags=1, bag_length=there.size)])
     wrong = there.copy()
     wrong[20] = gone
-    right, refused = backend.run([(plan, there.tobytes()), (plan, wrong.tobytes())])
+    right, refused = tables.run_batch(backend, [(plan, there.tobytes()), (plan, wrong.tobytes())])
     assert isinstance(right, np.ndarray) and isinstance(refused, BadIds)
     assert (refused.problem, refused.position, refused.value) == (Problem.MISSING, 20, gone)
 
@@ -203,7 +203,7 @@ def test_tensors() -> None:
     rows, lengths = made.expected_rows(asked), np.array([4, 8], np.int32)
     expected = expect(made.plain, rows, lengths, pooling=Pooling.SUM)
     lookup = TensorLookup(
-        backend, ["a", "b"], [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)], reports := Reports(backend)
+        backend, ["a", "b"], [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)], reports := Reports(backend.launcher)
     )
     ids, ends, one = (torch.tensor(x, device=backend.device.torch_device) for x in (asked, [0, 4], [3]))
     each = lookup(lookup.stage_each([TensorInput(ids, ends, 0, 2, None), TensorInput(one, None, 1, 1, None)]))
@@ -220,7 +220,7 @@ def test_tensors() -> None:
 def test_a_refused_id_of_a_tensor_is_told() -> None:
     """As of a table whose ids are row numbers, also where it has an overlay."""
     made, backend = dense(default=False), new_backend()
-    reports = Reports(backend)
+    reports = Reports(backend.launcher)
     lookup = TensorLookup(backend, ["a"], [LookupKind(backend.to_hbm(made.table), Pooling.SUM)], reports)
     ids = torch.tensor([5, 300], device=backend.device.torch_device)
     found = lookup(lookup.stage_each([TensorInput(ids, None, 1, 2, None)])).view(2, 64).cpu().numpy()

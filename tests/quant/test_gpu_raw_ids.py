@@ -16,7 +16,7 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch import LookedUp
+from tableside.quant.gpu.batch import LookupResult
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import InHost
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
@@ -238,7 +238,7 @@ def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
         plan = backend.plan(lookups)
         one = np.zeros(1, np.int64)
         right, wrong = inputs_of(one, good, lengths), inputs_of(one, bad, lengths)
-        first, refused, last = backend.run([(plan, right), (plan, wrong), (plan, right)])
+        first, refused, last = tables.run_batch(backend, [(plan, right), (plan, wrong), (plan, right)])
         assert isinstance(refused, BadIds)
         assert (refused.problem, refused.job, refused.position) == (Problem.MISSING, 1, 7)
         assert (refused.value, refused.bound) == (77, COUNT)
@@ -276,15 +276,15 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
         ]
         counts = [known.unfound(ids[0]), (0, 0), (4, 2), known_array.unfound(ids[3]), known_array.unfound(ids[4])]
         wanted.append((lookups, masks, [Unfound(*c) for c in counts]))
-    results, _ = backend.run_timed(requests)
+    results, _ = backend.batches.run(requests)
     for result, (lookups, masks, counts) in zip(results, wanted, strict=True):
-        assert isinstance(result, LookedUp)
+        assert isinstance(result, LookupResult)
         for lk, mask in zip(lookups, masks, strict=True):
             assert lk.found_at is not None
             np.testing.assert_array_equal(result.outputs[lk.found_at : lk.found_at + lk.ids], mask)
         assert result.unfound == counts
     last = results[2]
-    assert isinstance(last, LookedUp)
+    assert isinstance(last, LookupResult)
     default_rows = np.frombuffer(last.outputs[wanted[2][0][2].out_at :][: 8 * 32].tobytes(), np.float32).reshape(8, 8)
     assert ((default_rows == DEFAULT).all(1) == [True, False, False, False, False, True, True, True]).all()
 
@@ -336,9 +336,9 @@ def test_a_planner_gives_what_plans_give(how: str) -> None:
     planner, requests = backend.planner(kinds), steady_requests(known, 3)
     plans: list[Any] = [planner.plan(places.tobytes(), size) for places, _, size, _ in requests]
     assert all(len(plan.layout.resolved) == 2 for plan in plans)
-    results, _ = backend.run_timed([(plan, inputs) for plan, (_, inputs, _, _) in zip(plans, requests, strict=True)])
+    results, _ = backend.batches.run([(plan, inputs) for plan, (_, inputs, _, _) in zip(plans, requests, strict=True)])
     for result, (_, _, size, ids), plan in zip(results, requests, plans, strict=True):
-        assert isinstance(result, LookedUp) and result.outputs.size >= size
+        assert isinstance(result, LookupResult) and result.outputs.size >= size
         at = plan.layout.lookups()[1].out_at
         sums = result.outputs[at : at + 3 * 256].view(np.float32).reshape(3, 64)
         expect(known.twin, known.twins(ids[:7]), np.array([4, 0, 3], np.int32), pooling=Pooling.SUM).check(sums)
@@ -368,7 +368,7 @@ def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     backend = backend_with_cache()
     plain = table_of(RowFormat.INT4, 8)
     kinds = [LookupKind(placed(backend, table, how), Pooling.SUM), LookupKind(backend.to_hbm(plain), Pooling.SUM)]
-    reports = Reports(backend)
+    reports = Reports(backend.launcher)
     lookup = TensorLookup(backend, ["raw", "plain"], kinds, reports)
     lengths, ends = np.array([4, 0, 5], np.int32), torch.tensor([0, 4, 4, 9], device=backend.device.torch_device)
     batches = []

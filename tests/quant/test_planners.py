@@ -132,7 +132,7 @@ def test_requests_of_one_planner_share_a_batch() -> None:
     planner = backend.planner(drawn.over([placed(t) for t in drawn.tables]))
     requests = [drawn.request(wrong) for wrong in (False, True, False, False)]
     plans = [planner.plan(places.tobytes(), out_bytes) for places, _, out_bytes in requests]
-    found = backend.run([(plan, inputs) for plan, (_, inputs, _) in zip(plans, requests, strict=True)])
+    found = tables.run_batch(backend, [(plan, inputs) for plan, (_, inputs, _) in zip(plans, requests, strict=True)])
     for plan, (_, inputs, out_bytes), answer in zip(plans, requests, found, strict=True):
         alone = outcome(plan, inputs, out_bytes)
         if isinstance(alone, str):

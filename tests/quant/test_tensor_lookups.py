@@ -77,7 +77,7 @@ def lookup_of(chosen: tuple[Feature, ...], precision: Precision = Precision.FP32
             case _:
                 placed = backend.to_cache(f.table, rows)
         kinds.append(LookupKind(placed, f.pooling, precision))
-    return TensorLookup(backend, [f.name for f in chosen], kinds, Reports(backend))
+    return TensorLookup(backend, [f.name for f in chosen], kinds, Reports(backend.launcher))
 
 
 def there(array: np.ndarray) -> torch.Tensor:
@@ -249,4 +249,4 @@ def test_tables_of_the_host_are_refused() -> None:
     backend = new_backend()
     kind = LookupKind(backend.on_host(table_of(RowFormat.INT8, 64)), Pooling.SUM)
     with pytest.raises(QuantError, match="the CPU looks up one of the tables"):
-        TensorLookup(backend, ["a"], [kind], Reports(backend))
+        TensorLookup(backend, ["a"], [kind], Reports(backend.launcher))

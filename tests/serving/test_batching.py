@@ -40,12 +40,16 @@ class Device:
     description = "fused (nothing)"
 
     def __init__(self) -> None:
-        self.batches: list[int] = []
+        self.sizes: list[int] = []
         self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(12, np.uint8) for _ in requests]
         self.lost = False
 
+    @property
+    def batches(self) -> Any:
+        return self
+
     def start(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
-        self.batches.append(len(requests))
+        self.sizes.append(len(requests))
         return requests
 
     def wait(self, requests: list[Any]) -> Any:
@@ -127,7 +131,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     device.answer = fail_once
     found = asyncio.run(run())
     assert [type(f).__name__ for f in found] == ["ValueError"] * 2 + ["Answer"] * 5
-    assert device.batches == [2, 2, 2, 1] and not kills
+    assert device.sizes == [2, 2, 2, 1] and not kills
 
 
 def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list[int]) -> None:
@@ -149,7 +153,7 @@ def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list
     assert [type(f) for f in found[:2]] == [RuntimeError] * 2  # two were under way
     assert [f.status for f in found[2:]] == [503] * 3
     assert "lost its GPU and is being replaced" in str(found[4])
-    assert device.batches == [1, 1] and kills == [signal.SIGTERM]
+    assert device.sizes == [1, 1] and kills == [signal.SIGTERM]
 
 
 def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
@@ -178,7 +182,7 @@ def test_batches_are_bounded_and_leave_out_who_left() -> None:
         return await asyncio.gather(*others, return_exceptions=True)
 
     found = asyncio.run(run())
-    assert device.batches == [2, 1, 1, 1]
+    assert device.sizes == [2, 1, 1, 1]
     assert [type(f).__name__ for f in found] == ["Answer", "ApiError", "Answer", "Answer", "Answer"]
 
 
@@ -195,7 +199,7 @@ def test_a_batch_has_at_most_max_batch_requests() -> None:
     """Those that came beyond it form the next one."""
     device = Device()
     found = asyncio.run(answers(Batcher(device, 3), [Request() for _ in range(7)]))  # type: ignore[arg-type]
-    assert device.batches == [3, 3, 1] and len(found) == 7
+    assert device.sizes == [3, 3, 1] and len(found) == 7
 
 
 def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> None:
@@ -213,13 +217,13 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
         batcher, asked = Batcher(device, 8), []  # type: ignore[arg-type]
         for under_way in ([1], [1, 1], [1, 1], [1, 1]):
             asked.append(asyncio.ensure_future(batcher.run(Request(), b"")))  # type: ignore[arg-type]
-            while device.batches != under_way:
+            while device.sizes != under_way:
                 await asyncio.sleep(0)
         for _ in range(3):
             go_on.release()
         return await asyncio.gather(*asked)
 
-    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.batches == [1, 1, 2]
+    assert len(asyncio.run(asyncio.wait_for(run(), 20))) == 4 and device.sizes == [1, 1, 2]
 
 
 def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
@@ -240,7 +244,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
         batcher.close()
 
     asyncio.run(run())
-    assert [len(results) for _, results in told] == [2, 2] == device.batches
+    assert [len(results) for _, results in told] == [2, 2] == device.sizes
     assert all(thread is not threading.main_thread() for thread, _ in told)
 
 

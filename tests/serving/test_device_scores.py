@@ -94,7 +94,7 @@ def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tm
     gpu: Any = both.placer.gpu
     asked = [Asked("picked", rows, rows) for rows in (6, 5, 7)]
     check(asked, both)
-    gpu._batches._free[0].device_out.fill_(255)
+    gpu.batches._free[0].device_out.fill_(255)
     asked[1].parts[1][0] += 1
     calls: list[int] = []
     own = both.device["picked"].scorer.calls

@@ -128,14 +128,14 @@ def test_tables_are_away_while_the_dense_part_runs(root: Path, tmp_path: Path, m
     stashed: list[int] = []
     run, stash = scorer.calls._run, gpu.stash
     scorer.calls._captures = False  # so that each call is seen
-    scorer.calls._run = lambda inputs: away.append([t.is_away for t in gpu._stashable]) or run(inputs)  # type: ignore[func-returns-value]
+    scorer.calls._run = lambda inputs: away.append([t.is_away for t in gpu.launcher.stashable.all]) or run(inputs)  # type: ignore[func-returns-value]
     monkeypatch.setattr(gpu, "stash", lambda: stashed.append(stash()) or stashed[-1])
     batch_bytes = next(evaluator._reader.batches(shard)).requests[0][0].out_bytes
     device._bytes = 4 * batch_bytes
     expected = evaluator.score(shard).column("score_0").to_numpy()
     assert away == [[True, True]] * 3, "9 batches, 4 at a time"
     assert all(size >= sum(t.nbytes for t in TABLES.values()) for size in stashed) and len(stashed) == 3
-    assert not any(t.is_away for t in gpu._stashable)
+    assert not any(t.is_away for t in gpu.launcher.stashable.all)
     plain = Evaluator(_without_stash(job)).score(shard).column("score_0").to_numpy()
     np.testing.assert_allclose(expected, plain, rtol=1e-6)
 
@@ -266,7 +266,7 @@ def test_rows_of_batches_to_come_are_on_their_way(
     evaluator = Evaluator(job)
     monkeypatch.setattr(on_device, "GROUP_ROWS", 100)
     gpu: Any = evaluator._device._gpu  # type: ignore[union-attr]
-    begin, finish, open_ones, seen = gpu.begin, gpu.finish, [0], []
+    begin, finish, open_ones, seen = gpu.batches.begin, gpu.batches.finish, [0], []
 
     def begun(*arguments: Any, **more: Any) -> Any:
         open_ones[0] += 1
@@ -278,7 +278,7 @@ def test_rows_of_batches_to_come_are_on_their_way(
         open_ones[0] -= 1
         return finish(one)
 
-    monkeypatch.setattr(gpu, "begin", begun)
-    monkeypatch.setattr(gpu, "finish", finished)
+    monkeypatch.setattr(gpu.batches, "begin", begun)
+    monkeypatch.setattr(gpu.batches, "finish", finished)
     ((_, table),) = list(evaluator.tables([shard]))
     assert table.num_rows == 450 and max(seen) == most and len(seen) == 5 and open_ones == [0]

@@ -70,14 +70,14 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
     version, placer = attach(root, tmp_path, tables.serve_device())
     assert placer.gpu is not None
     given: list[list[np.ndarray]] = []
-    wait = placer.gpu.wait
+    wait = placer.gpu.batches.wait
 
     def watched(started: Any) -> Any:
         found, times = wait(started)
         given.append([answer.outputs for answer in found])  # type: ignore[union-attr]
         return found, times
 
-    monkeypatch.setattr(placer.gpu, "wait", watched)
+    monkeypatch.setattr(placer.gpu.batches, "wait", watched)
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
     async def run() -> list[Answer]:
@@ -150,10 +150,14 @@ class PlayedDevice:
     device, description, cache = "cuda:9", "fused (nothing)", None
 
     def __init__(self, lost: bool = False) -> None:
-        self.batches, self.lost = 0, lost
+        self.sizes, self.lost = 0, lost
+
+    @property
+    def batches(self) -> Any:
+        return self
 
     def start(self, requests: Any, timed: bool, follower: Any = None) -> Any:
-        self.batches += 1
+        self.sizes += 1
         return requests
 
     def wait(self, started: Any) -> Any:
@@ -180,7 +184,7 @@ def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Pat
                 with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
                     await executor.run(request, inputs(3, -1))
             assert (await on_cpu.run(request, inputs(1, 1))).buffer.size == 2 * 32
-            assert not device.batches
+            assert not device.sizes
             on_cpu.close()
 
     asyncio.run(run())

@@ -181,7 +181,7 @@ def test_what_deltas_need_is_compiled_with_the_version(root: Path) -> None:
     """The kernel that looks into deltas was launched before there is any, and no other one is launched for the first."""
     worker = Worker(root, "hbm", begins=False)
     assert worker.placer.gpu is not None
-    resolvers, launched = worker.placer.gpu._resolvers, []
+    resolvers, launched = worker.placer.gpu.launcher.resolvers, []
     for is_overlaid, kernel in list(resolvers.items()):
         resolvers[is_overlaid] = _Noting(kernel, is_overlaid, launched)
     worker.take()
