@@ -25,7 +25,7 @@ from tableside.loader.segment import Segment
 from tableside.quant import Pooling, QuantError
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.device.architecture import architectures
-from tableside.quant.gpu.ahead import Compiled, compile_all, has_driver
+from tableside.quant.gpu.ahead import CompiledKernel, compile_all, has_driver
 from tableside.quant.gpu.wanted import KernelKey, WantedKernels
 from tableside.quant.installed import version_of
 from tableside.serving.settings import ServerSettings
@@ -89,7 +89,7 @@ def are_compiled(settings: ServerSettings) -> bool:
 
 def compile_once(
     wanted: WantedKernels, arch: int, jobs: int | None = None, progress: Progress | None = None
-) -> list[Compiled] | None:
+) -> list[CompiledKernel] | None:
     """Compiles a set of kernels, `jobs` at a time (None: one a core), unless it is there; None: it was.
 
     Where another process compiles, this one waits for it. QuantError: a kernel cannot be compiled, or the architecture is

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tableside.quant.gpu.follower import Taken, TakenTensor
+from tableside.quant.gpu.follower import FollowerInputs, FollowerTensor
 from tableside.serving.deadline import Tell
 from tableside.serving.errors import ApiError, Kind
 from tableside.serving.places import Buffer, DenseInput
@@ -58,7 +58,7 @@ class DeviceScores:
         """Whether a request of the batch is scored here."""
         return number in self._requests
 
-    def takes(self, number: int) -> Taken | None:
+    def takes(self, number: int) -> FollowerInputs | None:
         """As `Follower.takes`."""
         if self._members is None:
             self._members = self._placed()
@@ -69,12 +69,12 @@ class DeviceScores:
         targets = member.room.addresses + member.start * calls.row_bytes
         is_dense = [isinstance(s, DenseInput) for s in scoring.sources]
         tensors = [
-            TakenTensor(s.at, s.rows * s.width, int(target))
+            FollowerTensor(s.at, s.rows * s.width, int(target))
             for s, target in zip(scoring.sources, targets, strict=True)
             if isinstance(s, DenseInput)
         ]
         of_vectors = targets[np.logical_not(is_dense)] if tensors else targets
-        return Taken(scoring.vectors, of_vectors, tensors, scoring.is_alone, calls.precision)
+        return FollowerInputs(scoring.vectors, of_vectors, tensors, scoring.is_alone, calls.precision)
 
     def _placed(self) -> dict[int, _Member]:
         """Where each request's rows go."""

@@ -38,7 +38,7 @@ _SHOWN = 2000  # characters of what the process wrote before it failed
 _LAUNCH_CODE = "Triton's launches"
 
 
-class Compiled(NamedTuple):
+class CompiledKernel(NamedTuple):
     """A kernel that was compiled, or was there. seconds: that it took."""
 
     name: str
@@ -113,12 +113,12 @@ def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
 
 def compile_all(
     wanted: WantedKernels, arch: int, jobs: int, progress: Callable[[int, int], None] | None = None
-) -> list[Compiled]:
+) -> list[CompiledKernel]:
     """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done, of how many.
 
     QuantError: the compiler does not know the architecture, refuses a kernel, or Triton does not import.
     """
-    done: list[Compiled] = []
+    done: list[CompiledKernel] = []
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-c", _RUN],
@@ -147,13 +147,13 @@ def compile_all(
     return done
 
 
-def _read(lines: Any, done: list[Compiled], progress: Callable[[int, int], None] | None) -> str:
+def _read(lines: Any, done: list[CompiledKernel], progress: Callable[[int, int], None] | None) -> str:
     """Takes what the process says of each kernel; why it failed, or ""."""
     for line in lines:
         told = json.loads(line)
         if "error" in told:
             return str(told["error"])
-        done.append(Compiled(told["name"], told["seconds"]))
+        done.append(CompiledKernel(told["name"], told["seconds"]))
         if progress is not None:
             progress(len(done), told["of"])
     return ""
@@ -228,14 +228,14 @@ def _become_compiler(arch: int) -> None:
     triton.runtime.driver.set_active(_Architecture(arch))
 
 
-def _compile(wanted: WantedKernels, name: str) -> Compiled:
+def _compile(wanted: WantedKernels, name: str) -> CompiledKernel:
     from triton.backends.nvidia import driver
 
     started = time.perf_counter()
     if name == _LAUNCH_CODE:
         driver.CudaUtils()
-        return Compiled(name, time.perf_counter() - started)
+        return CompiledKernel(name, time.perf_counter() - started)
     compiled = kernels_of(wanted)[name].compile()
     if has_driver() and hasattr(driver, "make_launcher"):  # of Triton before 3.7: C code for each kernel
         driver.CudaLauncher(compiled.src, compiled.metadata)
-    return Compiled(name, time.perf_counter() - started)
+    return CompiledKernel(name, time.perf_counter() - started)

@@ -27,7 +27,7 @@ from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Follower
 from tableside.quant.gpu.layout import Layout, aligned
 from tableside.quant.gpu.merge import Launches
 from tableside.quant.gpu.moves import move
-from tableside.quant.gpu.placed import Copy, Merged, merged
+from tableside.quant.gpu.placed import BatchLayout, Copy, batch_layout
 from tableside.quant.gpu.resolve import COUNT_BYTES, COUNTS
 
 
@@ -76,7 +76,7 @@ class DeviceBatch:
         self._locked = locked
         self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
         extras = [0 if one is None else one.input_bytes for one in self._taken]
-        self._merged = merged(layouts, extras, self._stays, device, natively=not self._elsewhere)
+        self._merged = batch_layout(layouts, extras, self._stays, device, natively=not self._elsewhere)
         sizes = self._merged.sizes
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
@@ -110,7 +110,7 @@ class DeviceBatch:
 
     def stage(self) -> None:
         """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered are sent."""
-        if isinstance(self._merged, Merged):
+        if isinstance(self._merged, BatchLayout):
             for n, one in self._elsewhere.items():
                 copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
                 first = self._merged.bases[n].inputs

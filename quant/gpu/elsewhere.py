@@ -17,7 +17,7 @@ from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.placed import Copy
 
 
-class Part(NamedTuple):
+class DeviceRange(NamedTuple):
     """Bytes [at, at + size) of a request's inputs, or of its outputs, that lie at `address`. owner: keeps that memory."""
 
     at: int
@@ -30,8 +30,8 @@ class Elsewhere(NamedTuple):
     """A request's inputs. inputs: as of any request, but that nobody wrote what `reads` have. writes: of its outputs."""
 
     inputs: Any
-    reads: tuple[Part, ...]
-    writes: tuple[Part, ...]
+    reads: tuple[DeviceRange, ...]
+    writes: tuple[DeviceRange, ...]
 
 
 def check_elsewhere(layout: Layout) -> None:
@@ -42,7 +42,7 @@ def check_elsewhere(layout: Layout) -> None:
         raise QuantError("the vectors of this request are brought together by the CPU; have them sent in the response's body")
 
 
-def reads_of(layout: Layout, parts: Sequence[Part]) -> tuple[list[Copy], bytes]:
+def reads_of(layout: Layout, parts: Sequence[DeviceRange]) -> tuple[list[Copy], bytes]:
     """The copies into the staged inputs, and what else is moved there, as `Layout.moves_in`."""
     copies: list[Copy] = []
     moves: list[Move] = []
@@ -59,7 +59,7 @@ def reads_of(layout: Layout, parts: Sequence[Part]) -> tuple[list[Copy], bytes]:
     return copies, as_bytes(moves)
 
 
-def writes_of(layout: Layout, parts: Sequence[Part]) -> list[Copy]:
+def writes_of(layout: Layout, parts: Sequence[DeviceRange]) -> list[Copy]:
     """The copies out of the staged outputs."""
     moves = [Move(0, 0, layout.asked_bytes)] if layout.is_direct else _moves(layout.moves_out)
     copies: list[Copy] = []
@@ -100,7 +100,7 @@ def _moves(moves: bytes) -> list[Move]:
     return [Move(*row) for row in np.frombuffer(moves, np.int64).reshape(-1, len(Move._fields)).tolist()]
 
 
-def _within(parts: Sequence[Part], at: int, end: int) -> list[tuple[Part, int, int]]:
+def _within(parts: Sequence[DeviceRange], at: int, end: int) -> list[tuple[DeviceRange, int, int]]:
     """What of [at, end) lies in each part. parts: in order."""
     found = [(part, max(at, part.at), min(end, part.at + part.size)) for part in parts]
     return [one for one in found if one[1] < one[2]]

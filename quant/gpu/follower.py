@@ -34,7 +34,7 @@ class VectorField(IntEnum):
     VALUES = 4  # of all of them
 
 
-class TakenTensor(NamedTuple):
+class FollowerTensor(NamedTuple):
     """A tensor that is taken of a request: fp32 [values] at byte `at` of its input buffer. target: an address on the device."""
 
     at: int
@@ -42,7 +42,7 @@ class TakenTensor(NamedTuple):
     target: int
 
 
-class Taken(NamedTuple):
+class FollowerInputs(NamedTuple):
     """What a follower takes of one request.
 
     vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of [VALUES] of `precision`, as
@@ -51,7 +51,7 @@ class Taken(NamedTuple):
 
     vectors: NDArray[np.int64]
     targets: NDArray[np.int64]
-    tensors: Sequence[TakenTensor]
+    tensors: Sequence[FollowerTensor]
     stays: bool
     precision: Precision = Precision.FP32
 
@@ -60,7 +60,7 @@ class Taken(NamedTuple):
         """Bytes that its tensors take of the staged inputs."""
         return sum(_aligned(4 * tensor.values) for tensor in self.tensors)
 
-    def staged(self) -> Iterable[tuple[TakenTensor, int]]:
+    def staged(self) -> Iterable[tuple[FollowerTensor, int]]:
         """Its tensors, and where each begins among them where they are staged."""
         at = 0
         for tensor in self.tensors:
@@ -71,7 +71,7 @@ class Taken(NamedTuple):
 class Follower(Protocol):
     """What follows the lookups of a batch."""
 
-    def takes(self, number: int) -> Taken | None:
+    def takes(self, number: int) -> FollowerInputs | None:
         """What it takes of a request of the batch, by number; None: nothing. Asked before anything is staged."""
         ...
 
@@ -86,7 +86,7 @@ class Fills:
     Where values lie is known once all is staged (`written`).
     """
 
-    def __init__(self, taken: Sequence[Taken | None], block: int) -> None:
+    def __init__(self, taken: Sequence[FollowerInputs | None], block: int) -> None:
         self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
         self.programs = self.programs_at = self.bytes = 0
         if self._held:

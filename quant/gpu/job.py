@@ -92,7 +92,7 @@ def split_rows(rows: int, share: int) -> int:
     return blocks * share + min(rest, share)
 
 
-class Job:
+class LookupJob:
     """The fields of one job while they are written. What is written with `offset` moves with the request inside a batch."""
 
     def __init__(self) -> None:

@@ -158,3 +158,22 @@ class Launcher:
             nothing[FillField.WIDTH] = 1
             self.fill(1, self.device.current_handle(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()
+
+
+class OnDevice:
+    """A context in which launches go to a device, and nobody else launches there."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._lock, self._device = launcher.lock, launcher.device
+        self._others: list[Any] = []  # contexts to leave, one for each time that this was entered
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if (other := self._device.switch()) is not None:
+            other.__enter__()
+        self._others.append(other)
+
+    def __exit__(self, *error: object) -> None:
+        if (other := self._others.pop()) is not None:
+            other.__exit__(*error)
+        self._lock.release()

@@ -14,6 +14,7 @@ lies before (`Jobs.shifted`). A request's parts are
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from tableside.quant.cache.jobs import CachedLookup, cached_ids, cached_rows
 from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, QuantError
-from tableside.quant.gpu.job import FIELDS, Job, JobField
+from tableside.quant.gpu.job import FIELDS, JobField, LookupJob
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout
 from tableside.quant.gpu.moves import Move, as_bytes
 from tableside.quant.gpu.resolve import ResolvedLookup
@@ -174,16 +175,16 @@ def lay_out(
     """
     tables = [on_device(lk.table) for lk in lookups]
     in_host_memory = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.is_gathered)
-    request = _Request(cpu, threads, in_host_memory >= gather_from)
+    request = _RequestParts(cpu, threads, in_host_memory >= gather_from)
     pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
     bag_columns = sum(lk.bags * columns(lk.table) for lk in pooled)
     config = configs.of_pooled(sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled), bag_columns)
-    jobs = (_JobList(config), _JobList(configs.unpooled))
+    jobs: tuple[list[tuple[LookupJob, Lookup]], ...] = ([], [])
     key = KernelKey()
     for number, (lk, table) in enumerate(zip(lookups, tables, strict=True)):
         key |= table.key
         if (job := request.add(number, lk, table)) is not None:
-            jobs[lk.pooling is Pooling.NONE].add(job, lk)
+            jobs[lk.pooling is Pooling.NONE].append((job, lk))
     moves_out = _joined(request.moves_out)
     written = max((_end(lk) for lk in lookups), default=0)
     asked_bytes = max(written, out_bytes)
@@ -191,7 +192,7 @@ def lay_out(
     return Layout(
         lookups=lambda: lookups,
         key=key,
-        jobs=(jobs[0].finished(pooled=True), jobs[1].finished(pooled=False)),
+        jobs=(_jobs_of(True, config, jobs[0]), _jobs_of(False, configs.unpooled, jobs[1])),
         moves_in=as_bytes(_joined(request.moves_in)),
         moves_out=as_bytes(moves_out),
         gathers=request.gather_plans(),
@@ -209,37 +210,24 @@ def lay_out(
     )
 
 
-class _JobList:
-    """Jobs of one launch, as they are added."""
-
-    def __init__(self, config: LaunchConfig) -> None:
-        self._config = config
-        self._jobs: list[Job] = []
-        self._programs: list[int] = []
-        self._total = 0
-
-    def add(self, job: Job, lk: Lookup) -> None:
-        job.offset(JobField.FIRST_PROGRAM, self._total)
-        programs = -(-lk.outputs * columns(lk.table) // self._config.block_columns)
-        self._jobs.append(job)
-        self._programs.append(programs)
-        self._total += programs
-
-    def finished(self, pooled: bool) -> Jobs:
-        rows = np.array([job.values for job in self._jobs], np.int64).reshape(-1, FIELDS)
-        return Jobs(
-            pooled=pooled,
-            config=self._config,
-            rows=rows,
-            is_offset=np.array([job.is_offset for job in self._jobs], np.int64).reshape(-1, FIELDS),
-            job_of_program=np.repeat(np.arange(len(self._jobs), dtype=np.int32), self._programs),
-            has_lengths=bool((rows[:, JobField.LENGTHS_AT] >= 0).any()),
-            is_weighted=bool((rows[:, JobField.WEIGHTS_AT] >= 0).any()),
-            is_indirect=bool(((rows[:, JobField.LOCATIONS_AT] >= 0) | (rows[:, JobField.HBM_SHARE] > 0)).any()),
-        )
+def _jobs_of(pooled: bool, config: LaunchConfig, lookups: Sequence[tuple[LookupJob, Lookup]]) -> Jobs:
+    programs = [-(-lk.outputs * columns(lk.table) // config.block_columns) for _, lk in lookups]
+    for (job, _), first in zip(lookups, accumulate(programs, initial=0), strict=False):
+        job.offset(JobField.FIRST_PROGRAM, first)
+    rows = np.array([job.values for job, _ in lookups], np.int64).reshape(-1, FIELDS)
+    return Jobs(
+        pooled=pooled,
+        config=config,
+        rows=rows,
+        is_offset=np.array([job.is_offset for job, _ in lookups], np.int64).reshape(-1, FIELDS),
+        job_of_program=np.repeat(np.arange(len(lookups), dtype=np.int32), programs),
+        has_lengths=bool((rows[:, JobField.LENGTHS_AT] >= 0).any()),
+        is_weighted=bool((rows[:, JobField.WEIGHTS_AT] >= 0).any()),
+        is_indirect=bool(((rows[:, JobField.LOCATIONS_AT] >= 0) | (rows[:, JobField.HBM_SHARE] > 0)).any()),
+    )
 
 
-class _Request:
+class _RequestParts:
     """The parts of a request while they grow."""
 
     def __init__(self, cpu: CpuBackend, threads: int, gathers: bool) -> None:
@@ -253,13 +241,13 @@ class _Request:
         self.all_found: list[tuple[int, int]] = []
         self._chunks: list[list[Lookup]] = [[]]
 
-    def add(self, number: int, lk: Lookup, table: DeviceTable) -> Job | None:
+    def add(self, number: int, lk: Lookup, table: DeviceTable) -> LookupJob | None:
         """The job of lookup `number`; None: it is the CPU's."""
         if not table.residence.is_on_device:
             self.on_host[number] = replace(lk, table=table.host)
             return None
         _check(lk)
-        job = Job()
+        job = LookupJob()
         self._add_rows(lk, table, job)
         job[JobField.ROW_BYTES] = lk.table.row_bytes
         job[JobField.DIM] = lk.table.dim
@@ -281,7 +269,7 @@ class _Request:
         self._add_ids(number, lk, table, job)
         return job
 
-    def _add_rows(self, lk: Lookup, table: DeviceTable, job: Job) -> None:
+    def _add_rows(self, lk: Lookup, table: DeviceTable, job: LookupJob) -> None:
         """Says where rows lie, or has the CPU gather them, while there is room for them."""
         if table.is_gathered and self._gathers and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES:
             job.offset(JobField.TABLE, self._gather(lk, table.host))
@@ -306,7 +294,7 @@ class _Request:
             self.moves_out.append(move)
         self.out_bytes += aligned(size)
 
-    def _add_ids(self, number: int, lk: Lookup, table: DeviceTable, job: Job) -> None:
+    def _add_ids(self, number: int, lk: Lookup, table: DeviceTable, job: LookupJob) -> None:
         """Has ids become row numbers, and says where found masks go."""
         found_at = -1
         if lk.found_at is not None and table.device_map is None:
@@ -319,7 +307,7 @@ class _Request:
             at, is_overlaid = job[JobField.IDS_AT], table.is_overlaid
             self.resolved.append(ResolvedLookup(number, table.device_map.address, at, lk.ids, found_at, is_overlaid))
 
-    def _stage(self, job: Job, field: JobField, source: int | None, size: int) -> None:
+    def _stage(self, job: LookupJob, field: JobField, source: int | None, size: int) -> None:
         if source is not None:
             self.in_bytes = aligned(self.in_bytes, 8)
             job.offset(field, self.in_bytes)

@@ -19,8 +19,6 @@ import triton.language as tl
 
 from tableside.quant.gpu.job import SPLIT_BLOCK
 from tableside.quant.gpu.kernel_constants import (
-    AS_FP16,
-    AS_FP32,
     FORMAT_FP8,
     FORMAT_FP16,
     FORMAT_INT2,
@@ -38,9 +36,6 @@ from tableside.quant.gpu.kernel_constants import (
     JOB_LENGTHS_AT,
     JOB_LOCATIONS_AT,
     JOB_MEAN,
-    JOB_OUT_AT,
-    JOB_OUT_STEP,
-    JOB_PRECISION,
     JOB_ROW_BYTES,
     JOB_ROWS,
     JOB_SIZE,
@@ -49,7 +44,7 @@ from tableside.quant.gpu.kernel_constants import (
     JOB_VECTORS,
     JOB_WEIGHTS_AT,
 )
-from tableside.quant.gpu.row_values import FP8_SCALE, half, interleaved, scale_of, values_of
+from tableside.quant.gpu.row_values import FP8_SCALE, half, interleaved, scale_of, store, values_of
 from tableside.quant.gpu.tensor_bags import bags_of_offsets, report
 
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
@@ -323,37 +318,7 @@ def pool(
             result += biases[:, None]
         results = results + (result / divisor[:, None],)
     value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector
-    _store(job, outputs, vector, value, interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
-
-
-@triton.jit
-def _store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
-
-    vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the chunk
-    begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as for `pool`.
-    """
-    number = value[:, None] + tl.arange(0, VALUES)[None, :]
-    is_value = is_real[:, None] & (number >= 0)
-    is_value = is_value & (number < dim)
-    at = vector.to(tl.int64) * tl.load(job + JOB_OUT_STEP) + value
-    out = outputs + tl.load(job + JOB_OUT_AT)
-    precision = tl.load(job + JOB_PRECISION)
-    if precision == AS_FP32:
-        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, VALUES)
-    elif precision == AS_FP16:
-        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, VALUES)
-    else:
-        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, VALUES)
-
-
-@triton.jit
-def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at multiples of 4 values."""
-    begin = out + at
-    if WHOLE_WORDS:
-        begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)
-    tl.store(begin[:, None] + tl.arange(0, VALUES)[None, :], result.to(out.dtype.element_ty), is_value)
+    store(job, outputs, vector, value, interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
 
 
 @triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging"])

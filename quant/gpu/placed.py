@@ -1,6 +1,6 @@
 """The requests of a batch put one after another: where each one's parts lie, and how inputs and header are written.
 
-Two ways give the same bytes. `Merged` takes any layouts. `NativeMerged` takes those that a C routine measured
+Two ways give the same bytes. `BatchLayout` takes any layouts. `NativeBatchLayout` takes those that a C routine measured
 (`quant.gpu.steady`): it lays them out again while it writes, all in one call. Where it copies much, other threads of Python run.
 """
 
@@ -49,7 +49,7 @@ class Copy(NamedTuple):
     size: int
 
 
-class Merged:
+class BatchLayout:
     """Any requests. moves: from each one's inputs to its staged ones."""
 
     def __init__(self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device) -> None:
@@ -87,8 +87,8 @@ class Merged:
         return []  # Python would take longer to find out than to copy
 
 
-class NativeMerged:
-    """Requests that were measured. As `Merged`, but that the rows of none are gathered."""
+class NativeBatchLayout:
+    """Requests that were measured. As `BatchLayout`, but that the rows of none are gathered."""
 
     def __init__(self, layouts: list[NativeLayout], extras: list[int] | None, stays: list[bool] | None) -> None:
         self._layouts, self._has_header = layouts, False
@@ -108,7 +108,7 @@ class NativeMerged:
         return found
 
     def launches(self, rows: int) -> tuple[int, Launches]:
-        """As of `Merged`."""
+        """As of `BatchLayout`."""
         self._has_header = True
         lookups = tuple(
             Launch(is_pooled, alike.key, alike.config, jobs, programs, flag, lengths, weights, indirect, at, programs_at, members)
@@ -123,21 +123,21 @@ class NativeMerged:
         return self._header_bytes, Launches(lookups, resolve, probe)
 
     def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
-        """As of `Merged`."""
+        """As of `BatchLayout`."""
         at = header_at if self._has_header else -1
         left = _native.write_batch(self._layouts, self._bases, inputs, host, at, locked, LOCKED_FROM)
         return [Copy(*one) for one in left]
 
 
-def merged(
+def batch_layout(
     layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device, natively: bool = True
-) -> Merged | NativeMerged:
+) -> BatchLayout | NativeBatchLayout:
     """The requests of a batch. natively: by the C routine, where all of them were measured."""
     if natively:
         native = [layout.native for layout in layouts if layout.native is not None]
         if len(native) == len(layouts):
-            return NativeMerged(native, [*extras] if any(extras) else None, [*stays] if any(stays) else None)
-    return Merged(layouts, extras, stays, device)
+            return NativeBatchLayout(native, [*extras] if any(extras) else None, [*stays] if any(stays) else None)
+    return BatchLayout(layouts, extras, stays, device)
 
 
 def _outputs_at(layouts: Sequence[Layout], stays: Sequence[bool]) -> tuple[int, list[int]]:

@@ -16,7 +16,7 @@ from tableside.quant.gpu.job import ReportField
 from tableside.quant.gpu.launcher import Launcher
 
 
-class Wrong(NamedTuple):
+class WrongInput(NamedTuple):
     """What was wrong. name: of the feature. cause: ids or lengths; None: an offset, whose number and value `offset` has: one that
     is negative, or the first, which is not 0."""
 
@@ -25,7 +25,7 @@ class Wrong(NamedTuple):
     offset: tuple[int, int] = (0, 0)
 
 
-class _Named(NamedTuple):
+class _FeatureName(NamedTuple):
     """A feature, and why an id of it is refused; bound: as that of `BadIds`."""
 
     feature: str
@@ -33,10 +33,10 @@ class _Named(NamedTuple):
     bound: int
 
 
-def _named(feature: str, table: RowSource) -> _Named:
+def _named(feature: str, table: RowSource) -> _FeatureName:
     if table.row_map is None:
-        return _Named(feature, Problem.ID, table.rows)
-    return _Named(feature, Problem.ID if table.row_map.is_plain else Problem.MISSING, table.row_map.count)
+        return _FeatureName(feature, Problem.ID, table.rows)
+    return _FeatureName(feature, Problem.ID if table.row_map.is_plain else Problem.MISSING, table.row_map.count)
 
 
 class Reports:
@@ -52,7 +52,7 @@ class Reports:
         on_host[-1] = self._claim.data_ptr()
         self._held, self._record = on_host, on_host.numpy()
         self.address = on_host.data_ptr()
-        self._names: list[_Named] = []
+        self._names: list[_FeatureName] = []
         self._lock = threading.Lock()
         self.wait()  # the claim is written
 
@@ -75,7 +75,7 @@ class Reports:
         with self._launcher.exclusive():  # nothing is captured meanwhile
             self._launcher.device.synchronize()
 
-    def take(self) -> Wrong | None:
+    def take(self) -> WrongInput | None:
         """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device where something was."""
         if not self.is_there:
             return None
@@ -87,12 +87,12 @@ class Reports:
             self.wait()
         return self._wrong(*record) if record[ReportField.IS_THERE] else None
 
-    def _wrong(self, is_there: int, name: int, bag: int, position: int, value: int, end: int, ids: int) -> Wrong:
+    def _wrong(self, is_there: int, name: int, bag: int, position: int, value: int, end: int, ids: int) -> WrongInput:
         feature, problem, bound = self._names[name]
         if bag < 0:
-            return Wrong(feature, BadIds(problem, 0, position, value, bound))
+            return WrongInput(feature, BadIds(problem, 0, position, value, bound))
         if end < value:
-            return Wrong(feature, BadIds(Problem.LENGTH, 0, bag, end - value, 0))
+            return WrongInput(feature, BadIds(Problem.LENGTH, 0, bag, end - value, 0))
         if value < 0 or (bag == 0 and value != 0):
-            return Wrong(feature, None, (bag, value))
-        return Wrong(feature, BadIds(Problem.SUM, 0, bag + 1, end, ids))
+            return WrongInput(feature, None, (bag, value))
+        return WrongInput(feature, BadIds(Problem.SUM, 0, bag + 1, end, ids))

@@ -1,4 +1,4 @@
-"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, and back in order.
+"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the output.
 
 tests/quant/test_gpu_lookup.py holds them, through the kernel, to `quant.cpu.reference`, which has every format in plain torch.
 """
@@ -6,7 +6,18 @@ tests/quant/test_gpu_lookup.py holds them, through the kernel, to `quant.cpu.ref
 import triton
 import triton.language as tl
 
-from tableside.quant.gpu.kernel_constants import FORMAT_FP8, FORMAT_FP16, FORMAT_FP32, FORMAT_INT4, FORMAT_INT8
+from tableside.quant.gpu.kernel_constants import (
+    AS_FP16,
+    AS_FP32,
+    FORMAT_FP8,
+    FORMAT_FP16,
+    FORMAT_FP32,
+    FORMAT_INT4,
+    FORMAT_INT8,
+    JOB_OUT_AT,
+    JOB_OUT_STEP,
+    JOB_PRECISION,
+)
 
 FP8_SCALE = tl.constexpr(2.0**-8)  # fp8 bits taken for fp16 bits are 2 ** 8 times too small, see `values_of`
 _TWO_23 = tl.constexpr(8388608.0)  # 2 ** 23, above which fp32 counts integers one by one
@@ -74,3 +85,34 @@ def interleaved(values, COUNT: tl.constexpr):
             odd = odd + (values[2 * i + 1],)
         result = tl.interleave(interleaved(even, pairs), interleaved(odd, pairs))
     return result
+
+
+@triton.jit
+def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
+
+    vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the
+    chunk begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as
+    for `quant.gpu.lookup_kernel.pool`.
+    """
+    number = value[:, None] + tl.arange(0, VALUES)[None, :]
+    is_value = is_real[:, None] & (number >= 0)
+    is_value = is_value & (number < dim)
+    at = vector.to(tl.int64) * tl.load(job + JOB_OUT_STEP) + value
+    out = outputs + tl.load(job + JOB_OUT_AT)
+    precision = tl.load(job + JOB_PRECISION)
+    if precision == AS_FP32:
+        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, VALUES)
+    elif precision == AS_FP16:
+        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, VALUES)
+    else:
+        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, VALUES)
+
+
+@triton.jit
+def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at multiples of 4 values."""
+    begin = out + at
+    if WHOLE_WORDS:
+        begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)
+    tl.store(begin[:, None] + tl.arange(0, VALUES)[None, :], result.to(out.dtype.element_ty), is_value)

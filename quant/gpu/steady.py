@@ -2,11 +2,10 @@
 
 import struct
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
@@ -51,7 +50,7 @@ class SteadyKind(NamedTuple):
     row_map: int  # address of its NativeRowMap on the device, or 0
 
 
-class Measured(NamedTuple):
+class LayoutSizes(NamedTuple):
     """What `_native.measure` finds of a request, before its places; most of it as `Layout` says.
 
     *_block: what a program takes. *_traits: bits of has_lengths, is_weighted and is_indirect.
@@ -79,11 +78,11 @@ class Measured(NamedTuple):
     is_direct: int
 
 
-_MEASURED = struct.Struct(f"<{len(Measured._fields)}q")
+_MEASURED = struct.Struct(f"<{len(LayoutSizes._fields)}q")
 _FIELDS = {
     "GPU_KIND_FIELDS": SteadyKind._fields,
     "MOVE_FIELDS": Move._fields,
-    "MEASURED_FIELDS": Measured._fields,
+    "MEASURED_FIELDS": LayoutSizes._fields,
     "BASE_FIELDS": ("inputs", "outputs", "scratch", "locations"),
     **{
         name: tuple(f.name.lower() for f in fields)
@@ -182,6 +181,9 @@ class SteadyLayouts:
         )
 
 
+_MADE_LATER = ("jobs", "moves_in", "moves_out", "resolved", "cached")  # fields of a SteadyLayout
+
+
 class SteadyLayout(Layout):
     """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of such layouts does not."""
 
@@ -189,7 +191,7 @@ class SteadyLayout(Layout):
     _config: LaunchConfig
 
     def __init__(self, layouts: SteadyLayouts, config: LaunchConfig, native: NativeLayout) -> None:
-        found = Measured(*_MEASURED.unpack_from(native.measured))
+        found = LayoutSizes(*_MEASURED.unpack_from(native.measured))
         places = native.measured[_MEASURED.size :]
         self.__dict__.update(
             _layouts=layouts,
@@ -211,30 +213,14 @@ class SteadyLayout(Layout):
             cached_ids=found.cached_ids,
         )
 
-    @cached_property
-    def _whole(self) -> Layout:
+    def __getattr__(self, name: str) -> Any:
+        """Makes what is missing, when Python first asks for any of it."""
+        if name not in _MADE_LATER:
+            raise AttributeError(name)
         assert self.native is not None
-        return self._layouts.whole(self.native.measured[_MEASURED.size :], self.asked_bytes, self._config)
-
-    @cached_property
-    def jobs(self) -> tuple[Jobs, Jobs]:
-        return self._whole.jobs
-
-    @cached_property
-    def moves_in(self) -> bytes:
-        return self._whole.moves_in
-
-    @cached_property
-    def moves_out(self) -> bytes:
-        return self._whole.moves_out
-
-    @cached_property
-    def resolved(self) -> tuple[ResolvedLookup, ...]:
-        return self._whole.resolved
-
-    @cached_property
-    def cached(self) -> NDArray[np.int64]:
-        return self._whole.cached
+        whole = self._layouts.whole(self.native.measured[_MEASURED.size :], self.asked_bytes, self._config)
+        self.__dict__.update((field, getattr(whole, field)) for field in _MADE_LATER)
+        return self.__dict__[name]
 
 
 def _jobs(

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tableside.loader.versions import Model
 from tableside.quant.device.architecture import architectures
-from tableside.quant.gpu.ahead import Compiled, has_driver
+from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.installed import require
 from tableside.serving.cli.output import console, progress_bar
 from tableside.serving.compiled_kernels import compile_once, kernels_wanted, triton_cache
@@ -24,7 +24,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
     arch = _arch(options.arch)
     settings = RootSettings(**given(options, RootSettings))
     segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
-    compiled: dict[str, Compiled] = {}
+    compiled: dict[str, CompiledKernel] = {}
     for what, tensors in (("servers", False), ("modules", True)):
         wanted = kernels_wanted(segment, options.placement, is_lfu=options.cache_policy == "lfu", tensors=tensors)
         with progress_bar(f"sm_{arch}, {what}") as progress:

@@ -18,7 +18,7 @@ from tableside.serving.request import Request
 if TYPE_CHECKING:  # they import torch
     from tableside.quant.device.ipc import SharedDeviceMemory
     from tableside.quant.gpu.backend import GpuBackend
-    from tableside.quant.gpu.elsewhere import Elsewhere, Part
+    from tableside.quant.gpu.elsewhere import DeviceRange, Elsewhere
 
 
 def parts_of(inputs: PartlyOnDevice) -> bytes:
@@ -69,13 +69,13 @@ class DeviceRegions:
             raise bad_request(f"CUDA shared memory: {error}") from error
         return Elsewhere(inputs, tuple(self._part(*one) for one in reads), tuple(self._part(*one) for one in writes))
 
-    def _part(self, name: str, offset: int, size: int, at: int) -> "Part":
-        from tableside.quant.gpu.elsewhere import Part
+    def _part(self, name: str, offset: int, size: int, at: int) -> "DeviceRange":
+        from tableside.quant.gpu.elsewhere import DeviceRange
 
         memory = self.find(name)
         if min(offset, size, at) < 0 or offset + size > memory.size:
             raise bad_request(f"CUDA shared memory region {short(name)} has fewer bytes than before; send the request again")
-        return Part(at, size, memory.address + offset, memory)
+        return DeviceRange(at, size, memory.address + offset, memory)
 
     def look(self) -> None:
         """Closes what is not registered any more."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tableside.quant import BadIds
-from tableside.quant.gpu.follower import Follower, Taken
+from tableside.quant.gpu.follower import Follower, FollowerInputs
 from tableside.serving.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import Batch, Scored
@@ -153,7 +153,7 @@ class _WhileAway:
     def __init__(self, gpu: "GpuBackend", follower: Follower) -> None:
         self._gpu, self._follower = gpu, follower
 
-    def takes(self, number: int) -> Taken | None:
+    def takes(self, number: int) -> FollowerInputs | None:
         return self._follower.takes(number)
 
     def run(self) -> None:

@@ -13,7 +13,7 @@ from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend
-    from tableside.quant.gpu.reports import Reports, Wrong
+    from tableside.quant.gpu.reports import Reports, WrongInput
 
 
 class Pending:
@@ -57,7 +57,7 @@ class Pending:
         self.sweep()
 
 
-def _error(wrong: "Wrong") -> BadFeatureIds | ModuleError:
+def _error(wrong: "WrongInput") -> BadFeatureIds | ModuleError:
     if wrong.cause is not None:
         return BadFeatureIds(wrong.name, wrong.cause)
     number, value = wrong.offset

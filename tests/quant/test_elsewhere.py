@@ -10,7 +10,7 @@ from tables import expected_of, gpu_backend, placed, run_batch, table_of
 pytest.importorskip("triton")
 from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat
 from tableside.quant.errors import Problem
-from tableside.quant.gpu.elsewhere import Copy, Elsewhere, Part, gaps
+from tableside.quant.gpu.elsewhere import Copy, DeviceRange, Elsewhere, gaps
 
 ROWS, DIM, IDS, BAGS = 200, 20, 12, 3
 TABLES = [table_of(RowFormat.INT8, DIM, ROWS, seed) for seed in (0, 1)]
@@ -61,12 +61,12 @@ def test_ids_and_vectors_elsewhere_beside_requests_of_the_host() -> None:
     ids, out = on_device(np.concatenate([[7], FIRST, SECOND])), on_device(np.full(3 * VECTORS + 32, 99, np.uint8))
     host = inputs_of(np.full(IDS, -1), SECOND)
     first_alone = Elsewhere(
-        host, (Part(0, 8 * IDS, ids.data_ptr() + 8, ids),), (Part(VECTORS, VECTORS, out.data_ptr() + 4, out),)
+        host, (DeviceRange(0, 8 * IDS, ids.data_ptr() + 8, ids),), (DeviceRange(VECTORS, VECTORS, out.data_ptr() + 4, out),)
     )
     both = Elsewhere(
         inputs_of(np.full(IDS, -1), np.full(IDS, 1 << 40)),
-        (Part(0, 16 * IDS, ids.data_ptr() + 8, ids),),
-        (Part(0, 2 * VECTORS, out.data_ptr() + 16 + VECTORS, out),),
+        (DeviceRange(0, 16 * IDS, ids.data_ptr() + 8, ids),),
+        (DeviceRange(0, 2 * VECTORS, out.data_ptr() + 16 + VECTORS, out),),
     )
     found = run((plan(), inputs_of(SECOND, FIRST)), (plan(), first_alone), (plan(), both), (plan(), inputs_of(FIRST, FIRST)))
     close = {"rtol": 1e-5, "atol": 1e-4}
@@ -85,7 +85,7 @@ def test_an_id_elsewhere_that_is_wrong_is_told() -> None:
     wrong = SECOND.copy()
     wrong[4] = ROWS
     ids = on_device(wrong)
-    one = Elsewhere(inputs_of(FIRST, np.zeros(IDS, np.int64)), (Part(8 * IDS, 8 * IDS, ids.data_ptr(), ids),), ())
+    one = Elsewhere(inputs_of(FIRST, np.zeros(IDS, np.int64)), (DeviceRange(8 * IDS, 8 * IDS, ids.data_ptr(), ids),), ())
     refused, answered = run((plan(), one), (plan(), inputs_of(FIRST, SECOND)))
     assert isinstance(refused, BadIds) and (refused.job, refused.position, refused.value) == (1, 4, ROWS)
     assert not isinstance(answered, BadIds)
@@ -97,7 +97,7 @@ def test_an_id_that_was_wrong_and_is_not_any_more(monkeypatch: pytest.MonkeyPatc
 
     wrong = np.full(IDS, -3)
     ids = on_device(wrong)
-    one = Elsewhere(inputs_of(FIRST, FIRST), (Part(0, 8 * IDS, ids.data_ptr(), ids),), ())
+    one = Elsewhere(inputs_of(FIRST, FIRST), (DeviceRange(0, 8 * IDS, ids.data_ptr(), ids),), ())
     monkeypatch.setattr(batch, "whole_inputs", lambda stream, request: np.frombuffer(request.inputs, np.uint8))
     refused, answered = run((plan(), one), (plan(), inputs_of(FIRST, SECOND)))
     assert isinstance(refused, BadIds) and refused.problem is Problem.CHANGED
@@ -109,7 +109,7 @@ def test_ids_that_the_cpu_must_read_are_refused() -> None:
     host_plan = gpu_backend().plan([Lookup(TABLES[0], Pooling.NONE, 0, IDS, 0)])
     ids = on_device(FIRST)
     with pytest.raises(QuantError, match="the CPU reads ids of this request"):
-        run((host_plan, Elsewhere(bytes(8 * IDS), (Part(0, 8 * IDS, ids.data_ptr(), ids),), ())))
+        run((host_plan, Elsewhere(bytes(8 * IDS), (DeviceRange(0, 8 * IDS, ids.data_ptr(), ids),), ())))
     assert run((plan(), inputs_of(FIRST, SECOND)))
 
 

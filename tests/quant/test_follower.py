@@ -15,7 +15,7 @@ from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowF
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import place_of
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.follower import FILL_BLOCK, Fills, Taken, TakenTensor
+from tableside.quant.gpu.follower import FILL_BLOCK, Fills, FollowerInputs, FollowerTensor
 from tableside.quant.gpu.job import FillField
 
 DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
@@ -41,12 +41,14 @@ class Gathers:
         start = 0
         for count, own, one in zip(rows, parts, stays, strict=True):
             targets = [m.data_ptr() + precision.bytes * start * w for m, w in zip(self.matrices, self.widths, strict=True)]
-            tensor = TakenTensor(*own[2], targets[2])
-            self._taken.append(Taken(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision))
+            tensor = FollowerTensor(*own[2], targets[2])
+            self._taken.append(
+                FollowerInputs(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision)
+            )
             start += count
         self.seen: list[np.ndarray] = []
 
-    def takes(self, number: int) -> Taken | None:
+    def takes(self, number: int) -> FollowerInputs | None:
         return self._taken[number]
 
     def run(self) -> None:
@@ -234,11 +236,14 @@ def test_jobs_of_many_programs() -> None:
     """Each program knows its job, and how many programs of the job come before it; of failed requests zeros are taken."""
     direct: Any = SimpleNamespace(is_direct=True)
     taken = [
-        Taken(
-            np.array([(0, 0, 8, 8, 2 * FILL_BLOCK + 1)]), np.array([100]), [TakenTensor(40, 3, 200), TakenTensor(7, 5, 300)], True
+        FollowerInputs(
+            np.array([(0, 0, 8, 8, 2 * FILL_BLOCK + 1)]),
+            np.array([100]),
+            [FollowerTensor(40, 3, 200), FollowerTensor(7, 5, 300)],
+            True,
         ),
         None,
-        Taken(np.array([(16, 1, 4, 9, FILL_BLOCK)]), np.array([400]), [], False, Precision.BF16),
+        FollowerInputs(np.array([(16, 1, 4, 9, FILL_BLOCK)]), np.array([400]), [], False, Precision.BF16),
     ]
     fills = Fills(taken, FILL_BLOCK)
     written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])

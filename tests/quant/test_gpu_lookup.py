@@ -23,7 +23,7 @@ from tables import expected_of, gpu_backend, placed, table_of
 from tableside.quant import BadIds, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
 from tableside.quant.gpu import lookup_kernel as k
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.job import Job, JobField
+from tableside.quant.gpu.job import JobField, LookupJob
 from tableside.quant.gpu.launch_config import LaunchConfigs
 
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
@@ -282,7 +282,7 @@ def test_a_plan_of_another_backend_is_refused() -> None:
     other = GpuBackend(tables.DEVICE, choose())
     for plan in (choose().plan([summed(table)]), other.plan([summed(placed(table))])):
         with pytest.raises(QuantError, match="the plan was made by another backend"):
-            gpu_backend().run([(plan, INPUTS)])  # type: ignore[attr-defined]
+            tables.run_batch(gpu_backend(), [(plan, INPUTS)])
 
 
 def test_the_interpreter_is_asked_for_openly() -> None:
@@ -335,7 +335,7 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
 def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int) -> None:
     """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans refuse as many ids."""
     device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
-    job = Job()
+    job = LookupJob()
     job[JobField.LENGTHS_AT], job[JobField.VECTORS], job[JobField.IDS] = 0, len(lengths), ids
     jobs = torch.tensor(job.values, device=device)
     inputs = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)

@@ -17,14 +17,14 @@ from tableside.quant import LookupKind, Place, Pooling, RowFormat, choose
 from tableside.quant.cpu import _native
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.layout import Layout
-from tableside.quant.gpu.placed import LOCKED_FROM, Copy, Merged, NativeMerged, merged
+from tableside.quant.gpu.placed import LOCKED_FROM, BatchLayout, Copy, NativeBatchLayout, batch_layout
 
 needs_interpreter = pytest.mark.skipif(
     "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
 )
 
 
-def written(one: Merged | NativeMerged, inputs: list[bytes], with_header: bool) -> tuple[Any, bytes]:
+def written(one: BatchLayout | NativeBatchLayout, inputs: list[bytes], with_header: bool) -> tuple[Any, bytes]:
     """What is launched, and the bytes that are sent to the device. Gaps between parts hold 0xEE."""
     at, launches = one.sizes.inputs, None
     size, launches = one.launches(0) if with_header else (0, None)
@@ -35,8 +35,10 @@ def written(one: Merged | NativeMerged, inputs: list[bytes], with_header: bool) 
 
 def check_alike(layouts: list[Layout], inputs: list[bytes], extras: list[int], stays: list[bool]) -> None:
     for with_header in (True, False):
-        native, python = (merged(layouts, extras, stays, tables.gpu_backend().device, natively) for natively in (True, False))
-        assert isinstance(native, NativeMerged) and isinstance(python, Merged)
+        native, python = (
+            batch_layout(layouts, extras, stays, tables.gpu_backend().device, natively) for natively in (True, False)
+        )
+        assert isinstance(native, NativeBatchLayout) and isinstance(python, BatchLayout)
         assert native.sizes == python.sizes
         assert (native.bases, native.outputs_at) == (python.bases, python.outputs_at)
         (launches, sent), (expected, wanted) = (written(one, inputs, with_header) for one in (native, python))
@@ -93,7 +95,7 @@ def test_inputs_that_are_too_short_are_refused() -> None:
     backend: Any = tables.gpu_backend()
     planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
     layout = planner.plan(np.array([Place(0, 9, -1, 0, 0, -1, 0)], np.int64).tobytes()).layout
-    one = merged([layout, layout], [0, 0], [False, False], tables.gpu_backend().device)
+    one = batch_layout([layout, layout], [0, 0], [False, False], tables.gpu_backend().device)
     host = np.zeros(one.sizes.inputs + one.launches(0)[0], np.uint8)
     with pytest.raises(ValueError, match="does not lie in its buffer"):
         one.write([bytes(72), bytes(71)], host, one.sizes.inputs, [])
@@ -143,13 +145,13 @@ def test_large_inputs_in_locked_memory_are_left_to_the_device() -> None:
     memory[:size] = memory[size:] = inputs.view(np.uint8)
     begin, view = int(memory.ctypes.data), memory.data
     asked = [view[:size], inputs.tobytes(), view[size:], view[:size]]
-    one = merged([plan.layout] * 4, [0] * 4, [False] * 4, tables.gpu_backend().device)
+    one = batch_layout([plan.layout] * 4, [0] * 4, [False] * 4, tables.gpu_backend().device)
     host = np.zeros(one.sizes.inputs, np.uint8)
     left = one.write(asked, host, one.sizes.inputs, [(begin, begin + 2 * size - 1)])
     assert left == [Copy(one.bases[n].inputs, begin + 8, LOCKED_FROM) for n in (0, 3)]
     staged = host.view(np.int64).reshape(4, -1)
     assert [bool((staged[n] == inputs[1:]).all()) for n in range(4)] == [False, True, True, False]
-    (small,) = merged([large_request(tables.gpu_backend(), 9)[0].layout], [0], [False], tables.gpu_backend().device).write(
+    (small,) = batch_layout([large_request(tables.gpu_backend(), 9)[0].layout], [0], [False], tables.gpu_backend().device).write(
         [view[:80]], host, 0, [(begin, begin + 2 * size)]
     ) or [None]
     assert small is None
