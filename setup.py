@@ -33,13 +33,14 @@ def extension(
 kernel_sources = [KERNEL / f"_native{part}.c" for part in PARTS]
 layers_sources = [LAYERS / f"_layers{part}.c" for part in ("", "_avx512", "_avx2", "_portable")]
 kernel_headers, layers_headers = [*KERNEL.glob("*.h")], [*LAYERS.glob("*.h")]
+headers_sources = ["serving/http/_headers.c", "serving/http/_match.c"]
 fast = ("-O3", "-fno-math-errno")
 
 setup(
     ext_modules=[
         extension("quant.cpu._native", kernel_sources, *fast, headers=kernel_headers, link=["-pthread"]),
         extension("loader.program._layers", layers_sources, *fast, headers=[*layers_headers, *kernel_headers], link=["-pthread"]),
-        extension("serving.http._headers", ["serving/http/_headers.c"], "-O3"),
+        extension("serving.http._headers", headers_sources, "-O3", headers=[Path("serving/http/_headers.h")]),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from http_cases import CASES, DIM, Case
 
-from tableside.serving.http.asgi import Receive, Scope, Send, holding, read_body, respond
+from tableside.serving.http.asgi import AsgiResponse, Receive, Response, Scope, Send, holding, read_body
 from tableside.serving.server import serve
 from tableside.serving.settings import ServerSettings
 
@@ -37,7 +37,8 @@ def make_echo(settings: ServerSettings) -> Any:
             with holding(scope, self.in_flight) as hold:
                 body = await read_body(scope, receive, settings.max_body_bytes, hold)
             size = int(scope["path"].removeprefix("/echo/"))
-            await respond(send, 200, (), memoryview(body)[:size], zeros[: max(0, size - len(body))])
+            parts = [memoryview(body)[:size], zeros[: max(0, size - len(body))]]
+            await AsgiResponse(Response(200, (), parts))(scope, receive, send)
 
     return Echo(settings)
 
@@ -107,7 +108,8 @@ class Peer:
         described = {"name": "kjt", "datatype": "FP32", "shape": found.shape, "parameters": parameters}
         head = orjson.dumps({"model_name": "m", "model_version": "1", "outputs": [described]})
         lengths_header = (b"inference-header-content-length", b"%d" % len(head))
-        await respond(send, 200, (lengths_header,), head, memoryview(found.reshape(-1)).cast("B"))
+        answer = Response(200, (lengths_header,), [head, memoryview(found.reshape(-1)).cast("B")])
+        await AsgiResponse(answer)(scope, receive, send)
 
 
 def run_peer(root: Path) -> int:

@@ -45,6 +45,13 @@ class Answer(NamedTuple):
     state: State | None = None
 
 
+# Plain tuples, as each request makes one of each.
+Lookups = tuple[tuple[str, ...], tuple[str, ...], Plan, bool]
+"""Features and tables of the plan's lookups, in their order, the plan, and whether the CPU beside a device runs it."""
+Sizes = tuple[int, int, int, int]
+"""Ids, vectors that are looked up, bytes of all rows that are read, and of the output buffer."""
+
+
 class Request:
     """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any thread may call.
 
@@ -74,31 +81,24 @@ class Request:
         self,
         model: str,
         version: int,
-        features: tuple[str, ...],
-        plan: Plan,
+        lookups: Lookups,
+        sizes: Sizes,
         *,
-        ids: int,
-        vectors: int,
-        row_bytes: int,
-        out_bytes: int,
-        tables: tuple[str, ...] = (),
         outputs: tuple[Output, ...] = (),
         unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
-        is_small: bool = False,
         sequence: int = 0,
     ) -> None:
-        """features, tables: of the plan's lookups, in their order. vectors: that are looked up. row_bytes: of all rows that are
-        read. outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
-        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. is_small: the CPU
-        beside a device looks it up. sequence: of the last change that the version holds.
+        """outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
+        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. sequence: of the last
+        change that the version holds.
 
         names_version, which is set before it runs: whether its client named the version, so that no other may answer.
         """
-        self.model, self.version, self.features, self.tables = model, version, features, tables
-        self.plan, self.scoring, self.outputs = plan, scoring, outputs
-        self.ids, self.vectors, self.row_bytes, self.out_bytes = ids, vectors, row_bytes, out_bytes
-        self.unpooled_bags, self.is_small, self.sequence = unpooled_bags, is_small, sequence
+        self.model, self.version, self.scoring, self.outputs = model, version, scoring, outputs
+        self.features, self.tables, self.plan, self.is_small = lookups
+        self.ids, self.vectors, self.row_bytes, self.out_bytes = sizes
+        self.unpooled_bags, self.sequence = unpooled_bags, sequence
         self.names_version = False
 
     @property

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment
 from tableside.loader.states import State
-from tableside.quant import Backend, CpuBackend, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource
+from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
 from tableside.quant.ids import RowMap
 from tableside.serving.errors import Kind, bad_request, short
 from tableside.serving.placement import Placements
 from tableside.serving.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
-from tableside.serving.request import FeatureInput, Request
+from tableside.serving.request import FeatureInput, Lookups, Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
 
@@ -74,19 +74,20 @@ class Planners(NamedTuple):
     tables: that the features are read from, a name for each.
     """
 
+    features: tuple[str, ...]
+    tables: tuple[str, ...]
     device: Planner
     host: Planner | None
     device_from_ids: int
-    tables: tuple[str, ...]
 
-    def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> tuple[Plan, bool]:
-        """The plan of a request, and whether it is one for the CPU beside a device. places, out_bytes: as for `Planner.plan`.
+    def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> Lookups:
+        """The lookups of a request. places, out_bytes: as for `Planner.plan`.
 
         score: its vectors are scored, which is done where the scorer is.
         """
         if self.host is not None and ids < self.device_from_ids and not score:
-            return self.host.plan(places, out_bytes), True
-        return self.device.plan(places, out_bytes), False
+            return self.features, self.tables, self.host.plan(places, out_bytes), True
+        return self.features, self.tables, self.device.plan(places, out_bytes), False
 
 
 class ServedVersion:
@@ -166,7 +167,7 @@ class ServedVersion:
             if self._beside is not None:
                 host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
             tables = tuple(self.features[f].feature.table for f in features)
-            known = Planners(device, host, 0 if self._beside is None else self._beside.below_ids, tables)
+            known = Planners(features, tables, device, host, 0 if self._beside is None else self._beside.below_ids)
             if len(self._planners) >= _PLANNERS:
                 self._planners.clear()
             self._planners[key] = known
@@ -232,21 +233,15 @@ class ServedVersion:
         names = tuple(i.feature for i in inputs)
         ids = sum(i.ids for i in inputs)
         planners = self.planners(names, together)
-        plan, is_small = planners.plan(places, out_bytes, ids, score or warms_up)
+        row_bytes = sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True))
         return Request(
             self.header.model,
             self.version,
-            names,
-            plan,
-            ids=ids,
-            vectors=sum(o.shape[0] for o in outputs),
-            row_bytes=sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True)),
-            out_bytes=out_bytes,
-            tables=planners.tables,
+            planners.plan(places, out_bytes, ids, score or warms_up),
+            (ids, sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
             outputs=tuple(shown),
             unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
             scoring=scoring,
-            is_small=is_small,
             sequence=self.sequence,
         )
 

@@ -89,7 +89,7 @@ class Layouts:
         self.state = served.state.number
         self._names = list(served.features)
         self._kept: dict[bytes, Request] = {}
-        self._features: dict[bytes, tuple[tuple[str, ...], Planners]] = {}
+        self._features: dict[bytes, Planners] = {}
 
     def request(self, description: bytes) -> Request:
         """The request that a door described, laid out over this process's tables. QuantError: it is too large to launch."""
@@ -105,31 +105,26 @@ class Layouts:
         *_, count = _HEAD.unpack_from(description)
         at = _HEAD.size + 8 * count
         head = description[:at]
-        if (known := self._features.get(head)) is None:
-            known = self._features[head] = self._read(head)
+        if (planners := self._features.get(head)) is None:
+            planners = self._features[head] = self._planners(head)
             if len(self._features) > _KEPT:
                 del self._features[next(iter(self._features))]
-        names, planners = known
         out_bytes = int.from_bytes(description[at : at + 8], "little")
         end = at + 8 + 8 * count * len(Place._fields)
+        plan = planners.device.plan(description[at + 8 : end], out_bytes)
         return Request(
             served.header.model,
             served.version,
-            names,
-            planners.device.plan(description[at + 8 : end], out_bytes),
-            ids=0,
-            vectors=0,
-            row_bytes=0,
-            out_bytes=out_bytes,
-            tables=planners.tables,
+            (planners.features, planners.tables, plan, False),
+            (0, 0, 0, out_bytes),
             scoring=self._scoring(description[end:]) if len(description) > end else None,
         )
 
-    def _read(self, head: bytes) -> tuple[tuple[str, ...], Planners]:
-        """The features that a description begins with, and what plans them."""
+    def _planners(self, head: bytes) -> Planners:
+        """What plans the features that a description begins with."""
         *_, together, _ = _HEAD.unpack_from(head)
         names = tuple(self._names[n] for n in np.frombuffer(head, np.int64, offset=_HEAD.size).tolist())
-        return names, self._served().planners(names, bool(together))
+        return self._served().planners(names, bool(together))
 
     def _served(self) -> ServedVersion:
         served = self._version()

@@ -73,6 +73,7 @@ class DoorEngine(Engine):
     def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
         super().__init__(model, settings, Placer(settings, backend))
         self._link = link
+        self._beside = Beside(backend, settings.gpu_from_ids) if settings.gpu_from_ids else None
 
     @property
     def cache(self) -> CacheState | None:
@@ -90,7 +91,6 @@ class DoorEngine(Engine):
         told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
         before = None if self._served is None else self._served.segment
         segment = attach_state(self.model, State.numbered(number), "header", before)  # the engine process reads every row
-        cpu_up_to = self._settings.gpu_from_ids
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
@@ -101,7 +101,7 @@ class DoorEngine(Engine):
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
-            beside=Beside(self._placer.cpu, cpu_up_to) if cpu_up_to else None,
+            beside=self._beside,
         )
 
     def is_passing(self, state: State, error: Exception) -> bool:

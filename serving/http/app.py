@@ -1,21 +1,38 @@
-"""The worker's ASGI application: /v2 has a short path of its own, the rest is FastAPI's. Every error is {"error": ...}."""
+"""The worker's ASGI application: FastAPI with the routes of /v1, /v2 and the page. Every error is {"error": ...}."""
 
 import asyncio
-import logging
 import time
+
+from fastapi import FastAPI, Request, Response
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
 
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
-from tableside.serving import metrics, worker_gauges
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind, ServingError
-from tableside.serving.http.asgi import Disconnected, Receive, Scope, Send, respond_error
+from tableside.serving import VERSION, metrics, worker_gauges
+from tableside.serving.errors import (
+    INTERNAL_ERROR,
+    ApiError,
+    Kind,
+    ServingError,
+    not_found,
+    short,
+    wrong_method,
+)
+from tableside.serving.http import static_page, v1, v2_routes
+from tableside.serving.http.asgi import (
+    MODEL,
+    AsgiResponse,
+    Disconnected,
+    Receive,
+    Scope,
+    Send,
+    error_response,
+)
 from tableside.serving.http.door import Door
-from tableside.serving.http.v1 import make_app
 from tableside.serving.http.v2 import V2
 from tableside.serving.service import Service
 from tableside.serving.settings import ServerSettings
-
-logger = logging.getLogger("tableside")
 
 TELL_S = 0.4  # between two writings of what this worker does
 
@@ -26,38 +43,24 @@ class Application:
     def __init__(self, settings: ServerSettings) -> None:
         self.service = Service(settings)
         self.in_flight, self.slots = self.service.in_flight, self.service.slots
-        self._v2 = V2(self.service)
-        self.door, self.slices = Door(self._v2), self.service.slices
-        self._v1 = make_app(self.service, self.tell)
+        v2 = V2(self.service)
+        self.door, self.slices = Door(v2), self.service.slices
+        self._app = _make_fastapi(self.service)
+        v1.add_to(self._app, self.service, self.tell)
+        v2_routes.add_to(self._app, self.service, v2)
+        static_page.add_to(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif path == "/v2" or path.startswith("/v2/"):
-            await self._answer_v2(scope, receive, send)
-        else:
-            await self._v1(scope, receive, send)
-
-    async def _answer_v2(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._v2(scope, receive, send)
-        except ApiError as error:
-            metrics.refused(self._model_of(scope["path"]), "v2", error.kind, error.lacking)
-            await respond_error(send, error)
-        except Disconnected:
-            logger.debug("a client left before its request was complete")
-        except Exception:
-            metrics.refused(self._model_of(scope["path"]), "v2", Kind.INTERNAL)
-            await respond_error(send, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
-            raise
-
-    def _model_of(self, path: str) -> str:
-        """The model that a path names, where it is one of ours."""
-        part = path.split("/")[3:4]
-        return part[0] if part and part[0] in self.service.engines else metrics.UNKNOWN
+            return
+        path = scope["path"]
+        if path.startswith("/v2/"):
+            path = path.rstrip("/")
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # whoever sends the answer leaves its body out
+        await self._app({**scope, "path": path, "method": method}, receive, send)
 
     def tell(self) -> None:
         """Writes down what this worker does now, and brings its counters up to date."""
@@ -92,3 +95,56 @@ class Application:
         if spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _make_fastapi(service: Service) -> FastAPI:
+    """FastAPI without routes, which answers every error as {"error": message}, and counts it."""
+    app: FastAPI = FastAPIOffline(
+        title="Tableside",
+        summary="Quantized embedding tables from shared memory",
+        version=VERSION,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours are of whole requests
+        static_url="/docs/files",
+    )
+
+    def is_v2(http: Request) -> bool:
+        path: str = http.scope["path"]
+        return path == "/v2" or path.startswith("/v2/")
+
+    @app.exception_handler(ApiError)
+    async def refused(http: Request, error: ApiError) -> Response:
+        named = http.scope["path"].split("/")[3:4] if is_v2(http) else [http.scope.get(MODEL)]
+        model = named[0] if named and named[0] in service.engines else metrics.UNKNOWN
+        metrics.refused(model, "v2" if is_v2(http) else "v1", error.kind, error.lacking)
+        return AsgiResponse(error_response(error))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(http: Request, error: HTTPException) -> Response:
+        path = http.scope["path"]
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "GET").split(", ")
+            return await refused(http, wrong_method(http.method, path, *allowed))
+        if error.status_code == 404 and is_v2(http):
+            return await refused(http, not_found(f"{short(path)} is not a path of this server; GET /v2 describes it"))
+        known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
+        what = f"{http.method} {short(path)}: {error.detail}; this server has: {known}"
+        kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST
+        return await refused(http, ApiError(error.status_code, kind, what))
+
+    @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
+    async def internal(http: Request, error: Exception) -> Response:
+        return await refused(http, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
+
+    @app.exception_handler(Disconnected)
+    async def left(http: Request, error: Disconnected) -> Response:
+        return _Nothing()
+
+    return app
+
+
+class _Nothing(Response):
+    """What a client gets that left, or that its connection answered already."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pass

@@ -1,12 +1,13 @@
-"""What /v1 and /v2 share of HTTP: reading a body, checking its JSON, sending a response or an error. Plain ASGI."""
+"""What /v1 and /v2 share of HTTP: reading a body, checking its JSON, and responses."""
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import orjson
+from starlette.responses import Response as HttpResponse
 
 from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold
 from tableside.serving.errors import ApiError, Kind, bad_request
@@ -16,6 +17,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
+MODEL = "tableside.model"  # of the name of the model that a request was understood to name
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -137,20 +139,6 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-async def respond(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], *parts: Any) -> None:
-    """Sends a response whose body is the byte buffers `parts`, one after another."""
-    length = (b"content-length", str(sum(map(len, parts))).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
-    for part in parts[:-1]:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": parts[-1] if parts else b""})
-
-
-async def respond_json(send: Send, value: Any, status: int = 200) -> None:
-    """Sends a value as JSON."""
-    await respond(send, status, (JSON_TYPE,), orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
-
-
 class Response(NamedTuple):
     """A response: its body is the byte buffers `parts`, one after another. headers: but for its length."""
 
@@ -162,16 +150,32 @@ class Response(NamedTuple):
 def error_response(error: ApiError) -> Response:
     """{"error": message}: the shape that the Triton client decodes."""
     return Response(
-        error.status, (JSON_TYPE, *retry_after(error.status), *error.headers), [orjson.dumps({"error": error.message})]
+        error.status,
+        (JSON_TYPE, *retry_after(error.status), *error.headers),
+        [orjson.dumps({"error": error.message})],
     )
-
-
-async def respond_error(send: Send, error: ApiError) -> None:
-    """Sends an error."""
-    status, headers, parts = error_response(error)
-    await respond(send, status, headers, *parts)
 
 
 def retry_after(status: int) -> list[tuple[bytes, bytes]]:
     """The header of a 503 that says when to try again; none of any other status."""
     return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if status == 503 else []
+
+
+class AsgiResponse(HttpResponse):
+    """A `Response` as FastAPI sends one: its parts are not joined."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(status_code=response.status)
+        length = (b"content-length", b"%d" % sum(map(len, response.parts)))
+        self.raw_headers, self._parts = [length, *response.headers], response.parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def json_response(value: Any, status: int = 200) -> HttpResponse:
+    """A value as JSON."""
+    return HttpResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")

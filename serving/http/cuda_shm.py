@@ -18,6 +18,7 @@ from tableside.serving.http import shm
 from tableside.serving.http.asgi import json_object
 from tableside.serving.http.tensors import Tensor, is_narrow, split_name
 from tableside.serving.places import Output
+from tableside.serving.region_registry import Registered
 from tableside.serving.regions import DeviceRegion, Regions, Slice
 from tableside.serving.request import Request
 
@@ -27,18 +28,12 @@ if TYPE_CHECKING:
 PATH = "cudasharedmemory"
 
 
-async def answer(regions: Regions | None, link: "EngineLink | None", method: str, path: Sequence[str], body: bytes) -> Any:
-    """As `shm.answer`. link: to the engine process, which opens what is registered; None: this server has no GPU."""
-    if regions is None:
-        raise shm.not_allowed("")
-    action, name = shm.action_of(PATH, method, path)
-    if action == "status":
-        found = regions.status(name, on_device=True)
-        return [{"name": e.name, "device_id": e.device, "byte_size": e.byte_size} for e in found]
-    if action == "unregister":
-        regions.unregister(name, on_device=True)
-        return None
-    assert name is not None
+def describe(entry: Registered) -> dict[str, Any]:
+    return {"name": entry.name, "device_id": entry.device, "byte_size": entry.byte_size}
+
+
+async def register(regions: Regions, link: "EngineLink | None", name: str, body: bytes) -> None:
+    """As `shm.register`. link: to the engine process, which opens the region; None: this server has no GPU."""
     if link is None:
         raise bad_request(
             f"CUDA shared memory region {short(name)}: this server looks up on the CPU; start it with --devices, or register "
@@ -53,7 +48,6 @@ async def answer(regions: Regions | None, link: "EngineLink | None", method: str
     except ApiError:
         regions.forget(entry)
         raise
-    return None
 
 
 def _handle(where: str, asked: dict[str, Any]) -> bytes:
@@ -68,7 +62,11 @@ def _handle(where: str, asked: dict[str, Any]) -> bytes:
 
 
 def check_inputs(
-    tensors: Sequence[Tensor], slices: Sequence[Slice | None], dense: Mapping[str, int], together: bool, unpooled: Sequence[str]
+    tensors: Sequence[Tensor],
+    slices: Sequence[Slice | None],
+    dense: Mapping[str, int],
+    together: bool,
+    unpooled: Sequence[str],
 ) -> None:
     """ApiError: a tensor lies in a GPU's memory that the server must read itself. unpooled: features that are not pooled."""
     for tensor, one in zip(tensors, slices, strict=True):

@@ -90,7 +90,7 @@ class Door:
         if response is None:
             return
         if isinstance(response, Response):
-            send(_head(response), response.parts)
+            send(response_head(response), response.parts)
             return
         task = asyncio.get_running_loop().create_task(self._answer_later(asked, response, send))
         self._tasks.add(task)
@@ -102,14 +102,14 @@ class Door:
             response = encode(found)
         except Exception as error:  # noqa: BLE001  # as above
             response = self._refusal(asked, error)
-        send(_head(response), response.parts)
+        send(response_head(response), response.parts)
 
     async def _answer_later(self, asked: Asked, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
         try:
             response = await coming
         except Exception as error:  # noqa: BLE001  # as above
             response = self._refusal(asked, error)
-        send(_head(response), response.parts)
+        send(response_head(response), response.parts)
 
     def _refusal(self, asked: Asked, error: Exception) -> Response:
         model = asked.named[0] if asked.named[0] in self._v2.service.engines else metrics.UNKNOWN
@@ -120,7 +120,8 @@ class Door:
         return error_response(error)
 
 
-def _head(response: Response) -> bytes:
+def response_head(response: Response) -> bytes:
+    """The head of a response, but for the empty line that ends it."""
     lines = [b"content-length: %d" % sum(map(len, response.parts))]
     lines += [name + b": " + value for name, value in response.headers]
     return STATUS_LINE[response.status] + b"\r\n".join(lines) + b"\r\n"

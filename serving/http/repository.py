@@ -9,35 +9,21 @@ request but the model's name: Triton's parameters that bring a configuration or 
 """
 
 import hmac
-from collections.abc import Sequence
 from typing import Any
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions import models
-from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short
-from tableside.serving.http.asgi import json_object
+from tableside.serving.errors import ApiError, Kind, bad_request, short
 from tableside.serving.service import Service
 
-PATH = "repository"
 UNLOAD_DEPENDENTS = "unload_dependents"
 
 
-async def answer(service: Service, path: Sequence[str], body: bytes, authorization: bytes | None) -> Any:
-    """What a POST under PATH is answered; None for nothing.
-
-    path: behind PATH. authorization: the header of that name. ApiError: there is no such path, the caller may not, or the model
-    cannot be loaded.
-    """
-    asked = json_object(body) if body.strip() else {}
-    match path:
-        case ["index"]:
-            return _index(service, asked, is_operator(service, authorization))
-        case ["models", model, "load" | "unload" as action]:
-            check_operator(service, authorization, f"{action} models")
-            _check_parameters(asked, action)
-            await (service.load_model(model) if action == "load" else service.unload_model(model))
-            return None
-    raise not_found(f"{short('/'.join(('/v2', PATH, *path)))} is not a path of this server; it has index and models/MODEL/load")
+async def change(service: Service, action: str, model: str, asked: dict[str, Any], authorization: bytes | None) -> None:
+    """Loads or unloads a model. ApiError: the caller may not, or the model cannot be loaded."""
+    check_operator(service, authorization, f"{action} models")
+    _check_parameters(asked, action)
+    await (service.load_model(model) if action == "load" else service.unload_model(model))
 
 
 def is_operator(service: Service, authorization: bytes | None) -> bool:
@@ -76,8 +62,8 @@ def _check_parameters(asked: dict[str, Any], action: str) -> None:
         )
 
 
-def _index(service: Service, asked: dict[str, Any], shows_all: bool) -> list[dict[str, str]]:
-    """The models that are served; the other published ones too where `shows_all`, unless {"ready": true} leaves them out."""
+def index(service: Service, asked: dict[str, Any], authorization: bytes | None) -> list[dict[str, str]]:
+    """The models that are served; for an operator the other published ones too, unless {"ready": true} leaves them out."""
     is_ready = asked.get("ready", False)
     if not isinstance(is_ready, bool):
         raise bad_request(f"ready is {short(is_ready)}; expected true or false")
@@ -86,7 +72,7 @@ def _index(service: Service, asked: dict[str, Any], shows_all: bool) -> list[dic
         state = "READY" if service.ready and engine.is_usable else "UNAVAILABLE"
         if state == "READY" or not is_ready:
             found.append({"name": name, "version": str(engine.attached().version), "state": state})
-    if shows_all and not is_ready:
+    if not is_ready and is_operator(service, authorization):
         found += [_unloaded(model.name, model.versions()) for model in _published(service) if model.name not in service.engines]
     return found
 
@@ -96,7 +82,9 @@ def _published(service: Service) -> list[Any]:
         return [m for m in models(service.settings.root, service.settings.owner) if m.versions()]
     except (LoaderError, OSError) as error:
         raise ApiError(
-            500, Kind.INTERNAL, "the folder of published models cannot be read; the server's log has the reason"
+            500,
+            Kind.INTERNAL,
+            "the folder of published models cannot be read; the server's log has the reason",
         ) from error
 
 

@@ -9,53 +9,21 @@ where that is not 0. An input has exactly so many bytes; an output has at most s
 (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from tableside.serving.errors import ApiError, Kind, bad_request, not_found, short, wrong_method
+from tableside.serving.errors import ApiError, Kind, bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.region_registry import Registered
 from tableside.serving.regions import DeviceRegion, Region, Regions
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 PATH = "systemsharedmemory"
-_METHODS = {"status": "GET", "register": "POST", "unregister": "POST"}
 INLINE_BYTES = 4 << 20  # in regions up to which they are read and written on the event loop: some 0.4 ms
 
 
-def answer(regions: Regions | None, method: str, path: Sequence[str], body: bytes) -> Any:
-    """What a request under PATH is answered; None: nothing.
-
-    path: behind PATH. body: of a POST.
-
-    ApiError: regions are not allowed here, there is no such path, or what it asks for is refused.
-    """
-    if regions is None:
-        raise not_allowed("")
-    action, name = action_of(PATH, method, path)
-    if action == "status":
-        return [_described(entry) for entry in regions.status(name)]
-    if action == "unregister":
-        regions.unregister(name)
-        return None
-    assert name is not None
-    _register(regions, name, json_object(body))
-    return None
-
-
-def action_of(top: str, method: str, path: Sequence[str]) -> tuple[str, str | None]:
-    """What a request under /v2/`top` asks for, and the name of the region, if it has one. ApiError: there is no such path."""
-    name = "/".join(path[1:-1]) if path[:1] == ["region"] and len(path) > 2 else None
-    whole = "/".join(("/v2", top, *path))
-    action = path[-1] if path and (name is not None or len(path) == 1) else ""
-    if (expected := _METHODS.get(action)) is None or (action == "register" and name is None):
-        raise not_found(f"{short(whole)} is not a path of this server")
-    if method != expected and (method, expected) != ("HEAD", "GET"):
-        raise wrong_method(method, whole, expected)
-    return action, name
-
-
-def _register(regions: Regions, name: str, asked: dict[str, Any]) -> None:
+async def register(regions: Regions, link: object, name: str, body: bytes) -> None:
+    """Registers a region as the body of a request says. link: not used. ApiError: it is refused."""
+    asked = json_object(body)
     key = asked.get("key")
     if not isinstance(key, str):
         raise bad_request(f"shared memory region {short(name)}: key is no string; expected the name of a shared memory object")
@@ -63,7 +31,7 @@ def _register(regions: Regions, name: str, asked: dict[str, Any]) -> None:
     regions.register(name, key, offset, size)
 
 
-def _described(entry: Registered) -> dict[str, Any]:
+def describe(entry: Registered) -> dict[str, Any]:
     return {"name": entry.name, "key": entry.key, "offset": entry.offset, "byte_size": entry.byte_size}
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from tableside.loader.model import SCORE
 from tableside.quant import Place
 from tableside.quant.gpu.follower import VectorField
-from tableside.serving.http import kjt, shm
+from tableside.serving.http import _headers, kjt, shm
 from tableside.serving.http.large_json import inputs_of
 from tableside.serving.http.region_parts import RegionParts
 from tableside.serving.http.tensors import DTYPES, split_name
@@ -42,11 +42,6 @@ from tableside.serving.request import Request
 from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
 from tableside.serving.version import Planners, ServedVersion, side_by_side
-
-try:
-    from tableside.serving.http import _headers
-except ImportError:  # it was not built, as the native kernel was not: every header goes the slow path
-    _headers = None  # type: ignore[assignment]
 
 TEMPLATE_BYTES = 32 << 20  # of the headers and responses that a version's templates were made of
 _HEADER_BYTES, _NUMBERS = 1024, 32  # of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
@@ -86,7 +81,6 @@ class Template:
 
     model: str
     version: int
-    features: tuple[str, ...]
     planners: Planners
     compiled: Any
     size: int
@@ -124,20 +118,10 @@ class Template:
 
     def _request(self, body: Any, found: tuple[Any, ...]) -> InferRequest:
         places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets, dense, rows = found
-        plan, is_small = self.planners.plan(places, out_bytes, ids, self.scorer is not None)
-        request = Request(
-            self.model,
-            self.version,
-            self.features,
-            plan,
-            ids=ids,
-            vectors=vectors,
-            row_bytes=row_bytes,
-            out_bytes=out_bytes,
-            tables=self.planners.tables,
-            scoring=None if self.scorer is None else self._scoring(self.scorer, places, dense, rows, out_bytes),
-            is_small=is_small,
-        )
+        lookups = self.planners.plan(places, out_bytes, ids, self.scorer is not None)
+        scoring = None if self.scorer is None else self._scoring(self.scorer, places, dense, rows, out_bytes)
+        sizes = ids, vectors, row_bytes, out_bytes
+        request = Request(self.model, self.version, lookups, sizes, scoring=scoring)
         return InferRequest(request, body if inputs is None else inputs, head, parts, offsets)
 
     def _scoring(self, scorer: Scorer, places: bytes, dense: bytes, rows: int, out_bytes: int) -> Scoring:
@@ -224,7 +208,7 @@ class Templates:
 
     def learn(self, served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> None:
         """Makes a template of a header that the slow path understood, if its skeleton came before."""
-        if _headers is None or not infer.head or any(sent.output.is_mask for sent in infer.outputs):
+        if not infer.head or any(sent.output.is_mask for sent in infer.outputs):
             return
         if (known := self._known.get(served)) is None:
             known = self._known[served] = _OfVersion(_HEADER_BYTES * _inputs(served))
@@ -293,7 +277,6 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
     return Template(
         request.model,
         request.version,
-        request.features,
         served.planners(request.features, together),
         _headers.template(np.array(words, np.int64).tobytes(), text),
         8 * len(words) + len(text),

@@ -6,9 +6,12 @@ slow body and a client that reads slowly are all in it, as they are in what a us
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tableside.serving.metrics import REQUEST_SECONDS
+
+if TYPE_CHECKING:  # of an extra
+    from tableside.serving.http.tracing import SpanWriter
 
 V1, V2, OTHER = "v1", "v2", "http"
 REQUEST_ID, PARENT = b"x-request-id", b"traceparent"
@@ -59,13 +62,6 @@ def outcome_of(status: int) -> str:
     return "unavailable" if status == 503 else "failed"
 
 
-class Spans(Protocol):
-    """Writes traces."""
-
-    def write(self, protocol: str, outcome: str, status: int, seconds: float, trace: Trace) -> None:
-        """Writes the span of a request that ended now and took so many seconds."""
-
-
 class Traffic:
     """Counts over the connections of a worker. Belongs to one event loop. connections: that are open; in_flight: requests.
 
@@ -74,7 +70,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.connections = self.in_flight = 0
-        self.spans: Spans | None = None
+        self.spans: SpanWriter | None = None
 
     def began(self) -> None:
         """A request's headers are here."""

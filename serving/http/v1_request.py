@@ -168,19 +168,9 @@ class Layouts:
         if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
             return _one_by_one(served, features, dense, score)
         ids = int(lists.id_counts.sum())
-        plan, is_small = names.planners.plan(places.view(np.int64).reshape(len(places), -1), out_bytes, ids)
-        request = Request(
-            served.header.model,
-            served.version,
-            names.features,
-            plan,
-            ids=ids,
-            vectors=int(counts.sum()),
-            row_bytes=int(names.row_bytes @ lists.id_counts),
-            out_bytes=out_bytes,
-            tables=names.planners.tables,
-            is_small=is_small,
-        )
+        lookups = names.planners.plan(places.view(np.int64).reshape(len(places), -1), out_bytes, ids)
+        sizes = ids, int(counts.sum()), int(names.row_bytes @ lists.id_counts), out_bytes
+        request = Request(served.header.model, served.version, lookups, sizes)
         return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
 
     def _names(self, served: ServedVersion, features: tuple[str, ...]) -> _Names | None:

@@ -364,27 +364,3 @@ def restated(head: bytes, state: State) -> bytes:
     if state.sequence:
         parameters["sequence"] = state.sequence
     return orjson.dumps({**response, "parameters": parameters} if parameters else response)
-
-
-def input_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The inputs that a model takes, for its metadata, with both ways of sending each feature."""
-    dense = {} if served.scorer is None else served.scorer.dense
-    described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
-    for name, bound in served.features.items():
-        described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
-        described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
-        described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
-        if bound.pooling.label != "none":
-            described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
-    return described
-
-
-def output_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The outputs that a model gives, for its metadata. Found masks are given where they are named alone."""
-    described = [
-        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
-    ]
-    described += [{"name": mask_name(n), "datatype": "BOOL", "shape": [-1]} for n in served.features]
-    if served.scorer is not None:
-        described.append({"name": SCORE, "datatype": "FP32", "shape": served.scorer.describe()["shape"]})
-    return described

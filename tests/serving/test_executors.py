@@ -215,8 +215,8 @@ def played(scoring: Scoring | None) -> Request:
     plan = SimpleNamespace(staged_bytes=0, run=lambda inputs, outputs: None)
     outputs = () if scoring is None else (scoring.output,)
     out_bytes = sum(o.bytes for o in outputs)
-    counts = {"ids": 0, "vectors": 0, "row_bytes": 0, "out_bytes": out_bytes}
-    return Request("played", 3, (), plan, **counts, outputs=outputs, scoring=scoring)  # type: ignore[arg-type]
+    lookups: Any = (), (), plan, False
+    return Request("played", 3, lookups, (0, 0, 0, out_bytes), outputs=outputs, scoring=scoring)
 
 
 @pytest.fixture

@@ -1,0 +1,179 @@
+"""What a server and its models are, as JSON: for GET /v1/models, and for the metadata, configuration and statistics of V2."""
+
+from typing import Any
+
+from tableside.loader.model import SCORE
+from tableside.loader.stored import StoredIds, StoredTable
+from tableside.serving import VERSION
+from tableside.serving.http import kjt
+from tableside.serving.metrics import statistics
+from tableside.serving.places import mask_name
+from tableside.serving.service import Service
+from tableside.serving.version import ServedVersion
+
+
+def describe_server(service: Service) -> dict[str, Any]:
+    doors = ["HTTP: /v1 (JSON), /v2 (Open Inference Protocol)"]
+    if service.regions is not None:
+        doors.append("shared memory of clients")
+    return {"version": VERSION, "devices": list(service.settings.devices), "doors": doors}
+
+
+def describe_model(service: Service, name: str) -> dict[str, Any]:
+    served = service.engines[name].attached()
+    header, placements = served.header, served.placed.placements
+    return {
+        "name": name,
+        "version": served.version,
+        "sequence": served.sequence,
+        "behind_seconds": service.engines[name].behind_s,
+        "deltas": [
+            {
+                "sequence": d.sequence,
+                "rows": d.entries,
+                "bytes": d.segment.size,
+                "made_at": d.change.made_at or None,
+                "applied_at": d.change.applied_at,
+            }
+            for d in served.segment.deltas
+        ],
+        "versions": service.published(name),
+        "created": header.created,
+        "backend": served.backend.description,
+        "segment_bytes": served.segment.size,
+        "fp32_bytes": header.fp32_bytes,
+        "load_seconds": header.load.get("seconds"),
+        "tables": [
+            {
+                "name": t.name,
+                "row_format": t.row_format,
+                "rows": t.rows,
+                "dim": t.dim,
+                "bytes": t.bytes,
+                "placement": placements[t.name],
+                **_describe_ids(t),
+            }
+            for t in header.tables
+        ],
+        "scorer": None if served.scorer is None else served.scorer.describe(),
+        "features": [{"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features],
+    }
+
+
+def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
+    return {
+        "name": served.header.model,
+        "versions": [str(v) for v in service.published(served.header.model)],
+        "platform": "tableside",
+        "inputs": _input_names(served),
+        "outputs": _output_names(served),
+        "parameters": {
+            "backend": served.backend.description,
+            "segment_bytes": served.segment.size,
+            "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
+            "table_ids": {t.name: _describe_ids(t) for t in served.header.tables},
+            "pooling": {n: f.pooling.label for n, f in served.features.items()},
+            **kjt.describe(served),
+        },
+    }
+
+
+def model_statistics(served: ServedVersion) -> list[dict[str, Any]]:
+    """In the statistics extension's shape: counts and nanoseconds over all workers and all versions since the start."""
+    found = statistics(served.header.model)
+    count = found["lookup"][0]
+    ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}
+    total = sum(ns[s]["ns"] for s in ("parse", "lookup", "encode"))
+    nothing = {"count": 0, "ns": 0}
+    return [
+        {
+            "name": served.header.model,
+            "version": str(served.version),
+            "inference_count": count,
+            "execution_count": count,
+            "inference_stats": {
+                "success": {"count": count, "ns": total},
+                "fail": {"count": found["refused"][0], "ns": 0},
+                "queue": {"count": count, "ns": 0},
+                "compute_input": ns["parse"],
+                "compute_infer": ns["lookup"],
+                "compute_output": ns["encode"],
+                "cache_hit": nothing,
+                "cache_miss": nothing,
+            },
+            "batch_stats": [],
+        }
+    ]
+
+
+def server_metadata(service: Service) -> dict[str, Any]:
+    extensions = ["binary_tensor_data", "statistics", "model_configuration"]
+    if service.admin_token is not None:
+        extensions.append("model_repository")
+    if service.regions is not None:
+        extensions.append("system_shared_memory")
+        if service.link is not None:
+            extensions.append("cuda_shared_memory")
+    return {"name": "tableside", "version": VERSION, "extensions": extensions}
+
+
+def model_configuration(served: ServedVersion) -> dict[str, Any]:
+    kinds = {
+        "INT64": "TYPE_INT64",
+        "INT32": "TYPE_INT32",
+        "FP32": "TYPE_FP32",
+        "FP16": "TYPE_FP16",
+        "BOOL": "TYPE_BOOL",
+    }
+    inputs = [
+        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True} for i in _input_names(served)
+    ]
+    outputs = [{"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]} for o in _output_names(served)]
+    return {
+        "name": served.header.model,
+        "platform": "tableside",
+        "backend": "tableside",
+        "version_policy": {"specific": {"versions": [served.version]}},
+        "max_batch_size": 0,
+        "input": inputs,
+        "output": outputs,
+        "parameters": {"backend": {"string_value": served.backend.description}},
+    }
+
+
+def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
+    """The inputs that a model takes, for its metadata, with both ways of sending each feature."""
+    dense = {} if served.scorer is None else served.scorer.dense
+    described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
+    for name, bound in served.features.items():
+        described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
+        described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
+        described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
+        if bound.pooling.label != "none":
+            described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
+    return described
+
+
+def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
+    """The outputs that a model gives, for its metadata. Found masks are given where they are named alone."""
+    described = [
+        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
+    ]
+    described += [{"name": mask_name(n), "datatype": "BOOL", "shape": [-1]} for n in served.features]
+    if served.scorer is not None:
+        described.append({"name": SCORE, "datatype": "FP32", "shape": served.scorer.describe()["shape"]})
+    return described
+
+
+def _describe_ids(table: StoredTable) -> dict[str, Any]:
+    """Which ids a table has, and what becomes of others, as JSON.
+
+    ids: "row", where they are [first_id, first_id + id_count), or "raw", any int64. id_count: ids with a row of their own.
+    missing: the policy for others, as model.toml has it. backfilled: ids whose row came from an older version.
+    """
+    ids = table.ids or StoredIds(table.rows)
+    is_raw = ids.index is not None
+    found: dict[str, Any] = {"ids": "raw" if is_raw else "row", "id_count": ids.count}
+    if not is_raw:
+        found["first_id"] = ids.first
+    return {**found, "missing": ids.missing, "backfilled": ids.backfilled}
