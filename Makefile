@@ -1,11 +1,10 @@
-# Everything a fresh machine needs: python3 with venv and pip, and make. Without a C compiler pip brings one for the build
-# (builder/native_build.py).
+# Everything a fresh machine needs: python3 with venv, pip and Python.h, a C compiler, and make.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.c)
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.[ch])
 
 .PHONY: help setup dev demo serve minilm dlrm torchrec live test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign clean
@@ -17,14 +16,11 @@ setup: $(VENV)/.base
 
 dev: $(VENV)/.dev
 
-# The base: what loads, serves and looks up. A Python without its headers cannot build the native kernel; FBGEMM's stands in.
+# The base: what loads, serves and looks up.
 $(VENV)/.base: $(BUILT_FROM)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing tableside into $(VENV)"
 	@$(PIP) install --editable .
-	@$(BIN)/python -c 'import tableside.quant.cpu._native, tableside.loader.program._layers, tableside.serving.http._headers' 2>/dev/null || { \
-		echo "the native kernel was not built (Python.h? Debian: apt-get install python3-dev); installing FBGEMM's, which is large"; \
-		$(PIP) install --editable '.[fbgemm]'; }
 	@touch $@
 
 # And what tests, checks and benchmarks need.

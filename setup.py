@@ -1,18 +1,12 @@
-"""The native extensions, which pyproject.toml cannot declare without a warning.
+"""The C extensions, which pyproject.toml cannot declare without a warning. Everything else is there."""
 
-Everything else is there. TABLESIDE_NATIVE=required: the build fails where they do not compile. Else they are left out, and
-`tableside serve` says so.
-"""
-
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 KERNEL, LAYERS = Path("quant/cpu"), Path("loader/program")
-PARTS = ("", "_bags", "_tensors", "_index", "_overlay", "_jobs", "_batch", "_avx512", "_avx2", "_portable")
-OPTIONAL = os.environ.get("TABLESIDE_NATIVE") != "required"
+PARTS = ("", "_bags", "_tensors", "_index", "_pilots", "_overlay", "_jobs", "_batch", "_avx512", "_avx2", "_portable")
 
 
 def extension(
@@ -26,7 +20,6 @@ def extension(
         extra_compile_args=[*flags, "-std=gnu11"],
         extra_link_args=[*link, "-s"],
         py_limited_api=True,
-        optional=OPTIONAL,
     )
 
 

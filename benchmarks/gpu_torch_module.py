@@ -28,9 +28,9 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
+from process_memory import memory_together
 
 from tableside.loader.memory import pss_bytes
-from tableside.loader.process_memory import memory_together
 from tableside.loader.versions import Model
 from tableside.quant.cache.settings import Policy
 from tableside.torch import EmbeddingBags

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from common import report, shared_folder
 from make_model import publish_random
+from process_memory import memory_together
 
-from tableside.loader.process_memory import memory_together
 from tableside.loader.versions import Model
 from tableside.torch import EmbeddingBags
 

@@ -1,17 +1,15 @@
-"""The build backend: setuptools' own, which also sees to a C compiler for the native kernel.
+"""The build backend: setuptools' own, which also builds wheels for an old glibc.
 
-A machine that has a compiler uses it. For one that has none, pip installs `ziglang` (clang in a wheel from PyPI) into the
-folder that it builds in and then removes. So `pip install` of a checkout needs Python with Python.h and nothing else.
+A checkout is built by the machine's C compiler.
 
     pip wheel --config-settings=glibc=2.17 .
 
-always builds with `ziglang`, for x86-64 and that release of glibc or a newer one, and fails where the kernel does not compile
-(elsewhere the kernel is left out then, and `tableside serve` warns of that).
+builds with `ziglang` (clang in a wheel from PyPI) instead, for this processor and that release of glibc or a
+newer one. pip installs it into the folder that it builds in and then removes.
 """
 
 import os
 import platform
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -23,6 +21,7 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import (
     build_sdist,
+    get_requires_for_build_editable,
     get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
@@ -42,27 +41,23 @@ __all__ = [
 
 Settings = Mapping[str, str] | None
 ZIG = "ziglang>=0.13"
-OLDEST_GLIBC = "2.17"  # manylinux2014: what zig builds for where nobody asks for another
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    return [*build_meta.get_requires_for_build_wheel(_for_setuptools(config_settings)), *_compiler(config_settings)]
-
-
-def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    return [*build_meta.get_requires_for_build_editable(_for_setuptools(config_settings)), *_compiler(config_settings)]
+    zig = [ZIG] if _glibc(config_settings) else []
+    return [*build_meta.get_requires_for_build_wheel(_for_setuptools(config_settings)), *zig]
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    with _environment(config_settings):
+    with _compiler(_glibc(config_settings)):
         return build_meta.build_wheel(wheel_directory, _for_setuptools(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    with _environment(config_settings), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # setuptools warns of a folder that is called as the package is, which a checkout has and means to have.
         warnings.filterwarnings("ignore", ".*Editable installation", InformationOnly)
-        return build_meta.build_editable(wheel_directory, _for_setuptools(config_settings), metadata_directory)
+        return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def _glibc(settings: Settings) -> str | None:
@@ -73,33 +68,21 @@ def _for_setuptools(settings: Settings) -> dict[str, str]:
     return {name: value for name, value in (settings or {}).items() if name != "glibc"}
 
 
-def _compiler(settings: Settings) -> list[str]:
-    """What pip installs to compile with."""
-    is_here = "CC" in os.environ or any(map(shutil.which, ("cc", "gcc", "clang")))
-    return [ZIG] if _glibc(settings) or not is_here else []
-
-
 @contextmanager
-def _environment(settings: Settings) -> Iterator[None]:
-    """The environment variables that setuptools and setup.py compile by."""
-    variables = {}
+def _compiler(glibc: str | None) -> Iterator[None]:
+    """The environment variables by which setuptools compiles for this glibc; None: those that are there."""
+    if glibc is None:
+        yield
+        return
     with tempfile.TemporaryDirectory(prefix="tableside-zig-") as cache:
-        if _compiler(settings):
-            target = f"{platform.machine()}-linux-gnu.{_glibc(settings) or OLDEST_GLIBC}"
-            # Debian's Python.h includes a header of the folder above its own, which zig does not search for another target.
-            above = Path(sysconfig.get_path("include")).parent
-            command = f"{sys.executable} -m ziglang cc -target {target} -idirafter {above}"
-            linker = f"{command} -shared"  # without the options of the compiler that Python was built with, which zig refuses
-            variables |= {"CC": command, "LDSHARED": linker, "ZIG_GLOBAL_CACHE_DIR": cache}
-        if _glibc(settings):
-            variables["TABLESIDE_NATIVE"] = "required"
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
+        # Debian's Python.h includes a header of the folder above its own, which zig does not search for another target.
+        above = Path(sysconfig.get_path("include")).parent
+        command = f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} -idirafter {above}"
+        linker = f"{command} -shared"  # without the options of the compiler that Python was built with, which zig refuses
+        before = dict(os.environ)
+        os.environ |= {"CC": command, "LDSHARED": linker, "ZIG_GLOBAL_CACHE_DIR": cache}
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            os.environ.clear()
+            os.environ |= before

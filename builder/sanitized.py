@@ -70,7 +70,7 @@ def build(folder: Path = FOLDER) -> list[Path]:
     except ImportError as error:
         raise Unavailable(f"{error}; the environment of `make dev` has setuptools") from error
     os.chdir(TOP)  # setup.py names its sources from here
-    os.environ |= {"CC": "gcc", "LDSHARED": "gcc -shared", "TABLESIDE_NATIVE": "required"}
+    os.environ |= {"CC": "gcc", "LDSHARED": "gcc -shared"}
     distribution = import_module("distutils.core").run_setup("setup.py", stop_after="init")
     for extension in distribution.ext_modules:
         _watched(extension)

@@ -46,7 +46,7 @@ class ApplySettings:
     process that applies."""
 
     threads: int = 0
-    backend: str = "auto"
+    backend: str = "native"
     keep: Retention = RETENTION
     merge_share: float = 0.25
     wait_s: float = 600.0

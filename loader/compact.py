@@ -32,6 +32,7 @@ from tableside.loader.states import State, attach_state, state_of, writing
 from tableside.loader.stored import StoredIds, StoredRows, StoredTable, index_parts, keep_zero_apart, plan_index
 from tableside.loader.versions import Model
 from tableside.quant import Table
+from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder, find_rows
 from tableside.quant.ids import IdIndex, id_at, set_bits
 
 _BLOCK_ROWS = 1 << 16
@@ -204,8 +205,6 @@ class _CompactTable:
 
     def _plan(self, old: IdIndex) -> None:
         """Builds the index of the ids that the table has now."""
-        from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder
-
         assert self.entries is not None and self.ids is not None and self.ids.index is not None
         builder = IndexBuilder(old.buckets, old.bucket_ids, self.work.settings.threads)
         gone = np.sort(self.entries.ids)  # from the rows of before
@@ -248,8 +247,6 @@ class _CompactTable:
 
     def _kept(self, gone: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(ids, rows) of before that nothing changed, block after block."""
-        from tableside.quant.cpu.index_builder import find_rows
-
         for start in range(0, self._old.slots, _BLOCK_ROWS):
             rows = np.arange(start, min(start + _BLOCK_ROWS, self._old.slots), dtype=np.int64)
             ids = np.ascontiguousarray(self._old.ids[rows[0] : rows[-1] + 1])
@@ -289,8 +286,6 @@ class _CompactTable:
         writer.rows(new, 0, new.rows).reshape(-1)[:] = data
 
     def _write_indexed(self, writer: SegmentWriter, stored: StoredTable, target: NDArray[np.uint8]) -> None:
-        from tableside.quant.cpu.index_builder import find_rows
-
         assert self.index is not None and self.entries is not None
         assert stored.ids is not None and stored.ids.index is not None and self.table.row_map is not None
         at = stored.ids.index

@@ -14,6 +14,7 @@ from tableside.loader.header import Change, Header, plan_tables
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, marks_part, plan_index
 from tableside.quant import Table
+from tableside.quant.cpu.index_builder import IndexBuilder, fill_filter, fill_marks, find_rows
 from tableside.quant.ids import IdIndex, bits_at, set_bits
 from tableside.quant.overlay import Level, are_marks_worth_it, filter_words
 
@@ -33,8 +34,6 @@ class Entries(NamedTuple):
 
 def entries_of(level: Level) -> Entries:
     """What a delta has of a table."""
-    from tableside.quant.cpu.index_builder import find_rows
-
     kept, slots = np.ascontiguousarray(level.index.ids), np.arange(level.index.slots)
     found = np.empty(kept.size, np.int64)
     find_rows(level.index, kept, found)
@@ -65,8 +64,6 @@ class MergedTable:
 
 def merge(base: Table, parts: Sequence[Entries], threads: int) -> MergedTable:
     """Plans the table of a delta from its parts, the newest last: of an id that comes twice the last entry counts."""
-    from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
-
     ids = np.concatenate([part.ids for part in parts])
     buckets = 1 << max(0, (ids.size // _IDS_A_BUCKET).bit_length())
     builder = IndexBuilder(buckets, 0, threads)
@@ -128,8 +125,6 @@ def write_unsealed(
 
 
 def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
-    from tableside.quant.cpu.index_builder import fill_filter, fill_marks
-
     stored = next(t for t in writer.header.tables if t.name == name)
     assert stored.ids is not None and stored.ids.index is not None
     at = stored.ids.index

@@ -65,7 +65,7 @@ class LoadSettings:
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
-    backend: str = "auto"
+    backend: str = "native"
     activate: bool = True
     group: str | None = None
     only: tuple[str, ...] = ()

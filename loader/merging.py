@@ -26,6 +26,7 @@ from tableside.loader.header import Change
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import UNPUBLISHED, State
 from tableside.loader.versions import Model
+from tableside.quant.cpu.index_builder import find_rows
 from tableside.quant.ids import bits_at
 from tableside.quant.overlay import Level
 
@@ -163,8 +164,6 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[Entries]] | 
 
 def _same(entries: Entries, level: Level) -> tuple[np.ndarray, int]:
     """Which entries a level has as they are, bool [n]; and of how many ids it has an entry."""
-    from tableside.quant.cpu.index_builder import find_rows
-
     slots = np.empty(entries.ids.size, np.int64)
     find_rows(level.index, entries.ids, slots)
     there = np.flatnonzero((slots >= 0) & (level.index.ids[slots] == entries.ids))

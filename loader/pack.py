@@ -20,7 +20,7 @@ class PackedChanges:
     version: that they fit. rows: how many changes there are. tables: name -> what was added of it, in order.
     """
 
-    def __init__(self, segment: Segment, backend: str = "auto") -> None:
+    def __init__(self, segment: Segment, backend: str = "native") -> None:
         self.version, self.rows = segment.base.header.version, 0
         self.tables: dict[str, list[Entries]] = {}
         self._segment, self._backend = segment, choose(backend)

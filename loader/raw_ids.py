@@ -25,6 +25,7 @@ from tableside.loader.memory import reserve
 from tableside.loader.model import RawIds, TableSpec
 from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, keep_zero_apart, plan_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
+from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
 from tableside.quant.errors import NotRepresentable
 from tableside.quant.ids import ID_BYTES, IdIndex, bits_at, id_at, set_bits
 
@@ -80,8 +81,6 @@ def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Ba
 
     CheckpointError: ids come twice, or cannot be read. ModelError: ids do not fit the buckets. NoSpace: the records have no room.
     """
-    from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder
-
     try:
         builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
         for ids, _ in _all_ids(source, backfill):
@@ -175,8 +174,6 @@ class RawWriter:
         return ~dropped
 
     def _put(self, ids: NDArray[np.int64], packed: NDArray[np.uint8]) -> NDArray[np.int64]:
-        from tableside.quant.cpu.index_builder import find_rows
-
         rows = np.empty(len(ids), np.int64)
         find_rows(self.table.index, ids, rows)
         if self._id_at >= 0:

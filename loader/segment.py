@@ -211,12 +211,6 @@ class Segment:
         owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
         return f"the id index of table {owner!r}"
 
-    def corrupt_chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
-        """Reads every row; yields (table or index, first row, end row) of each chunk whose checksum is wrong."""
-        for t, start, stop in self.chunks():
-            if not self.is_whole(t, start, stop):
-                yield t, start, stop
-
     def verify(self, threads: int = 1) -> None:
         """Reads every row, with so many threads; SegmentError names the first chunk whose bytes changed since it was written."""
         if self.header.scorer:

@@ -1,12 +1,13 @@
 """Numbers: row formats, quantize, dequantize and lookup on packed rows.
 
-Knows nothing of files, processes, settings or HTTP. Four backends share one contract (`quant.contract.Backend`): plain torch (the
-specification), FBGEMM, our own CPU kernel and our own GPU kernel. Inside, imports go one way:
+Knows nothing of files, processes, settings or HTTP. Three backends share one contract
+(`quant.contract.Backend`): our own CPU kernel, FBGEMM and our own GPU kernel. tests/helpers/reference.py is
+their specification. Inside, imports go one way:
 
     contract  <-  cpu  <-  device  <-  cache  <-  gpu
 """
 
-from tableside.quant.backends import backend_names, choose
+from tableside.quant.backends import choose
 from tableside.quant.contract import Backend, Lookup, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource, Table
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
@@ -29,6 +30,5 @@ __all__ = [
     "RowSource",
     "Source",
     "Table",
-    "backend_names",
     "choose",
 ]

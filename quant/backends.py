@@ -1,63 +1,28 @@
-"""Picks a backend, openly: what `auto` chose is in the log and in the metadata, and a named one is never replaced."""
+"""Picks a backend, openly: its name is in the log and in the metadata, and it is never replaced."""
 
-import logging
 from functools import cache
-from importlib import import_module
-from typing import cast
 
 from tableside.quant.cpu.backend import CpuBackend
-from tableside.quant.errors import MissingBackend, QuantError
-from tableside.quant.installed import check_pair, require
+from tableside.quant.cpu.native import Native
+from tableside.quant.errors import QuantError
+from tableside.quant.installed import check_pair
 
-_CLASSES = {"native": "Native", "fbgemm": "Fbgemm", "reference": "Reference"}
-_AUTO = ("native", "fbgemm")
-_BUILD_NATIVE = "install tableside's wheel, or install Python.h (Debian: python3-dev) and then tableside again"
-
-logger = logging.getLogger("tableside")
-
-
-def backend_names() -> tuple[str, ...]:
-    """What `choose` takes."""
-    return ("auto", *_CLASSES)
+BACKENDS = ("native", "fbgemm")
 
 
 @cache
-def choose(name: str = "auto") -> CpuBackend:
-    """The backend `name`; `auto`: the native kernel where it was built, else FBGEMM, with a warning that says what to do.
+def choose(name: str = "native") -> CpuBackend:
+    """The backend `name`.
 
-    MissingBackend: it is not part of this installation. QuantError: no such backend, or the installed fbgemm and torch do
-    not belong together, whichever backend is asked for: an installation that is broken is refused at the start.
+    MissingBackend: it is not part of this installation. QuantError: no such backend, or the installed fbgemm
+    and torch do not belong together, whichever backend is asked for: an installation that is broken is
+    refused at the start.
     """
-    check_pair(required=False)
-    if name == "auto":
-        return _first()
-    if name not in _CLASSES:
-        raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(backend_names())}")
-    if name == "fbgemm":
-        check_pair()
-    if name == "reference":
-        require("the reference backend", "torch", extra="torch")
-    module = import_module(f"tableside.quant.cpu.{name}")
-    return cast(CpuBackend, getattr(module, _CLASSES[name])())
+    if name not in BACKENDS:
+        raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(BACKENDS)}")
+    check_pair(required=name == "fbgemm")
+    if name == "native":
+        return Native()
+    from tableside.quant.cpu.fbgemm import Fbgemm
 
-
-@cache
-def _first() -> CpuBackend:
-    """The fastest backend that is installed."""
-    missing = []
-    for candidate in _AUTO:
-        try:
-            backend = choose(candidate)
-        except MissingBackend as error:
-            missing.append(str(error))
-            continue
-        if missing:
-            logger.warning(
-                "the native kernel is not part of this installation, so lookups and loads run on %s and take several times as "
-                "long; %s", backend.description, _BUILD_NATIVE
-            )  # fmt: skip
-        return backend
-    raise MissingBackend(
-        f"nothing that looks rows up is installed; for the native kernel, {_BUILD_NATIVE}; for FBGEMM's, install "
-        "tableside[fbgemm]"
-    )
+    return Fbgemm()

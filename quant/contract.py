@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
+from tableside.quant.errors import QuantError
 from tableside.quant.ids import RowMap
-from tableside.quant.row_format import RowFormat, Source
+from tableside.quant.row_format import RowFormat
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 
@@ -328,59 +328,9 @@ class Backend(ABC):
         return self.lookup(table, ids, pooling=Pooling.NONE)
 
 
-def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
-    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0, rows).
-
-    rows -1: ids may be any.
-    """
-    if lengths is not None:
-        if (negative := np.flatnonzero(lengths < 0)).size:
-            at = int(negative[0])
-            raise BadIds(Problem.LENGTH, job, at, int(lengths[at]), 0)
-        if (total := int(lengths.sum(dtype=np.int64))) != ids.size:
-            raise BadIds(Problem.SUM, job, lengths.size, total, ids.size)
-    if rows >= 0 and (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
-        at = int(outside[0])
-        raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
-
-
 def by_row_number(table: RowSource) -> RowSource:
     """The same rows, where an id is a row number."""
     return replace(table, row_map=None) if isinstance(table, Table) and table.row_map is not None else table
-
-
-def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
-    """The row of each id, which ids have one (None: all), and how many do not. As `check_ids`, BadIds where an id is refused."""
-    row_map = table.row_map
-    if row_map is None:
-        check_ids(ids, lengths, table.rows, job)
-        return ids, None, Unfound(0, 0)
-    check_ids(ids, lengths, -1, job)
-    rows = row_map.find(ids)
-    found = rows != -1
-    backfilled = int(np.count_nonzero(row_map.is_backfilled(rows[found])))
-    if (lacks := np.flatnonzero(~found)).size:
-        if row_map.default_row is None:
-            at = int(lacks[0])
-            raise BadIds(Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count)
-        rows[lacks] = row_map.default_row
-    return rows, found, Unfound(int(lacks.size), backfilled)
-
-
-def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
-    """A table without a map, and the numbers in it, of these rows [n] of `table`, none of them -1.
-
-    It is `table` itself, or, where that has an overlay, a copy of those rows.
-    """
-    if table.row_map is None:
-        return table, rows
-    if (overlay := table.row_map.overlay) is None:
-        return replace(table, row_map=None), rows
-    own = (rows >= 0) & (rows < table.rows)
-    packed = np.empty((max(1, rows.size), table.row_bytes), np.uint8)
-    packed[: rows.size][own] = table.packed[rows[own]]
-    overlay.rows(rows, packed[: rows.size])
-    return Table(packed, table.row_format, table.dim), np.arange(rows.size, dtype=np.int64)
 
 
 def check_arguments(
@@ -413,19 +363,3 @@ def check_arguments(
     if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:
         raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous {np.dtype(dtype)} {list(shape)}")
     return out
-
-
-def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-    """Checks dtypes and shapes of a quantization."""
-    dtype = {Source.FP32: np.float32, Source.FP16: np.float16, Source.BF16: np.uint16}[source]
-    if values.dtype != dtype or values.ndim != 2 or not values.flags.c_contiguous:
-        raise QuantError(f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, dim]")
-    expected = (values.shape[0], row_format.row_bytes(values.shape[1]))
-    if out.dtype != np.uint8 or out.shape != expected or not out.flags.c_contiguous:
-        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")
-
-
-def not_representable(row: int, row_format: RowFormat) -> NotRepresentable:
-    """The error for the first row that `row_format` cannot represent."""
-    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "fp32"}.get(row_format, "|x| <= 65504")
-    return NotRepresentable(row, row_format.label, largest)

@@ -25,12 +25,15 @@ a bucket are; both move as they are.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.row_format import RowFormat
+
+if TYPE_CHECKING:
+    from tableside.quant.overlay import Overlay
 
 MIX = 0xD6E8FEB86659FD93
 SEED = 0x9E3779B97F4A7C15
@@ -107,6 +110,15 @@ class IdIndex:
     def slots(self) -> int:
         return int(self.directory[-1, 0])
 
+    @cached_property
+    def entries(self) -> NDArray[np.uint32]:
+        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
+        entries = np.empty((len(self.directory) - 1, 4), np.uint32)
+        entries[:, :2] = np.ascontiguousarray(self.directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
+        entries[:, 2] = np.diff(self.directory[:, 0])
+        entries[:, 3] = self.directory[:-1, 1]
+        return entries
+
     def bucket_of(self, ids: Ids) -> NDArray[np.int64]:
         """The bucket of each id, counted from `first_bucket`; -1: it has none here."""
         if self.bucket_ids:
@@ -148,29 +160,6 @@ class IdIndex:
         return ids, self.places(ids) == rows
 
 
-def directory_entries(directory: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """A directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
-    entries = np.empty((len(directory) - 1, 4), np.uint32)
-    entries[:, :2] = np.ascontiguousarray(directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
-    entries[:, 2] = np.diff(directory[:, 0])
-    entries[:, 3] = directory[:-1, 1]
-    return entries
-
-
-class Overriding(Protocol):
-    """Rows that override a table's: `quant.overlay.Overlay`."""
-
-    @property
-    def native_address(self) -> int: ...
-
-    @property
-    def levels(self) -> "tuple[Any, ...]": ...
-
-    def override(self, ids: Ids, rows: NDArray[np.int64]) -> None: ...
-
-    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None: ...
-
-
 @dataclass(frozen=True, eq=False)
 class RowMap:
     """How ids become row numbers of one table.
@@ -186,7 +175,7 @@ class RowMap:
     index: IdIndex | None = None
     first: int = 0
     own: int | None = None
-    overlay: Overriding | None = None
+    overlay: "Overlay | None" = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which may be negative."""
@@ -233,15 +222,9 @@ class RowMap:
         return result
 
     @cached_property
-    def entries(self) -> NDArray[np.uint32]:
-        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
-        assert self.index is not None
-        return directory_entries(self.index.directory)
-
-    @cached_property
     def _native(self) -> NDArray[np.int64]:
-        made = native_row_map(self)
-        return np.array(made if self.index is None else made._replace(entries=_address(self.entries)), np.int64)
+        found = native_row_map(self)
+        return np.array(found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64)
 
     @property
     def native_address(self) -> int:
@@ -275,20 +258,14 @@ NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
 
 def native_row_map(of: RowMap) -> NativeRowMap:
     """The map with the addresses of its arrays in this process; without entries, which resolvers alone need."""
-    index = of.index
-    default = -1 if of.default_row is None else of.default_row
-    levels, level_count = (0, 0) if of.overlay is None else (of.overlay.native_address, len(of.overlay.levels))
-    if index is None:
-        own = of.count if of.own is None else of.own
-        of_rows = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
-        return of_rows._replace(levels=levels, level_count=level_count)
-    return NativeRowMap(
-        id_count=of.count,
-        default_row=default,
-        first=0,
-        own=of.count,
+    default, own = (-1 if of.default_row is None else of.default_row), (of.count if of.own is None else of.own)
+    found = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
+    if of.overlay is not None:
+        found = found._replace(levels=of.overlay.native_address, level_count=len(of.overlay.levels))
+    if (index := of.index) is None:
+        return found
+    return found._replace(
         directory=_address(index.directory),
-        entries=0,
         pilots=_address(index.pilots),
         ids=_address(index.ids),
         id_step=index.ids.strides[0] if index.ids.size else ID_BYTES,
@@ -297,8 +274,6 @@ def native_row_map(of: RowMap) -> NativeRowMap:
         first_bucket=index.first_bucket,
         buckets_here=len(index.directory) - 1,
         backfilled=0 if index.backfilled is None else _address(index.backfilled),
-        levels=levels,
-        level_count=level_count,
     )
 
 

@@ -25,14 +25,13 @@ the level has it, and its place among those that it has is where its slot stands
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError
-from tableside.quant.ids import U64, IdIndex, Ids, bits_at, directory_entries
+from tableside.quant.ids import U64, IdIndex, Ids, bits_at
 
 FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
@@ -49,19 +48,13 @@ def filter_words(ids: int) -> int:
     return max(1, -(-ids // IDS_A_WORD))
 
 
-def _hashed(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
-    """The word of each id [n], and the bits that are set in it."""
+def filter_bits(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
+    """The word of a filter that each id [n] has, and the bits that are set in it."""
     h = ids.view(np.uint64) * np.uint64(FILTER)
     bits = np.zeros(h.shape, np.uint64)
     for shift in FILTER_BITS:
         bits |= np.uint64(1) << (h >> np.uint64(shift) & np.uint64(63))
     return ((h >> np.uint64(32)) * np.uint64(words) >> np.uint64(32)).astype(np.int64), bits
-
-
-def fill_filter(ids: Ids, words: U64) -> None:
-    """Sets the bits of ids [n] in a filter."""
-    at, bits = _hashed(np.ascontiguousarray(ids), words.size)
-    np.bitwise_or.at(words, at, bits)
 
 
 class Marks(NamedTuple):
@@ -88,20 +81,6 @@ def are_marks_worth_it(numbers: int, rows: int, row_bytes: int) -> bool:
     return mark_words(numbers) * MARK_BYTES * MARKS_SHARE <= rows * row_bytes
 
 
-def fill_marks(ids: Ids, slots: NDArray[np.int64], marks: Marks) -> None:
-    """Writes marks, which are zeros, of ids [n], all different, that have these slots [n]."""
-    numbers = ids - np.int64(marks.first)
-    order = np.argsort(numbers)
-    marks.slots[: ids.size] = slots[order]
-    numbers = numbers[order]
-    words, starts = np.unique(numbers >> 6, return_index=True)
-    each = np.uint64(1) << (numbers & 63).astype(np.uint64)
-    marks.bits[words] = np.bitwise_or.reduceat(each, starts) if ids.size else each
-    counts = np.zeros(marks.before.size, np.uint32)
-    counts[words] = np.diff(starts, append=ids.size)
-    np.cumsum(counts[:-1], out=marks.before[1:])
-
-
 @dataclass(frozen=True, eq=False)
 class Level:
     """Some rows of an overlay.
@@ -120,7 +99,7 @@ class Level:
 
     def find(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Which ids [n] the level has, and the number of the row of each of these, NO_ROW of those that are deleted."""
-        word, bits = _hashed(ids, self.filter.size)
+        word, bits = filter_bits(ids, self.filter.size)
         has = self.filter[word] & bits == bits
         slots = self.index.find(ids[has])
         has[has] = slots >= 0
@@ -129,11 +108,6 @@ class Level:
         if self.deleted is not None:
             rows[bits_at(self.deleted, slots)] = NO_ROW
         return has, rows
-
-    @cached_property
-    def entries(self) -> NDArray[np.uint32]:
-        """The directory as resolvers read it: uint32 [buckets, 4]."""
-        return directory_entries(self.index.directory)
 
     @property
     def native(self) -> "NativeLevel":
@@ -144,7 +118,7 @@ class Level:
             filter_words=self.filter.size,
             first_row=self.first_row,
             deleted=0 if self.deleted is None else _address(self.deleted),
-            entries=_address(self.entries),
+            entries=_address(self.index.entries),
             pilots=_address(self.index.pilots),
             ids=_address(self.index.ids),
             id_step=self.index.ids.strides[0],
@@ -184,12 +158,8 @@ class Overlay:
     def __init__(self, levels: Sequence[Level]) -> None:
         if not 1 <= len(levels) <= MOST_LEVELS:
             raise QuantError(f"an overlay of {len(levels)} levels; kernels read 1 to {MOST_LEVELS}: merge them")
-        self._levels = tuple(levels)
-        self._native = np.array([level.native for level in self._levels], np.int64)
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        return self._levels
+        self.levels = tuple(levels)
+        self._native = np.array([level.native for level in self.levels], np.int64)
 
     @property
     def native_address(self) -> int:

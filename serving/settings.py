@@ -20,7 +20,7 @@ from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
 TOKEN_LENGTH = 16  # of an admin token, at least
-_OTHERS = {"TABLESIDE_NATIVE", "TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that setup.py, the images and the client read
+_OTHERS = {"TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that the images and the client read
 _SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 _GROUPS = {  # of a command's help, by the first field of each; those before go without a title
     "uds": "addresses",
@@ -79,7 +79,7 @@ class ServerSettings(RootSettings):
         "localhost on a loopback address, all elsewhere",
     )
 
-    backend: Literal["auto", "native", "fbgemm", "reference"] = Field("auto", description="what looks rows up")
+    backend: Literal["native", "fbgemm"] = Field("native", description="what looks rows up")
     threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
     verify: Literal["full", "header"] = Field(
         "full",

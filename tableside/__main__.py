@@ -16,7 +16,11 @@ def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         for sig in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(sig, signal.SIG_IGN)
-    from tableside.serving.cli.cli import main as run
+    try:
+        from tableside.serving.cli.cli import main as run
+    except ImportError as error:
+        print(f"tableside: {error}", file=sys.stderr)
+        return 1
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -161,7 +161,6 @@ def one_feature() -> bytes:
         ("triton", ("--devices", "0"), "gpu"),
         ("fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
         ("torch fbgemm_gpu", ("--backend", "fbgemm"), "fbgemm"),
-        ("torch fbgemm_gpu", ("--backend", "reference"), "torch"),
         ("opentelemetry.sdk", ("--traces", "console"), "otel"),
     ],
 )
@@ -195,16 +194,11 @@ def test_fbgemm_modules_and_stashing_name_their_extras() -> None:
     assert found.stderr.splitlines()[-1].endswith("is not installed; install tableside[torch]")
 
 
-def test_a_slow_fallback_is_a_warning_that_says_what_to_do(tmp_path: Path, root: Path) -> None:
-    """Without the native kernel a load runs on FBGEMM's, and without both it does not run."""
-    path = write_checkpoint(tmp_path, "npz")
-    found = without(NATIVE, "load", path, "--root", root)
-    assert found.returncode == 0
-    (line,) = found.stderr.splitlines()
-    assert "several times as long; install tableside's wheel" in line
-    line = refusal(f"{NATIVE} torch fbgemm_gpu", "load", path, "--root", root)
-    assert "install tableside's wheel" in line
-    assert line.endswith("install tableside[fbgemm]")
+def test_without_its_extensions_the_command_ends_with_one_line(root: Path) -> None:
+    """Which says what to do."""
+    line = refusal(NATIVE, "list", "--root", root)
+    assert line.startswith("tableside: tableside's C extensions do not import (")
+    assert line.endswith("install its wheel, or build a checkout with a C compiler and Python.h: pip install .")
 
 
 # ---- what is declared ----
@@ -285,29 +279,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_compiler_that_is_there_is_used(backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "gcc").write_text("#!/bin/sh\n")
-    (tmp_path / "gcc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert backend._compiler(None) == []
-    with backend._environment(None):
+def test_a_checkout_is_compiled_by_what_is_there(backend: ModuleType) -> None:
+    assert backend.ZIG not in backend.get_requires_for_build_wheel()
+    with backend._compiler(None):
         assert "CC" not in os.environ
 
 
-def test_without_a_compiler_pip_brings_one(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the build alone, and for an old glibc; the environment is as before afterwards."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    before = dict(os.environ)
-    assert backend._compiler(None) == [backend.ZIG]
-    with backend._environment(None):
-        assert re.fullmatch(r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.17 -idirafter \S+", os.environ["CC"])
-        assert "TABLESIDE_NATIVE" not in os.environ
+def test_a_wheel_for_a_glibc_brings_its_compiler(backend: ModuleType) -> None:
+    """For the build alone; the environment is as before afterwards."""
+    assert backend.ZIG in backend.get_requires_for_build_wheel({"glibc": "2.28"})
+    before = dict(os.environ)  # setuptools has added to it
+    with backend._compiler("2.28"):
+        assert re.fullmatch(r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"])
     assert dict(os.environ) == before
-
-
-def test_a_wheel_for_a_glibc_is_not_built_without_the_kernel(backend: ModuleType) -> None:
-    """Whatever compiler is there, and a kernel that does not compile is an error then."""
-    assert backend._compiler({"glibc": "2.28"}) == [backend.ZIG]
-    with backend._environment({"glibc": "2.28"}):
-        assert "-linux-gnu.2.28 " in os.environ["CC"]
-        assert os.environ["TABLESIDE_NATIVE"] == "required"

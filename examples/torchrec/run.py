@@ -7,6 +7,7 @@ loses more than 0.002 of AUC, and a second process with published tables saves a
 """
 
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -24,9 +25,11 @@ from torchrec.models.dlrm import DLRM
 
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
-from tableside.loader.process_memory import memory_together
 from tableside.serving.evaluation.quality import quality
 from tableside.torch import swap_embeddings
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from process_memory import memory_together
 
 console = Console(highlight=False, soft_wrap=True, width=120)
 DIM, DENSE, HISTORY = 64, 4, 5

@@ -17,13 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.loader.program import _layers
 from tableside.loader.program.graph import Program
 from tableside.loader.program.recognize import ACTIVATIONS, Floats, FromInput, Layer, recognize
-
-try:
-    from tableside.loader.program import _layers
-except ImportError:  # the extension is optional: torch runs every program
-    _layers = None  # type: ignore[assignment]
 
 LARGEST_PACKED_BYTES = 1 << 30  # of weights; a program may use one weight in many layers
 LARGEST_ROW_BYTES = 4 << 20  # of what lies between the layers, for one row
@@ -111,11 +107,11 @@ def pack_sources(sources: Sequence[Source]) -> bytes:
 
 
 def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
-    """The layers of a program that `PackedLayers` runs; None where the kernel was not built, or it is a program for torch.
+    """The layers of a program that `PackedLayers` runs; None: it is a program for torch.
 
     That is one which is more than dense layers, or would take much memory here: a weight may stand in many of its layers.
     """
-    found = recognize(program) if _layers is not None else None
+    found = recognize(program)
     if found is None or row_bytes(found) > LARGEST_ROW_BYTES:
         return None
     packed_bytes = sum(4 * _padded(layer.width) * (layer.depth + 1) for layer in found)
@@ -152,7 +148,7 @@ def _as_bytes(fields: Sequence[tuple[Any, ...]]) -> bytes:
     return found.tobytes()
 
 
-if _layers is not None and (_LayerFields._fields, _PieceFields._fields, Source._fields, _PANEL) != (
+if (_LayerFields._fields, _PieceFields._fields, Source._fields, _PANEL) != (
     _layers.LAYER_FIELDS,
     _layers.PIECE_FIELDS,
     _layers.SOURCE_FIELDS,

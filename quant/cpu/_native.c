@@ -13,7 +13,7 @@
  *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths), MISSING_ID.
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
- * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see `request`
+ * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
  * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
@@ -25,10 +25,10 @@
 #include <Python.h>
 #include <string.h>
 #if defined(__x86_64__)
-#include <emmintrin.h>
 #include "_processor.h"
 #endif
 #include "_execute.h"
+#include "_gather.h"
 #include "_native_bags.h"
 #include "_native_index.h"
 #include "_native_jobs.h"
@@ -70,62 +70,6 @@ static void find_kernels(void) {
 #endif
     available[n_available++] = &kernel_portable;
     active.kernel = available[0];
-}
-
-/* ---- rows that a GPU asks for: `gather_rows` is called by CUDA, in the order of a stream, without the interpreter ----
- *
- * list[0]: how many; from list[2] on, the address of each in 48 bits with its bytes / 16 above. units: where in `staging` each goes,
- * in 16 bytes; they ascend. Those are gathered that go to the units [from, to). */
-typedef struct { const volatile int64_t *list; const int32_t *units; uint8_t *staging; int64_t threads, from, to; } request;
-enum { ROWS_A_PART = 512, ROWS_AHEAD = 16 };
-static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
-typedef struct { const request *request; int64_t first, rows; int parts; } gathering;
-
-/* Units of 16 bytes, aligned: to memory, since a device that reads lines which a core has changed waits long for each. */
-static void copy_past_caches(uint8_t *to, const uint8_t *from, int64_t units) {
-#if defined(__x86_64__)
-    for (int64_t n = 0; n < units; n++) _mm_stream_si128((__m128i *)to + n, _mm_loadu_si128((const __m128i *)from + n));
-#else
-    __builtin_memcpy(to, from, (size_t)units * 16);
-#endif
-}
-
-static void gather_part(const void *argument, int part) {
-    const gathering *g = argument;
-    const int64_t *list = (const int64_t *)g->request->list + 2;
-    int64_t i = g->first + g->rows * part / g->parts, end = g->first + g->rows * (part + 1) / g->parts;
-    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[n] & ADDRESS));
-    for (; i < end; i++) {
-        if (i + ROWS_AHEAD < end) {
-            const int64_t ahead = list[i + ROWS_AHEAD];
-            const uint8_t *next = (const uint8_t *)(ahead & ADDRESS);
-            for (int64_t at = 0; at < (ahead >> 48) * 16; at += 64) __builtin_prefetch(next + at);
-        }
-        uint8_t *to = g->request->staging + (int64_t)g->request->units[i] * 16;
-        copy_past_caches(to, (const uint8_t *)(list[i] & ADDRESS), list[i] >> 48);
-    }
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
-}
-
-/* The first of the listed rows that goes to a unit or behind it. */
-static int64_t first_at(const request *r, int64_t unit) {
-    int64_t low = 0, high = r->list[0];
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (r->units[middle] < unit) low = middle + 1;
-        else high = middle;
-    }
-    return low;
-}
-
-static void gather_rows(void *argument) {
-    const request *r = argument;
-    int64_t first = first_at(r, r->from), rows = first_at(r, r->to) - first;
-    if (rows <= 0) return;
-    gathering g = {r, first, rows, (int)(rows / ROWS_A_PART + 1)}; /* more parts than threads: some of those are interrupted */
-    run_parts(g.parts, (int)r->threads, gather_part, &g);
 }
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {

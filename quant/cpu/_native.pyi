@@ -73,17 +73,60 @@ def write_batch(
 ) -> list[tuple[int, int, int]]: ...
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None: ...
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None: ...
-def lengths_of(memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int) -> tuple[bytes, int] | None: ...
-def parts_of(memory: Any, lengths_at: int, features: int, bags: int, ids: int) -> bytes | None: ...
+def lengths_of(memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int) -> tuple[object, int] | None:
+    """Lengths [bags], int32, and their address, which is valid as long as they live.
+
+    memory, at: a buffer and the byte where `items` integers of `item_bytes` (4 or 8) begin. form, of
+    `serving.modules.inputs`: LENGTHS; OFFSETS, where each bag begins among the `ids`; or ENDS, offsets with
+    the end of the last bag.
+
+    None: one is negative or above `ids`, the first offset is not 0, or `ids` is above `MOST_IDS`. The lookup
+    refuses lengths that do not add up, and the negative ones of offsets that descend. ValueError: the
+    integers do not lie in `memory`.
+    """
+
+def parts_of(memory: Any, lengths_at: int, features: int, bags: int, ids: int) -> bytes | None:
+    """The first id of each feature, and its number of ids: int64 [2, features], of lengths int32 [features,
+    bags] in `memory`.
+
+    None: a length is negative or above `ids`, they do not add up to `ids`, or those are more than `MOST_IDS`.
+    ValueError: they do not lie in `memory`, or there is no feature.
+    """
+
 def feature_places(
     parts: Any, order: list[int] | None, columns: Any, ids_at: int, lengths_at: int, bags: int, weights_at: int, out_at: int
-) -> bytes: ...
+) -> bytes:
+    """Places of lookups, int64 [lookups, fields of `Place`], over features of `bags` bags each.
+
+    parts: as of `parts_of`. order: the feature of each lookup, by its index; None: they are the same.
+    columns: int64 [lookups], bytes from `out_at` to the first vector of each. ids_at, lengths_at, weights_at:
+    of the first feature; -1: there are no weights. ValueError: `order` names no feature, or is not one for
+    each lookup.
+    """
+
 def tensor_places(
     exchange: Any, given: Sequence[Any], dims: tuple[int, ...], new: Callable[..., Any], base: int
-) -> tuple[bytes, list[Any], list[object]] | None: ...
-def tensor_parts(
-    exchange: Any, ids: Any, lengths: Any, features: int, base: int
-) -> tuple[object, int, int, int, bytes] | None: ...
+) -> tuple[bytes, list[Any], list[object]] | None:
+    """Places over tensors where they lie, int64 [lookups, fields of `Place`], their vectors, and what holds
+    lengths meanwhile.
+
+    exchange: `__dlpack_c_exchange_api__` of the tensors' type, or None where it has none. given: (form, ids,
+    lengths or offsets, weights) of each lookup, with None for what is not there. dims: of its vectors. new:
+    makes a contiguous tensor of a shape. base: the address that places count from. The vectors are [bags,
+    dim], or [*shape of the ids, dim] of the form IDS.
+
+    None: a tensor is not int64 ids, or not lengths or offsets of those ids, or not contiguous in host memory;
+    or there are weights, or no exchange. The caller converts what it can, and refuses the rest.
+    """
+
+def tensor_parts(exchange: Any, ids: Any, lengths: Any, features: int, base: int) -> tuple[object, int, int, int, bytes] | None:
+    """What holds int32 lengths, where ids and lengths lie, counted from `base`, the bags of a feature, and
+    what `parts_of` says.
+
+    ids: int64; lengths: int64 or int32 [features * bags]. None: they are of other types, not contiguous in
+    host memory, or do not fit together; or there is no exchange. Where there is nothing the place is 0.
+    """
+
 def count_buckets(row_map: Any, ids: Any, counts: Any) -> int | None: ...
 def put_in_buckets(row_map: Any, ids: Any, sources: Any, ends: Any, records: Any) -> None: ...
 def distinct(records: Any, starts: Any, first: int, last: int, keep: int, own: int, kept: Any) -> tuple[int, int, int] | None: ...

@@ -1,13 +1,5 @@
 /* Bags as lookups take them: lengths from lengths or offsets of any integers, and the places of features whose bags lie one after
- * another. `quant/cpu/bags.py` says what each function means, and does the same by numpy where this was not built.
- *
- * lengths_of(memory, at, item_bytes, items, ids, form) -> (int32 [bags] as bytes, their address), or None: they are not those of so
- *   many ids
- * parts_of(memory, lengths_at, features, bags, ids) -> int64 [2, features] as bytes, or None: the lengths are not those of so many ids
- * feature_places(parts, order | None, columns, ids_at, lengths_at, bags, weights_at, out_at) -> int64 [lookups, fields of PLACE_FIELDS] as
- *   bytes
- *
- * ValueError: what is to be read does not lie in `memory`, or sizes are out of range.
+ * another. `_native.pyi` says what each function does.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000

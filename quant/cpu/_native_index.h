@@ -1,8 +1,14 @@
-/* What builds id indexes (`_native_index.c`), and what finds the rows of overlays (`_native_overlay.c`). */
+/* What builds id indexes (`_native_index.c`, `_native_pilots.c`), and what finds the rows of overlays (`_native_overlay.c`). */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <stdint.h>
+
+typedef struct { int64_t id, source; } record;
+
+/* Finds a seed and pilots for a bucket of n ids; 1: found, 0: not found, -1: no memory. */
+int build_bucket(const record *records, int64_t n, uint64_t slots, uint64_t *seed, uint8_t *pilots);
 
 enum { MOST_BUFFERS = 6 };
 typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;

@@ -1,10 +1,5 @@
 /* Places of lookups over tensors where they lie. DLPack's exchange table reads a tensor in a tenth of the time that its attributes take
- * in Python; an extension that knows the table needs no header of torch. `quant/cpu/bags.py` says what the functions mean.
- *
- * tensor_places(exchange, given, dims, new, base) -> (places as bytes, [vectors of each], what holds the lengths), or None: a tensor is
- *   not as lookups take it, which the caller converts or refuses
- * tensor_parts(exchange, ids, lengths, features, base) -> (what holds the lengths, ids_at, lengths_at, bags, int64 [2, features] as
- *   bytes), or None: the same
+ * in Python; an extension that knows the table needs no header of torch. `_native.pyi` says what each function does.
  *
  * Nothing is raised for a wrong tensor. ValueError, TypeError: the other arguments are wrong; whatever `new` raises.
  */
@@ -117,6 +112,7 @@ static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObj
 
 PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 5) return PyErr_Format(PyExc_TypeError, "tensor_places takes 5 arguments, got %zd", n);
+    if (args[0] == Py_None) Py_RETURN_NONE;
     PyObject *given = args[1], *dims = args[2];
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
     const int64_t base = PyLong_AsLongLong(args[4]);
@@ -160,6 +156,7 @@ PyObject *py_tensor_parts(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     tensor ids, told;
     int64_t count, items;
     if (n != 5) return PyErr_Format(PyExc_TypeError, "tensor_parts takes 5 arguments, got %zd", n);
+    if (args[0] == Py_None) Py_RETURN_NONE;
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
     const int64_t features = PyLong_AsLongLong(args[3]), base = PyLong_AsLongLong(args[4]);
     if (!with || PyErr_Occurred()) return NULL;

@@ -1,7 +1,9 @@
-"""What the CPU's backends share: the tables that they read, and plans made of one lookup after another."""
+"""What backends of the CPU share: the tables that they read, checks of ids, and plans whose inputs are
+checked first."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +25,9 @@ from tableside.quant.contract import (
     RowSource,
     Table,
     Unfound,
-    check_ids,
     place_of,
-    plain_rows,
-    rows_of,
 )
-from tableside.quant.errors import QuantError
+from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
 from tableside.quant.row_format import RowFormat, Source
 
 
@@ -42,15 +41,12 @@ class CpuBackend(Backend):
         QuantError names the first row that the format cannot represent; rows before it are written.
         """
 
+    @abstractmethod
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner: ...
+
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        return CpuPlan(CpuPlanner(self, lookups, threads), [place_of(lookup) for lookup in lookups])
-
-    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        return CpuPlanner(self, kinds, threads)
-
-    def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-        """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
-        return _Gather(lookups)
+        places = np.array([place_of(lookup) for lookup in lookups], np.int64)
+        return self.planner(lookups, threads).plan(places.tobytes())
 
 
 def host_table(table: RowSource) -> Table:
@@ -68,24 +64,9 @@ def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
     return [host_table(lookup.table) for lookup in lookups]
 
 
-class _Gather(Plan):
-    """Rows copied by numpy."""
-
-    def __init__(self, lookups: Sequence[Lookup]) -> None:
-        self._lookups = list(zip(lookups, host_tables(lookups), strict=True))
-
-    def run(self, inputs: Any, outputs: Any) -> None:
-        all_ids = [np.frombuffer(inputs, np.int64, lookup.ids, lookup.ids_at) for lookup, _ in self._lookups]
-        for job, ((_, table), ids) in enumerate(zip(self._lookups, all_ids, strict=True)):
-            check_ids(ids, None, table.rows, job)
-        for (lookup, table), ids in zip(self._lookups, all_ids, strict=True):
-            out = np.frombuffer(outputs, np.uint8, lookup.ids * table.row_bytes, lookup.out_at)
-            out.reshape(-1, table.row_bytes)[:] = table.packed[ids]
-
-
 class Checked(NamedTuple):
-    """One lookup of a plan, its inputs checked. table: whose ids are row numbers; lengths None: not pooled; out: where its
-    vectors go, [outputs, dim], of any stride from one to the next."""
+    """One lookup of a plan, its inputs checked. table: whose ids are row numbers; lengths None: not pooled;
+    out: where its vectors go, [outputs, dim], of any stride from one to the next."""
 
     table: Table
     pooling: Pooling
@@ -96,8 +77,7 @@ class Checked(NamedTuple):
 
 
 class CpuPlan(Plan):
-    """Lookups of a backend that has no plans of its own: all inputs are checked first, as the contract asks, and then looked up
-    one after another, or as `look_up` does it."""
+    """Lookups of a backend that checks nothing by itself: all inputs are checked first, then looked up."""
 
     def __init__(self, planner: "CpuPlanner", places: Sequence[Place]) -> None:
         self._planner, self._places = planner, places
@@ -114,29 +94,25 @@ class CpuPlan(Plan):
 
 
 class CpuPlanner(Planner):
-    """What lookups of some kinds read, and who looks them up."""
+    """What lookups of some kinds read."""
 
-    def __init__(self, backend: Backend, kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
-        self.backend, self.kinds, self.tables, self.threads = backend, tuple(kinds), host_tables(kinds), threads
+    def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
+        self.kinds, self.tables = tuple(kinds), host_tables(kinds)
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         rows = np.frombuffer(places, np.int64).reshape(len(self.kinds), len(Place._fields)).tolist()
         return CpuPlan(self, [Place(*row) for row in rows])
 
+    @abstractmethod
     def look_up(self, lookups: Sequence[Checked]) -> None:
         """Writes the vectors of all lookups, one of each kind."""
-        for table, pooling, ids, lengths, weights, out in lookups:
-            how: dict[str, Any] = {"pooling": pooling, "weights": weights, "half": out.dtype == np.float16}
-            if out.flags.c_contiguous:
-                self.backend.lookup(table, ids, lengths, out=out, threads=self.threads, **how)
-            else:
-                out[:] = self.backend.lookup(table, ids, lengths, threads=self.threads, **how)
 
 
 def _check(
     job: int, kind: Lookup | LookupKind, table: Table, place: Place, inputs: Any, outputs: Any
 ) -> tuple[Checked, NDArray[np.bool_] | None, Unfound]:
-    """A lookup, which of its ids have a row (None: all), and how many do not. BadIds: an id or a length is wrong."""
+    """A lookup, which of its ids have a row (None: all), and how many do not. BadIds: an id or a length is
+    wrong."""
     ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
     if kind.pooling is Pooling.NONE:
         lengths = None
@@ -149,9 +125,74 @@ def _check(
     table, rows = plain_rows(table, rows)
     dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
     vectors = place.ids if lengths is None else place.bags
-    out: Floats
-    if kind.out_row_bytes is None:
-        out = np.frombuffer(outputs, dtype, vectors * table.dim, place.out_at).reshape(-1, table.dim)
-    else:
-        out = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (kind.out_row_bytes, dtype.itemsize))
+    step = kind.out_row_bytes or table.dim * dtype.itemsize
+    out: Floats = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (step, dtype.itemsize))
     return Checked(table, kind.pooling, rows, lengths, weights, out), found, lacks
+
+
+def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
+    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0,
+    rows).
+
+    rows -1: ids may be any.
+    """
+    if lengths is not None:
+        if (negative := np.flatnonzero(lengths < 0)).size:
+            at = int(negative[0])
+            raise BadIds(Problem.LENGTH, job, at, int(lengths[at]), 0)
+        if (total := int(lengths.sum(dtype=np.int64))) != ids.size:
+            raise BadIds(Problem.SUM, job, lengths.size, total, ids.size)
+    if rows >= 0 and (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
+        at = int(outside[0])
+        raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
+
+
+def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
+    """The row of each id, which ids have one (None: all), and how many do not. As `check_ids`, BadIds where
+    an id is refused."""
+    row_map = table.row_map
+    if row_map is None:
+        check_ids(ids, lengths, table.rows, job)
+        return ids, None, Unfound(0, 0)
+    check_ids(ids, lengths, -1, job)
+    rows = row_map.find(ids)
+    found = rows != -1
+    backfilled = int(np.count_nonzero(row_map.is_backfilled(rows[found])))
+    if (lacks := np.flatnonzero(~found)).size:
+        if row_map.default_row is None:
+            at = int(lacks[0])
+            raise BadIds(Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count)
+        rows[lacks] = row_map.default_row
+    return rows, found, Unfound(int(lacks.size), backfilled)
+
+
+def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
+    """A table without a map, and the numbers in it, of these rows [n] of `table`, none of them -1.
+
+    It is `table` itself, or, where that has an overlay, a copy of those rows.
+    """
+    if table.row_map is None:
+        return table, rows
+    if (overlay := table.row_map.overlay) is None:
+        return replace(table, row_map=None), rows
+    own = (rows >= 0) & (rows < table.rows)
+    packed = np.empty((max(1, rows.size), table.row_bytes), np.uint8)
+    packed[: rows.size][own] = table.packed[rows[own]]
+    overlay.rows(rows, packed[: rows.size])
+    return Table(packed, table.row_format, table.dim), np.arange(rows.size, dtype=np.int64)
+
+
+def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
+    """Checks dtypes and shapes of a quantization."""
+    dtype = {Source.FP32: np.float32, Source.FP16: np.float16, Source.BF16: np.uint16}[source]
+    if values.dtype != dtype or values.ndim != 2 or not values.flags.c_contiguous:
+        raise QuantError(f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, dim]")
+    expected = (values.shape[0], row_format.row_bytes(values.shape[1]))
+    if out.dtype != np.uint8 or out.shape != expected or not out.flags.c_contiguous:
+        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")
+
+
+def not_representable(row: int, row_format: RowFormat) -> NotRepresentable:
+    """The error for the first row that `row_format` cannot represent."""
+    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "fp32"}.get(row_format, "|x| <= 65504")
+    return NotRepresentable(row, row_format.label, largest)

@@ -1,12 +1,13 @@
-"""FBGEMM's CPU operators behind our contract. The only file that imports fbgemm_gpu for lookups and quantizing.
+"""FBGEMM's CPU operators behind our contract. The only file that imports fbgemm_gpu for lookups and
+quantizing.
 
-Importing it checks that the installed fbgemm and torch belong together (`quant.installed`); without torch it does not import.
+Importing it checks that the installed fbgemm and torch belong together (`quant.installed`); without torch it
+does not import.
 """
 
 import ctypes
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,25 +17,40 @@ from numpy.typing import NDArray
 
 from tableside.quant import contract
 from tableside.quant.contract import (
-    Backend,
     Bytes,
     Floats,
     Ids,
     Lengths,
     Lookup,
     LookupKind,
-    Plan,
     Planner,
     Pooling,
+    Precision,
     RowSource,
     Table,
-    place_of,
 )
-from tableside.quant.cpu import reference
-from tableside.quant.cpu.backend import Checked, CpuBackend, CpuPlan, CpuPlanner, host_table
+from tableside.quant.cpu.backend import (
+    Checked,
+    CpuBackend,
+    CpuPlanner,
+    check_quantize,
+    host_table,
+    not_representable,
+    plain_rows,
+    rows_of,
+)
+from tableside.quant.cpu.native import Native
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
-from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, FP8_MAX, ROW_ALIGNMENT_BYTES, RowFormat, Source
+from tableside.quant.row_format import (
+    FP8_EXPONENT_BIAS,
+    FP8_EXPONENT_BITS,
+    FP8_MAX,
+    FP16_MAX,
+    ROW_ALIGNMENT_BYTES,
+    RowFormat,
+    Source,
+)
 
 check_pair()
 try:
@@ -46,6 +62,7 @@ except ImportError as error:
 
 SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}
+_LARGEST = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: float(np.finfo(np.float32).max)}
 _BOUND = 64  # operators that a planner keeps: kinds of one request that have as many bags, in all their groupings
 _NO_WEIGHTS = torch.empty(0, dtype=torch.uint8)
 
@@ -74,9 +91,12 @@ class Fbgemm(CpuBackend):
     name = "fbgemm"
 
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        contract.check_quantize(values, source, row_format, out)
-        x = reference.as_fp32(values, source).contiguous()
-        reference.check_representable(x, row_format)
+        check_quantize(values, source, row_format, out)
+        is_bf16 = source is Source.BF16
+        given = torch.from_numpy(values.view(np.int16) if is_bf16 else values)
+        x = (given.view(torch.bfloat16) if is_bf16 else given).float()
+        if (bad := torch.nonzero(~(x.abs() <= _LARGEST.get(row_format, FP16_MAX)).all(1))).numel():
+            raise not_representable(int(bad[0]), row_format)
         packed = _pack(x, row_format)
         out[:, : packed.shape[1]] = packed.numpy()
         out[:, packed.shape[1] :] = 0
@@ -94,22 +114,12 @@ class Fbgemm(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, ids = contract.plain_rows(host_table(table), contract.rows_of(table, ids, lengths)[0])
-        offsets = torch.arange(ids.size + 1)
-        if lengths is not None:
-            offsets = torch.zeros(lengths.size + 1, dtype=torch.int64)
-            torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0, out=offsets[1:])
-        out[:] = operator(held, half)(
-            torch.tensor(ids), offsets, _POOLING[pooling], None if weights is None else torch.tensor(weights)
-        ).numpy()
-        _keep_signs(Checked(held, pooling, ids, lengths, weights, out))
+        held, rows = plain_rows(host_table(table), rows_of(table, ids, lengths)[0])
+        _call(operator(held, half), [Checked(held, pooling, rows, lengths, weights, out)])
         return out
 
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        return CpuPlan(_Planner(self, lookups, threads), [place_of(lookup) for lookup in lookups])
-
-    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        return _Planner(self, kinds, threads)
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+        return _Planner(kinds)
 
 
 class _Planner(CpuPlanner):
@@ -118,10 +128,12 @@ class _Planner(CpuPlanner):
     An operator is bound to the tables of a call once, and kept for the next call of the same ones.
     """
 
-    def __init__(self, backend: Backend, kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
-        super().__init__(backend, kinds, threads)
-        self._bound: OrderedDict[tuple[int, ...], Any] = OrderedDict()
-        self._binding = threading.Lock()
+    def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
+        super().__init__(kinds)
+        tables, precisions = self.tables, [kind.precision for kind in kinds]
+        self._bound = lru_cache(_BOUND)(
+            lambda *jobs: operator([tables[job] for job in jobs], precisions[jobs[0]] is Precision.FP16)
+        )
 
     def look_up(self, lookups: Sequence[Checked]) -> None:
         together: dict[Any, list[int]] = {}
@@ -129,34 +141,30 @@ class _Planner(CpuPlanner):
             alike = (one.pooling, one.lengths.size, one.weights is None, one.out.dtype) if one.lengths is not None else job
             together.setdefault(alike, []).append(job)
         for jobs in together.values():
-            self._call(jobs, [lookups[job] for job in jobs])
-
-    def _call(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> None:
-        first = lookups[0]
-        ids = _joined([one.ids for one in lookups])
-        offsets = torch.arange(ids.numel() + 1)
-        if first.lengths is not None:
-            offsets = torch.zeros(len(lookups) * first.lengths.size + 1, dtype=torch.int64)
-            torch.cumsum(_joined([one.lengths for one in lookups]).long(), 0, out=offsets[1:])
-        weights = None if first.weights is None else _joined([one.weights for one in lookups])
-        found = self._operator(jobs, lookups)(ids, offsets, _POOLING[first.pooling], weights).numpy()
-        at = 0
-        for one in lookups:
-            one.out[:] = found[:, at : at + one.table.dim]
-            at += one.table.dim
-            _keep_signs(one)
+            of_call = [lookups[job] for job in jobs]
+            _call(self._operator(jobs, of_call), of_call)
 
     def _operator(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> Any:
         if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
             return operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)  # of rows copied for this call
-        with self._binding:
-            if (found := self._bound.get(tuple(jobs))) is None:
-                found = operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)
-                self._bound[tuple(jobs)] = found
-                if len(self._bound) > _BOUND:
-                    self._bound.popitem(last=False)
-            self._bound.move_to_end(tuple(jobs))
-        return found
+        return self._bound(*jobs)
+
+
+def _call(bound: Any, lookups: Sequence[Checked]) -> None:
+    """Writes the vectors of lookups by one call of an operator that is bound to their tables."""
+    first = lookups[0]
+    ids = _joined([one.ids for one in lookups])
+    offsets = torch.arange(ids.numel() + 1)
+    if first.lengths is not None:
+        offsets = torch.zeros(len(lookups) * first.lengths.size + 1, dtype=torch.int64)
+        torch.cumsum(_joined([one.lengths for one in lookups]).long(), 0, out=offsets[1:])
+    weights = None if first.weights is None else _joined([one.weights for one in lookups])
+    found = bound(ids, offsets, _POOLING[first.pooling], weights).numpy()
+    at = 0
+    for one in lookups:
+        one.out[:] = found[:, at : at + one.table.dim]
+        at += one.table.dim
+        _keep_signs(one)
 
 
 def _keep_signs(one: Checked) -> None:
@@ -169,7 +177,7 @@ def _keep_signs(one: Checked) -> None:
     if not vectors.size:
         return
     at = (np.cumsum(lengths) - lengths)[vectors]
-    rows = reference.unpack(torch.from_numpy(one.table.packed[one.ids[at]]), one.table.row_format, one.table.dim).numpy()
+    rows = Native().lookup(one.table, one.ids[at], pooling=Pooling.NONE)
     one.out[vectors] = np.copysign(one.out[vectors], rows if one.weights is None else rows * one.weights[at, None])
 
 
@@ -179,10 +187,11 @@ def _joined(arrays: Sequence[Any]) -> torch.Tensor:
 
 
 def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
-    """FBGEMM's raw operator bound to tables: f(ids, offsets, pooling mode, weights | None) -> [bags, dims of all tables].
+    """FBGEMM's raw operator bound to tables: f(ids, offsets, pooling mode, weights | None) -> [bags, dims of
+    all tables].
 
-    ids and offsets are those of all tables, one after another, each with as many bags. Nothing is checked: ids out of range read
-    out of bounds. The caller keeps `tables` alive.
+    ids and offsets are those of all tables, one after another, each with as many bags. Nothing is checked:
+    ids out of range read out of bounds. The caller keeps `tables` alive.
     """
     tables = (tables,) if isinstance(tables, Table) else tables
     # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read. A segment is

@@ -1,7 +1,8 @@
-"""Builds id indexes (`quant.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each bucket.
+"""Builds id indexes (`quant.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each
+bucket.
 
-The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the buckets, and once to be
-put into them, as records in memory that the caller brings. Nothing here reads files.
+The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the
+buckets, and once to be put into them, as records in memory that the caller brings. Nothing here reads files.
 """
 
 import os
@@ -12,17 +13,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.errors import MissingBackend, QuantError
+from tableside.quant.cpu import _native
+from tableside.quant.errors import QuantError
 from tableside.quant.ids import NO_ROW_MAP, DirectoryField, IdIndex, RowMap, native_row_map, pilots_for, slots_for
 from tableside.quant.overlay import Marks
-
-try:
-    from tableside.quant.cpu import _native
-except ImportError as error:
-    raise MissingBackend(
-        "indexes of raw ids are built by the native kernel, which was not built when tableside was installed; install a wheel, "
-        "or reinstall where Python.h is (Debian: python3-dev)"
-    ) from error
 
 RECORD_BYTES = 16  # an id, and the number of its row in the source
 KEEP = {"error": 0, "first": 1, "last": 2}
@@ -87,10 +81,11 @@ class IndexBuilder:
         _native.put_in_buckets(self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records)
 
     def distinct(self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1) -> NDArray[np.int64]:
-        """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not kept.
+        """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not
+        kept.
 
-        own: source rows from this number on are an older version's: one of them is kept where no other row has its id.
-        DuplicateId: duplicates are an error, and there is one.
+        own: source rows from this number on are an older version's: one of them is kept where no other row
+        has its id. DuplicateId: duplicates are an error, and there is one.
         """
         self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates], own))
         parts = [
@@ -110,7 +105,8 @@ class IndexBuilder:
         return sum(map(slots_for, self.kept.tolist()))
 
     def build(self, records: NDArray[np.int64], progress: Callable[[int], None] | None = None) -> IdIndex:
-        """The index, whose `ids` are empty still. progress: is told how many ids have been placed, from any thread."""
+        """The index, whose `ids` are empty still. progress: is told how many ids have been placed, from any
+        thread."""
         directory = np.zeros((self.buckets + 1, len(DirectoryField._fields)), np.int64)
         directory[1:, 0] = np.cumsum([slots_for(n) for n in self.kept.tolist()])
         pilots = np.zeros(pilots_for(self.slots, self.buckets), np.uint8)
@@ -141,15 +137,17 @@ class IndexBuilder:
 
 
 def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps is not looked at."""
+    """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps
+    is not looked at."""
     _native.find_rows(np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows)
 
 
 def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
-    """As `quant.overlay.fill_filter`."""
+    """Sets the bits of ids [n] in a filter, as `quant.overlay` specifies it."""
     _native.fill_filter(np.ascontiguousarray(ids), words)
 
 
 def fill_marks(ids: NDArray[np.int64], slots: NDArray[np.int64], marks: Marks) -> None:
-    """As `quant.overlay.fill_marks`. ValueError: an id has no mark, or comes twice."""
+    """Writes marks, which are zeros, of ids [n] that have these slots [n]. ValueError: an id has no mark, or
+    comes twice."""
     _native.fill_marks(ids - np.int64(marks.first), np.ascontiguousarray(slots), marks.bits, marks.before, marks.slots)

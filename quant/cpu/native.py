@@ -25,21 +25,13 @@ from tableside.quant.contract import (
     RowSource,
     Table,
     Unfound,
-    place_of,
 )
-from tableside.quant.cpu.backend import CpuBackend, host_table, host_tables
-from tableside.quant.errors import BadIds, MissingBackend, Problem
+from tableside.quant.cpu import _native
+from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_table, host_tables, not_representable
+from tableside.quant.errors import BadIds, Problem
 from tableside.quant.ids import NativeRowMap
 from tableside.quant.overlay import NativeLevel
 from tableside.quant.row_format import RowFormat, Source
-
-try:
-    from tableside.quant.cpu import _native
-except ImportError as error:  # the extension is optional: installing works without a compiler
-    raise MissingBackend(
-        "the native kernel was not built when tableside was installed; install a wheel, or reinstall where Python.h is "
-        "(Debian: python3-dev), or choose the backend fbgemm"
-    ) from error
 
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
 
@@ -71,7 +63,7 @@ class _GatherJob(NamedTuple):
 
 _FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS, _native.LEVEL_FIELDS)
 if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLevel._fields) != _FIELDS:
-    raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
+    raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
 
 def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: Sequence[int]) -> None:
@@ -158,11 +150,11 @@ class Native(CpuBackend):
         return f"native ({self._isa})"
 
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        contract.check_quantize(values, source, row_format, out)
+        check_quantize(values, source, row_format, out)
         rows, dim = values.shape
         bad = _native.quantize(row_format, source, values, rows, dim, out, out.shape[1])
         if bad >= 0:
-            raise contract.not_representable(bad, row_format)
+            raise not_representable(bad, row_format)
 
     def lookup(
         self,
@@ -197,17 +189,15 @@ class Native(CpuBackend):
             _raise(verdict, (held,), (ids.size,))
         return out
 
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        places = np.array([place_of(lookup) for lookup in lookups], dtype=np.int64).tobytes()
-        return _NativePlanner(lookups, host_tables(lookups), threads).plan(places)
-
-    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         return _NativePlanner(kinds, host_tables(kinds), threads)
 
-    def gather(self, lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-        tables = host_tables(lookups)
-        jobs = [
-            _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)
-            for lookup, table in zip(lookups, tables, strict=True)
-        ]
-        return _GatherPlan(jobs, tables, threads)
+
+def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:
+    """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
+    tables = host_tables(lookups)
+    jobs = [
+        _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)
+        for lookup, table in zip(lookups, tables, strict=True)
+    ]
+    return _GatherPlan(jobs, tables, threads)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
-from tableside.quant.errors import MissingBackend
 
 _CHUNKS, _CHUNK_BYTES = 4, 1 << 20  # chunks that are copied to the device while the next one is gathered
 _UNIT = 16  # bytes; rows and their places are multiples of it
@@ -21,16 +21,10 @@ class HostGather:
 
     list: int64 [2 + rows + rows / 2], written by the kernel `list_rows` of the cache. It holds the number of rows, the bytes
     that they fill, then each row's address in 48 bits with its length in units of 16 bytes above, then each row's place in
-    the buffer as int32, in units of 16 bytes. MissingBackend: the C extension was not built.
+    the buffer as int32, in units of 16 bytes.
     """
 
     def __init__(self, rows: int, size: int, threads: int, device: Device) -> None:
-        try:
-            from tableside.quant.cpu import _native
-        except ImportError as error:
-            raise MissingBackend(
-                f"the native kernel does not import ({error}), and it gathers rows; build it, or set gather_threads to 0"
-            ) from error
         self.rows = rows
         self.list = device.pinned(_HEAD + rows + (rows + 1) // 2, torch.int64).zero_()
         self.staging = device.pinned(size)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant import contract
 from tableside.quant.cache.jobs import CachedLookup, cached_ids, cached_rows
 from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
-from tableside.quant.cpu.backend import CpuBackend
+from tableside.quant.cpu.backend import CpuBackend, rows_of
+from tableside.quant.cpu.native import gather
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.job import FIELDS, JobField, LookupJob
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs, NativeLayout
@@ -152,7 +152,7 @@ class Layout:
             has_lengths = lk.pooling is not Pooling.NONE and lk.lengths_at is not None
             lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at or 0) if has_lengths else None
             try:
-                contract.rows_of(lk.table, ids, lengths, number)
+                rows_of(lk.table, ids, lengths, number)
             except BadIds as error:
                 return error.with_traceback(None)  # which would keep this, and its tables, alive with the answer
         return None
@@ -175,7 +175,7 @@ def lay_out(
     """
     tables = [on_device(lk.table) for lk in lookups]
     in_host_memory = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.is_gathered)
-    request = _RequestParts(cpu, threads, in_host_memory >= gather_from)
+    request = _RequestParts(threads, in_host_memory >= gather_from)
     pooled = [lk for lk in lookups if lk.pooling is not Pooling.NONE]
     bag_columns = sum(lk.bags * columns(lk.table) for lk in pooled)
     config = configs.of_pooled(sum(lk.ids for lk in pooled), sum(lk.bags for lk in pooled), bag_columns)
@@ -230,8 +230,8 @@ def _jobs_of(pooled: bool, config: LaunchConfig, lookups: Sequence[tuple[LookupJ
 class _RequestParts:
     """The parts of a request while they grow."""
 
-    def __init__(self, cpu: CpuBackend, threads: int, gathers: bool) -> None:
-        self._cpu, self._threads, self._gathers = cpu, threads, gathers
+    def __init__(self, threads: int, gathers: bool) -> None:
+        self._threads, self._gathers = threads, gathers
         self.in_bytes = self.out_bytes = self.rows_bytes = self.scratch = self._locations_bytes = 0
         self.moves_in: list[Move] = []
         self.moves_out: list[Move] = []
@@ -337,7 +337,7 @@ class _RequestParts:
             parts = [replace(part, out_at=part.out_at - first) for part in chunk]
             threads = min(self._threads, -(-sum(part.ids for part in chunk) // GATHER_LEAST))
             size = sum(part.ids * part.table.row_bytes for part in chunk)
-            plans.append(Gather(self._cpu.gather(parts, threads), first, size))
+            plans.append(Gather(gather(parts, threads), first, size))
         return tuple(plans)
 
 

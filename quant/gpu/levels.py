@@ -85,7 +85,7 @@ def level_bytes(level: Level, in_host: InHost = InHost.NOTHING) -> int:
 def _parts(level: Level) -> tuple[dict[str, NDArray[Any]], list[int]]:
     """What is copied to HBM beside the rows, and where each part begins, and the last one ends."""
     index = level.index
-    parts: dict[str, NDArray[Any]] = {"filter": level.filter, "entries": level.entries, "pilots": index.pilots}
+    parts: dict[str, NDArray[Any]] = {"filter": level.filter, "entries": index.entries, "pilots": index.pilots}
     parts["ids"] = np.ascontiguousarray(index.ids)
     if level.deleted is not None:
         parts["deleted"] = level.deleted

@@ -5,10 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-try:
-    from tableside.quant.cpu import _native
-except ImportError:  # it was not built: parts are copied one by one
-    _native = None  # type: ignore[assignment]
+from tableside.quant.cpu import _native
 
 
 class Move(NamedTuple):
@@ -32,23 +29,9 @@ def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None:
 
     Other threads of Python run meanwhile. ValueError: a part lies elsewhere; some may have been copied.
     """
-    if _native is not None:
-        _native.move_all(parts, target)
-        return
-    for moves, source, target_base in parts:
-        move(moves, source, target, 0, target_base)
+    _native.move_all(parts, target)
 
 
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None:
     """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one lies elsewhere."""
-    if _native is not None:
-        _native.move(moves, source, target, source_base, target_base)
-        return
-    given, taken = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    for row in np.frombuffer(moves, np.int64).reshape(-1, len(Move._fields)).tolist():
-        m = Move(*row)
-        for n in range(m.rows):
-            start, at = source_base + m.source + n * m.source_step, target_base + m.target + n * m.target_step
-            if start + m.bytes > given.size or at + m.bytes > taken.size:
-                raise ValueError("a part to be copied does not lie in its buffer")
-            taken[at : at + m.bytes] = given[start : start + m.bytes]
+    _native.move(moves, source, target, source_base, target_base)

@@ -12,17 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import ProbeJobs
+from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.gpu.launch_config import NativeLayout
 from tableside.quant.gpu.layout import Bases, Layout, aligned
 from tableside.quant.gpu.merge import Launch, Launches, merge
 from tableside.quant.gpu.moves import move_all
 from tableside.quant.gpu.resolve import ResolveJobs
-
-try:
-    from tableside.quant.cpu import _native
-except ImportError:  # it was not built: nothing is measured
-    _native = None  # type: ignore[assignment]
 
 Host = NDArray[np.uint8]
 LOCKED_FROM = 32 << 10  # bytes of a request's inputs from which a copy of their own takes less than staging them

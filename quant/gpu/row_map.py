@@ -45,7 +45,7 @@ class DeviceRowMap:
         if (index := table.row_map.index) is not None:
             ids, step = self._ids(table, index, residence)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
-            entries, pilots = self._copied(table.row_map.entries), self._copied(index.pilots)
+            entries, pilots = self._copied(index.entries), self._copied(index.pilots)
             record = record._replace(directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
             record = record._replace(own=index.slots)  # the bits say which rows are not
         self.bytes = 0 if in_host is InHost.ALL else sum(part.numel() for part in self._held)

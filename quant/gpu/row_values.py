@@ -1,6 +1,7 @@
 """The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the output.
 
-tests/quant/test_gpu_lookup.py holds them, through the kernel, to `quant.cpu.reference`, which has every format in plain torch.
+tests/quant/test_gpu_lookup.py holds them, through the kernel, to tests/helpers/reference.py, which has every
+format in plain torch.
 """
 
 import triton

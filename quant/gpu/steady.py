@@ -10,6 +10,7 @@ import numpy as np
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_at
+from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
 from tableside.quant.gpu.job import FIELDS, JobField, ResolveField
@@ -20,15 +21,10 @@ from tableside.quant.gpu.resolve import RESOLVE_BLOCK, ResolvedLookup
 from tableside.quant.gpu.tables import DeviceTable, on_device
 from tableside.quant.gpu.wanted import KernelKey
 
-try:
-    from tableside.quant.cpu import _native
-except ImportError:  # it was not built: each request is laid out anew
-    _native = None  # type: ignore[assignment]
-
 
 def are_steady(kinds: Sequence[LookupKind]) -> bool:
     """Whether `SteadyLayouts` can lay these out."""
-    return _native is not None and all(on_device(kind.table).residence.is_steady for kind in kinds)
+    return all(on_device(kind.table).residence.is_steady for kind in kinds)
 
 
 class SteadyKind(NamedTuple):

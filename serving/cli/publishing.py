@@ -212,8 +212,8 @@ def add_commands(command: AddCommand) -> None:
     )
     p.add_argument(
         "--backend",
-        default="auto",
-        help="what quantizes: auto, native, fbgemm, reference (default: %(default)s)",
+        default="native",
+        help="what quantizes: native, fbgemm (default: %(default)s)",
     )
     p.add_argument(
         "--keep",

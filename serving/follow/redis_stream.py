@@ -24,7 +24,6 @@ from tableside.serving.follow.source import IsStopping, pause, refusing
 require("a Redis stream", "redis", "hiredis", extra="redis")
 import redis  # noqa: E402  (told in one line where it is missing)
 
-SCHEMES = ("redis", "rediss", "unix")
 FIRST, MOST_ENTRIES = 16, 1000  # entries that are asked for at once: at first, and at most
 _BLOCK_S, _ANSWER_S = 0.2, 5.0  # that an answer may wait for entries; that a server may take besides
 _AGAIN_S, _LONGEST_S = 0.1, 5.0  # between two attempts to reach a server, doubled each time

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tableside.quant.contract import INTERPRETER
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.settings import RootSettings, ServerSettings
+from tableside.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Source:
     placement: str = "auto"
     hbm_budget: int | None = None
     threads: int | None = None
-    backend: str = "auto"
+    backend: str = "native"
     verify: str = "full"
     owner: str | None = None
 
@@ -76,11 +76,6 @@ class Source:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the settings"
             raise ModuleError(f"{where}: {first['msg']} (model {self.model!r} as a PyTorch module)") from error
-
-
-def default_root() -> str:
-    """The folder of published models where none is said: the one of every command."""
-    return str(RootSettings().root)
 
 
 @cache

@@ -105,7 +105,7 @@ def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> No
 
 
 def test_builder_gets_every_package_and_installs_no_compiler() -> None:
-    """pip brings the compiler for the build alone, and a wheel without the native kernel fails it (builder/native_build.py)."""
+    """pip brings the compiler for the build alone (builder/native_build.py)."""
     builder = stages()["builder"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     copied = {source for name, rest in builder if name == "COPY" for source in rest.split()[:-1]}

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 from raw_segments import DenseTable, RawTable, publish_tables
+from reference import backend_of
 from support import rows_of
 
 from tableside.loader.changes import TableChanges
 from tableside.loader.segment import Segment
 from tableside.loader.versions import Model
-from tableside.quant import Pooling, RowFormat, choose
+from tableside.quant import Pooling, RowFormat
 
 DIM = 20
 IDS = np.random.default_rng(5).permutation(4000)[:1500].astype(np.int64) * 7919
@@ -56,6 +57,6 @@ class Oracle:
         for name, table in segment.tables.items():
             asked = np.arange(1000) if name != "raw" else np.concatenate([IDS, np.arange(1000) * 7919 + 1, [-1, 2**62]])
             expected = np.stack([self.rows.get((name, int(i)), MISSING) for i in asked])
-            found = choose(backend).lookup(table, asked.astype(np.int64), pooling=Pooling.NONE)
+            found = backend_of(backend).lookup(table, asked.astype(np.int64), pooling=Pooling.NONE)
             np.testing.assert_array_equal(found, expected, name)
             np.testing.assert_array_equal(np.signbit(found), np.signbit(expected), name)

@@ -1,4 +1,4 @@
-"""What spawned processes of tests hold while their memory is measured (`loader.process_memory`)."""
+"""What spawned processes of tests hold while their memory is measured (`benchmarks/process_memory.py`)."""
 
 import numpy as np
 import torch

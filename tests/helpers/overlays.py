@@ -10,7 +10,7 @@ from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
 from tableside.quant import RowFormat, Table
 from tableside.quant.ids import RowMap, id_at, set_bits
-from tableside.quant.overlay import Level, Marks, Overlay, fill_filter, fill_marks, filter_words, mark_words
+from tableside.quant.overlay import Level, Marks, Overlay, filter_bits, filter_words, mark_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,26 @@ class Overlaid:
 KINDS = kinds_of_ids(300)
 Changed = tuple[np.ndarray, np.ndarray]
 """Ids of a level, int64 [n], all different, and which of them are deleted, bool [n]."""
+
+
+def fill_filter(ids: np.ndarray, words: np.ndarray) -> None:
+    """Sets the bits of ids [n] in a filter: the specification of `index_builder.fill_filter`."""
+    at, bits = filter_bits(np.ascontiguousarray(ids), words.size)
+    np.bitwise_or.at(words, at, bits)
+
+
+def fill_marks(ids: np.ndarray, slots: np.ndarray, marks: Marks) -> None:
+    """Writes marks, which are zeros, of ids [n], all different, that have these slots [n]: as `index_builder.fill_marks`."""
+    numbers = ids - np.int64(marks.first)
+    order = np.argsort(numbers)
+    marks.slots[: ids.size] = slots[order]
+    numbers = numbers[order]
+    words, starts = np.unique(numbers >> 6, return_index=True)
+    each = np.uint64(1) << (numbers & 63).astype(np.uint64)
+    marks.bits[words] = np.bitwise_or.reduceat(each, starts) if ids.size else each
+    counts = np.zeros(marks.before.size, np.uint32)
+    counts[words] = np.diff(starts, append=ids.size)
+    np.cumsum(counts[:-1], out=marks.before[1:])
 
 
 def level_of(

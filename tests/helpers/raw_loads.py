@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reference import REFERENCE
 
 from tableside.loader.load import Loaded, LoadSettings, Progress, load
 from tableside.loader.model import parse_model
@@ -77,5 +78,5 @@ def vectors_of(table: Table, ids: Any) -> np.ndarray:
 def quantized(values: np.ndarray, table: Table) -> np.ndarray:
     """What rows of these values dequantize to in the table's row format, fp32 [n, dim]."""
     packed = np.zeros((len(values), table.row_bytes), np.uint8)
-    choose("reference").quantize(np.ascontiguousarray(values, np.float32), Source.FP32, table.row_format, packed)
-    return choose("reference").dequantize(Table(packed, table.row_format, table.dim))
+    REFERENCE.quantize(np.ascontiguousarray(values, np.float32), Source.FP32, table.row_format, packed)
+    return REFERENCE.dequantize(Table(packed, table.row_format, table.dim))

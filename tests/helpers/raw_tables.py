@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from reference import REFERENCE
 from tables import values_of
 
-from tableside.quant import RowFormat, Source, Table, choose
+from tableside.quant import RowFormat, Source, Table
 from tableside.quant.ids import MIX, PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
 
 _WIDE = np.uint64(32)
@@ -70,7 +71,7 @@ def packed_of(values: np.ndarray, row_format: RowFormat) -> np.ndarray:
     """fp32 [rows, dim] -> uint8 [rows, row_bytes]."""
     packed = np.zeros((len(values), row_format.row_bytes(values.shape[1])), np.uint8)
     if len(values):
-        choose("reference").quantize(np.ascontiguousarray(values), Source.FP32, row_format, packed)
+        REFERENCE.quantize(np.ascontiguousarray(values), Source.FP32, row_format, packed)
     return packed
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import tables
+from reference import REFERENCE
 
-from tableside.quant import Pooling, Precision, Table, choose
+from tableside.quant import Pooling, Precision, Table
 
 _FP32 = 2.0**-24
 
@@ -62,7 +63,7 @@ def expect(
     precision: Precision = Precision.FP32,
 ) -> Expected:
     """What a lookup must give. ids: int64 [ids]; lengths: int32 [bags], None where it is not pooled; weights: fp32 [ids]."""
-    reference = choose("reference")
+    reference = REFERENCE
     vectors = reference.lookup(table, ids, lengths, pooling=pooling, weights=weights)
     per_bag = np.ones(ids.size, np.int64) if lengths is None else lengths.astype(np.int64)
     sizes = np.zeros((per_bag.size, table.dim))
@@ -74,7 +75,7 @@ def expect(
 
 def _sizes_of(table: Table, ids: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     """The size of each id's parts, |w| (|q s| + |b|), fp64 [ids, dim]."""
-    values = choose("reference").lookup(table, ids, pooling=Pooling.NONE).astype(np.float64)
+    values = REFERENCE.lookup(table, ids, pooling=Pooling.NONE).astype(np.float64)
     bias = np.zeros((ids.size, 1))
     if table.row_format.has_scale:
         bias = table.packed[ids, 2:4].copy().view(np.float16).astype(np.float64)

@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from reference import REFERENCE
 
 from tableside.quant import Backend, BadIds, CpuBackend, Plan, Pooling, RowFormat, RowSource, Source, Table, choose
 
@@ -45,13 +46,13 @@ def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
 
 def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) -> Table:
     packed = np.zeros((rows, row_format.row_bytes(dim)), np.uint8)
-    choose("reference").quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
+    REFERENCE.quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
     return Table(packed, row_format, dim)
 
 
 def expected_of(table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE) -> np.ndarray:
     """What the reference gives, fp32."""
-    return choose("reference").lookup(table, ids, lengths, pooling=pooling)
+    return REFERENCE.lookup(table, ids, lengths, pooling=pooling)
 
 
 def check_vectors(backend: CpuBackend, table: Table, asked: np.ndarray, plain: Table, rows: np.ndarray) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from reference import REFERENCE
 from servers import start_server
 from support import end, rows_of, run_tableside, until
 
@@ -17,7 +18,6 @@ from tableside.loader.load import Loaded
 from tableside.loader.memory import available_bytes
 from tableside.loader.record import Record
 from tableside.loader.versions import Model
-from tableside.quant import choose
 
 PAGE = 2 << 20
 PAGES = 24
@@ -69,7 +69,7 @@ def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Pa
     assert held.mapping.huge_fraction() == 1.0
     held.verify()
     for segment, values in ((kept, first), (held, second)):
-        assert np.abs(choose("reference").dequantize(segment.tables["t"]) - values).max() < 0.1
+        assert np.abs(REFERENCE.dequantize(segment.tables["t"]) - values).max() < 0.1
     model.activate(1)
     assert model.record() == Record(1, 2, (2, 1))
     model.remove(2)

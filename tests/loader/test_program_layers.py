@@ -10,14 +10,14 @@ from scorers import Ctr, exported
 from torch import Tensor, nn
 from torch.export import Dim, export, save
 
-from tableside.loader.program import Program, read_program, write_program
+from tableside.loader.program import Program, _layers, read_program, write_program
 from tableside.loader.program import layers as layers_module
 from tableside.loader.program.layers import PackedLayers, Source, pack_sources, runnable_layers
 from tableside.loader.program.recognize import Floats, FromInput, Layer, recognize
 
 # Of torch, where it takes operators apart.
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
-_layers = pytest.importorskip("tableside.loader.program._layers")
+
 USER, CONTEXT = 8, 3
 
 
@@ -223,11 +223,6 @@ def test_layers_that_take_much_memory_are_left_to_torch(monkeypatch: pytest.Monk
     monkeypatch.undo()
     monkeypatch.setattr(layers_module, "LARGEST_ROW_BYTES", 200)
     assert runnable_layers(p) is None
-
-
-def test_without_the_kernel_every_program_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers_module, "_layers", None)
-    assert runnable_layers(program(mlp)) is None
 
 
 # ---- what the kernel computes ----

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from raw_segments import DenseTable, RawTable, publish_tables
+from reference import backend_of
 from resharded import EXTREMES, RANDOM, again, attached, bytes_of, raw
 from support import rows_of
 
@@ -17,7 +18,7 @@ from tableside.loader.model import Feature, parse_model
 from tableside.loader.reshard import owner_names
 from tableside.loader.segment import Segment
 from tableside.loader.versions import Model
-from tableside.quant import Pooling, RowFormat, choose
+from tableside.quant import Pooling, RowFormat
 
 
 def some(count: int, every: int) -> np.ndarray:
@@ -105,7 +106,7 @@ def test_backends_look_an_owners_ids_up(case: str, backend: str, root: Path) -> 
     vectors = {int(i): v for ids, values in tensor.chunks() for i, v in zip(ids, values, strict=True)}
     again(root, 3)
     asked = np.concatenate([[*vectors], STRANGERS])
-    given = [choose(backend).lookup(s.tables["t"], asked, pooling=Pooling.NONE) for s in attached(root, 3)]
+    given = [backend_of(backend).lookup(s.tables["t"], asked, pooling=Pooling.NONE) for s in attached(root, 3)]
     for n, i in enumerate(asked.tolist()):
         of_own = [v[n] for v in given if not (v[n] == 1).all()]
         assert len(of_own) == (i in vectors)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference import REFERENCE
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, ScorerInput, StoredScorer, check_header, checksum, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment, SegmentWriter
-from tableside.quant import RowFormat, Source, choose
+from tableside.quant import RowFormat, Source
 
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
 
@@ -28,7 +29,7 @@ def write_golden(path: Path) -> None:
     for table in writer.header.tables:
         values = np.arange(table.rows * table.dim, dtype=np.float32).reshape(table.rows, table.dim) / 4
         row_format = RowFormat.parse(table.row_format)
-        choose("reference").quantize(values, Source.FP32, row_format, writer.rows(table, 0, table.rows))
+        REFERENCE.quantize(values, Source.FP32, row_format, writer.rows(table, 0, table.rows))
         writer.finish_chunk(table, 0)
     writer.seal({"seconds": 1.5})
 
@@ -93,7 +94,7 @@ def test_the_format_read_by_hand() -> None:
 def test_an_attached_segment_gives_its_tables() -> None:
     segment = Segment(GOLDEN)
     assert segment.header.features[1] == Feature("b", "b", "none", "fp16")
-    np.testing.assert_array_equal(choose("reference").dequantize(segment.tables["b"]), np.arange(8).reshape(2, 4) / 4)
+    np.testing.assert_array_equal(REFERENCE.dequantize(segment.tables["b"]), np.arange(8).reshape(2, 4) / 4)
 
 
 def test_rows_cannot_be_written_through_an_attachment() -> None:
@@ -104,7 +105,7 @@ def test_rows_cannot_be_written_through_an_attachment() -> None:
 def test_a_table_keeps_the_mapping_alive() -> None:
     """The mapping goes with the last array over it, not with the Segment object."""
     table = Segment(GOLDEN).tables["a"]
-    assert choose("reference").dequantize(table).shape == (3, 8)
+    assert REFERENCE.dequantize(table).shape == (3, 8)
 
 
 def _change(data: bytes, at: int, value: bytes) -> bytes:

@@ -35,7 +35,7 @@ for line in sys.stdin:
         placed = backend.map_host(table, registration.view(stored.offset, stored.bytes))
     elif line == "look up\\n":
         found = backend.lookup(placed, ids, pooling=Pooling.NONE)
-        np.testing.assert_array_equal(found, choose("reference").lookup(table, ids, pooling=Pooling.NONE))
+        np.testing.assert_array_equal(found, REFERENCE.lookup(table, ids, pooling=Pooling.NONE))
     elif line == "unregister\\n":
         del placed
         gc.collect()

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_tables import built, rows_in
+from reference import REFERENCE, backend_of
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, Owner, check_header, checksum, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredIndex, index_parts, plan_index
-from tableside.quant import Pooling, RowFormat, Source, choose
+from tableside.quant import Pooling, RowFormat, Source
 from tableside.quant.cpu.index_builder import IndexBuilder
 from tableside.quant.ids import IdIndex
 
@@ -55,7 +56,7 @@ def write_golden(path: Path) -> None:
     for table in writer.header.tables:
         values = np.arange(table.rows * table.dim, dtype=np.float32).reshape(table.rows, table.dim) / 4
         packed = writer.rows(table, 0, table.rows)
-        choose("reference").quantize(values, Source.FP32, RowFormat.parse(table.row_format), packed)
+        REFERENCE.quantize(values, Source.FP32, RowFormat.parse(table.row_format), packed)
         if table.ids is not None and table.ids.index is not None:
             _write_index(table.ids.index, indexes[table.name], IDS[table.name], packed, writer)
     for stored in writer.header.stored:
@@ -357,7 +358,7 @@ def test_a_directory_that_ascends_in_another_way_reads_no_other_memory(tmp_path:
     assert table.row_map is not None
     table = replace(table, row_map=replace(table.row_map, default_row=5))
     asked = np.arange(-50, 500)
-    found, expected = (choose(name).lookup(table, asked, pooling=Pooling.NONE) for name in ("native", "reference"))
+    found, expected = (backend_of(name).lookup(table, asked, pooling=Pooling.NONE) for name in ("native", "reference"))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert (table.row_map.find(asked[asked >= 100]) == -1).all()  # type: ignore[union-attr]
 
@@ -404,7 +405,7 @@ def test_a_hostile_segment_never_ends_the_process(tmp_path: Path) -> None:
                 continue
             attached += 1
             for table in tables.values():
-                for backend in ("native", "reference"):
+                for backend in ("native", "fbgemm"):
                     try:
                         choose(backend).lookup(table, asked, pooling=Pooling.NONE)
                     except BadIds:

@@ -1,4 +1,4 @@
-"""Bags as lookups take them: the extension and numpy against plain Python, and tensors that are read where they lie.
+"""Bags as lookups take them: the extension against plain Python, and tensors that are read where they lie.
 
 `make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show here.
 """
@@ -15,34 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tableside.quant import Place
-from tableside.quant.cpu import bags
-from tableside.quant.cpu.bags import (
-    ENDS,
-    FIXED,
-    IDS,
-    LENGTHS,
-    OFFSETS,
-    feature_places,
-    lengths_of,
-    parts_of,
-    tensor_parts,
-    tensor_places,
-)
+from tableside.quant.cpu.bags import MOST_IDS, feature_places, lengths_of, parts_of, tensor_parts, tensor_places
+
+IDS, FIXED, LENGTHS, OFFSETS, ENDS = range(5)  # how ids make bags, as `serving.modules.inputs` has it
 
 HOSTILE = [-(2**63), -(2**32), -1, 0, 1, 7, 2**31 - 1, 2**31, 2**32, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1]
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-reads_tensors = pytest.mark.skipif(EXCHANGE is None or bags._native is None, reason="this torch or installation has no table")
-
-
-@pytest.fixture(params=["native", "numpy"], scope="module", autouse=True)
-def implementation(request: pytest.FixtureRequest) -> Any:
-    """Each of the two; numpy is what runs where the extension was not built."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "numpy":
-            patch.setattr(bags, "_native", None)
-        elif bags._native is None:
-            pytest.skip("the extension was not built")
-        yield request.param
+reads_tensors = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no table")
 
 
 def lengths_as_specified(items: Sequence[int], ids: int, form: int) -> list[int] | None:
@@ -99,7 +78,7 @@ def test_parts_are_the_first_id_of_each_feature_and_how_many_it_has(data: st.Dat
         lengths[data.draw(st.integers(0, len(lengths) - 1))] = data.draw(st.sampled_from([-1, -(2**31), 2**31 - 1, 1000]))
         ids = data.draw(st.sampled_from([ids, max(0, sum(lengths))]))
     found = parts_of(b"xyz" + np.array(lengths, np.int32).tobytes(), 3, features, count, ids)
-    if min(lengths, default=0) < 0 or sum(lengths) != ids or ids > bags.MOST_IDS:
+    if min(lengths, default=0) < 0 or sum(lengths) != ids or ids > MOST_IDS:
         assert found is None
         return
     assert found is not None
@@ -141,8 +120,6 @@ def test_features_that_are_not_there_are_refused(order: list[int]) -> None:
 
 def test_hostile_numbers_make_no_read() -> None:
     """Places are arithmetic, which may wrap: the lookup refuses what lies in no buffer."""
-    if bags._native is None:
-        pytest.skip("numbers of any size are Python's own, and numpy refuses them")
     for number in HOSTILE:
         feature_places(np.full((2, 1), number, np.int64).tobytes(), None, bytes(8), number, number, number, number, number)
 
@@ -159,8 +136,8 @@ def placed(given: list[Any], dims: tuple[int, ...] = (4,), make: Callable[..., A
 
 
 @reads_tensors
-def test_tensors_are_placed_where_they_lie(implementation: str) -> None:
-    """Every form, with int64 and int32 lengths and offsets; without the extension nothing is placed."""
+def test_tensors_are_placed_where_they_lie() -> None:
+    """Every form, with int64 and int32 lengths and offsets."""
     ids, lengths = torch.arange(6), torch.tensor([1, 5])
     forms = [
         ((IDS, ids.view(2, 3), None, None), (6, 0, 6), (2, 3, 4), None),
@@ -175,9 +152,6 @@ def test_tensors_are_placed_where_they_lie(implementation: str) -> None:
         ((LENGTHS, ids[:0], ids[:0], None), (0, 0, 0), (0, 4), []),
     ]
     found = placed([one for one, *_ in forms], (4,) * len(forms))
-    if implementation == "numpy":
-        assert found is None
-        return
     places, outputs, held = found
     rows = [Place(*row) for row in np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()]
     for place, out, (one, (count, bag_length, vectors), shape, told) in zip(rows, outputs, forms, strict=True):
@@ -232,13 +206,10 @@ def test_other_tensors_are_left_to_the_caller(wrong: str) -> None:
 
 @reads_tensors
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_parts_of_tensors_are_those_of_their_lengths(implementation: str, dtype: torch.dtype) -> None:
+def test_parts_of_tensors_are_those_of_their_lengths(dtype: torch.dtype) -> None:
     """Where they lie, and what `parts_of` says; int64 lengths are converted; nothing is nowhere."""
     ids, lengths = torch.arange(6), torch.tensor([1, 2, 0, 3], dtype=dtype)
     found = tensor_parts(EXCHANGE, ids, lengths, 2, 8)
-    if implementation == "numpy":
-        assert found is None
-        return
     assert found is not None
     held, ids_at, lengths_at, count, parts = found
     assert (ids_at, count) == (ids.data_ptr() - 8, 2)
@@ -310,7 +281,7 @@ READ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
     ],
     ids=str,
 )
-def test_what_the_table_says_of_a_tensor_counts(implementation: str, changes: dict[str, Any]) -> None:
+def test_what_the_table_says_of_a_tensor_counts(changes: dict[str, Any]) -> None:
     """Another version of the table, a GPU's memory, unsigned and short integers, and memory that is not there are left alone."""
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
@@ -330,9 +301,8 @@ def test_what_the_table_says_of_a_tensor_counts(implementation: str, changes: di
 
     table = Table(real.major, real.minor, None, None, None, None, ctypes.cast(read, ctypes.c_void_p).value, None)
     capsule, one = new_capsule(ctypes.addressof(table), NAME, None), [(IDS, FIVE, None, None)]
-    if implementation == "native":
-        assert tensor_places(capsule, one, (4,), new, 0) is not None
-        assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is not None
+    assert tensor_places(capsule, one, (4,), new, 0) is not None
+    assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is not None
     is_changed = True
     for name, value in changes.get("table", {}).items():
         setattr(table, name, value)
@@ -341,11 +311,9 @@ def test_what_the_table_says_of_a_tensor_counts(implementation: str, changes: di
 
 
 @reads_tensors
-def test_what_is_no_argument_of_a_lookup_is_refused(implementation: str) -> None:
+def test_what_is_no_argument_of_a_lookup_is_refused() -> None:
     """What `new` raises comes out; so does a capsule of something else."""
-    if implementation == "numpy":
-        assert tensor_places(None, [], (), new, 0) is None
-        return
+    assert tensor_places(None, [], (), new, 0) is None
 
     def fails(*shape: int) -> torch.Tensor:
         raise MemoryError(f"none for {shape}")

@@ -17,6 +17,7 @@ import tables
 import torch
 import triton
 import triton.language as tl
+from reference import REFERENCE, backend_of
 from rounding import expect
 from tables import expected_of, gpu_backend, placed, table_of
 
@@ -134,7 +135,7 @@ def test_rows_in_place_and_gathered_are_the_same(row_format: RowFormat, cpu: str
         bags = None if pooling is Pooling.NONE else lengths
         found = []
         for gather_from in (1, 10_000):
-            backend = GpuBackend("interpreter", choose(cpu), gather_from=gather_from)
+            backend = GpuBackend("interpreter", backend_of(cpu), gather_from=gather_from)
             found.append(backend.lookup(backend.map_host(table, None), ids, bags, pooling=pooling))
         np.testing.assert_array_equal(found[0], found[1])
 
@@ -350,7 +351,7 @@ def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int)
 def test_vectors_are_those_of_the_reference() -> None:
     """Weighted sums and means of int8 rows, added in the order of their ids."""
     table = table_of(RowFormat.INT8, 12)
-    rows = choose("reference").dequantize(table)
+    rows = REFERENCE.dequantize(table)
     weights = np.linspace(-1, 2, IDS.size, dtype=np.float32)
     _, starts = kernel_steps.bag_starts(LENGTHS.tolist(), IDS.size)
     for pooling, given in ((Pooling.SUM, weights), (Pooling.MEAN, None)):

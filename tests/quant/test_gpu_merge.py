@@ -11,6 +11,7 @@ from drawn_lookups import Drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_tables import raw_table
+from reference import REFERENCE
 from tables import table_of
 
 from tableside.quant import LookupKind, Place, Pooling, RowFormat, choose
@@ -77,7 +78,7 @@ def test_requests_whose_ids_become_row_numbers(how: str) -> None:
     """Those of a table with raw ids, beside one without, through a cache and not."""
     values = np.ones((100, 64), np.float32)
     table = raw_table(np.arange(100) * 1_000_003, values, RowFormat.INT8, missing=values[0])
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     backend.open_cache(60_000, 16)
     held = backend.to_hbm(table) if how == "hbm" else backend.to_cache(table, None)
     dense = backend.to_cache(table_of(RowFormat.INT8, 8), None)

@@ -11,10 +11,11 @@ import tables
 import torch
 from indexed_tables import raw_table
 from overlays import KINDS, Overlaid, asked_of, changed, dense, overlaid, raw
+from reference import REFERENCE
 from rounding import expect
 from tables import expected_of, table_of
 
-from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
+from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, RowSource, Table
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
@@ -35,7 +36,7 @@ LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT4, 24), (RowFormat.FP16, 32)]  # 
 
 
 def new_backend() -> GpuBackend:
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     backend.open_cache(60_000, 16, CacheSettings(page_bytes=1024))
     return backend
 

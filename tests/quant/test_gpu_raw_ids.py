@@ -8,6 +8,7 @@ import pytest
 import tables
 import torch
 from raw_tables import EXTREMES, Known, dense_table, random_ids, raw_table
+from reference import REFERENCE
 from rounding import expect
 from tables import expected_of, table_of, values_of
 
@@ -70,7 +71,7 @@ def made(case: Case) -> tuple[Table, Known]:
 
 
 def backend_with_cache() -> GpuBackend:
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     backend.open_cache(60_000, 64, CacheSettings(page_bytes=1024))
     return backend
 
@@ -248,7 +249,7 @@ def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
 
 def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
     """Raw, dense with a default row, dense, and raw on the CPU; each mask and count goes to its own lookup of its own request."""
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     (padded, known), (array, known_array) = made(PADDED), made(ARRAY)
     default = dense_table(50, RowFormat.INT8, 8, missing=np.full(8, DEFAULT, np.float32), first=-20, own=40)
     plain = table_of(RowFormat.INT8, 8)
@@ -291,7 +292,7 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
 
 def test_nothing_is_counted_where_every_id_is_found() -> None:
     """None says so, also after a batch of which something was counted."""
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     values = values_of(COUNT, 64)
     held = backend.to_hbm(raw_table(IDS, values, RowFormat.INT8, missing=values[0]))
     plan = backend.plan([Lookup(held, Pooling.NONE, 0, COUNT, 0)])
@@ -349,7 +350,7 @@ def test_a_planner_gives_what_plans_give(how: str) -> None:
 
 def test_a_planner_lays_found_masks_out_too() -> None:
     table, known = made(PADDED)
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     planner = backend.planner([LookupKind(backend.to_hbm(table), Pooling.NONE)])
     ids = asked(known, True, 10)
     places = np.array([Place(0, ids.size, -1, 0, 0, -1, 0, 256 * ids.size)], np.int64)
@@ -398,9 +399,7 @@ def test_rows_are_dequantized_by_their_numbers() -> None:
     table, _ = made(PADDED)
     backend: Any = tables.gpu_backend()
     by_number = Table(table.packed, table.row_format, table.dim)
-    np.testing.assert_array_equal(
-        backend.dequantize(backend.to_hbm(table), 3, 9), choose("reference").dequantize(by_number, 3, 9)
-    )
+    np.testing.assert_array_equal(backend.dequantize(backend.to_hbm(table), 3, 9), REFERENCE.dequantize(by_number, 3, 9))
 
 
 @needs_interpreter

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from indexed_tables import built, kinds_of_ids, part_of, raw_table, rows_in, unmix, unspread
 
 from tableside.quant import Pooling, RowFormat, Table, choose
+from tableside.quant.cpu import _native
 from tableside.quant.ids import (
     MIX,
     PILOT,
@@ -24,8 +25,6 @@ from tableside.quant.ids import (
     pilots_for,
     slots_for,
 )
-
-_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 40) | st.integers(-20, 20).map(lambda n: n << 40)
 KINDS = kinds_of_ids()

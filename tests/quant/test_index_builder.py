@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import built, check_index, kinds_of_ids, rows_in, unmix, unspread
 
+from tableside.quant.cpu import (
+    _native,
+    index_builder,
+)
+from tableside.quant.cpu.index_builder import KEEP, DuplicateId, IndexBuilder
 from tableside.quant.errors import QuantError
 from tableside.quant.ids import IdIndex, NativeRowMap, slots_for
-
-_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
-from tableside.quant.cpu import index_builder  # noqa: E402  (needs the extension)
-from tableside.quant.cpu.index_builder import KEEP, DuplicateId, IndexBuilder  # noqa: E402
 
 KINDS = kinds_of_ids()
 

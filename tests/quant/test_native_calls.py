@@ -9,8 +9,8 @@ import pytest
 from tables import table_of
 
 from tableside.quant import BadIds, Lookup, Pooling, RowFormat, choose
-
-_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
+from tableside.quant.cpu import _native
+from tableside.quant.cpu.native import gather
 
 SHARED_BYTES = 2 << 20  # _execute.h: a call with fewer bytes is not shared
 
@@ -87,7 +87,7 @@ def test_a_gather_in_parts_copies_every_row(level: int) -> None:
         Lookup(tables[1], Pooling.SUM, 160_000, 20_000, 20_000 * tables[0].row_bytes),
     ]
     out = np.zeros(20_000 * sum(t.row_bytes for t in tables), np.uint8)
-    choose("native").gather(lookups, threads=3).run(np.concatenate(ids), out)
+    gather(lookups, threads=3).run(np.concatenate(ids), out)
     expected = np.concatenate([t.packed[i].reshape(-1) for t, i in zip(tables, ids, strict=True)])
     np.testing.assert_array_equal(out, expected)
 

@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_tables import raw_table
-from overlays import KINDS, Overlaid, asked_of, changed, dense, marks_of, overlaid, raw
+from overlays import KINDS, Overlaid, asked_of, changed, dense, fill_filter, fill_marks, marks_of, overlaid, raw
+from reference import backend_of
 from tables import check_vectors
 
-from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat, choose
-from tableside.quant.cpu import index_builder
+from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat
+from tableside.quant.cpu import _native, index_builder
 from tableside.quant.errors import Problem
-from tableside.quant.overlay import Overlay, are_marks_worth_it, fill_filter, fill_marks, filter_words
-
-_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
+from tableside.quant.overlay import Overlay, are_marks_worth_it, filter_bits, filter_words
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT8, 60), (RowFormat.INT4, 24), (RowFormat.FP16, 32), (RowFormat.FP32, 20)]
@@ -27,7 +26,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     name, _, isa = request.param.partition("-")
     if isa:
         _native.use(isa)
-    yield choose(name)
+    yield backend_of(name)
     _native.use(_native.isas()[0])
 
 
@@ -159,10 +158,9 @@ FILTERED["random"] = np.random.default_rng(0).integers(-(2**63), 2**63, 10_000)
 def test_the_filter_lets_all_ids_of_a_level_pass_and_few_others(ids: np.ndarray) -> None:
     words = np.zeros(filter_words(ids.size), np.uint64)
     fill_filter(ids, words)
-    from tableside.quant.overlay import _hashed
 
     def passes(asked: np.ndarray) -> np.ndarray:
-        at, bits = _hashed(asked, words.size)
+        at, bits = filter_bits(asked, words.size)
         return words[at] & bits == bits
 
     assert passes(ids).all()

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import RawTable, kinds_of_ids, part_of, raw_table
+from reference import backend_of
 from tables import check_vectors, table_of
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, Precision, RowFormat, Table, choose
 from tableside.quant.contract import Unfound
+from tableside.quant.cpu import _native
+from tableside.quant.cpu.native import gather
 from tableside.quant.errors import Problem
 from tableside.quant.ids import RowMap
-
-_native = pytest.importorskip("tableside.quant.cpu._native", exc_type=ImportError)
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 KINDS = kinds_of_ids(300)
@@ -33,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     name, _, isa = request.param.partition("-")
     if isa:
         _native.use(isa)
-    yield choose(name)
+    yield backend_of(name)
     _native.use(_native.isas()[0])
 
 
@@ -170,12 +171,12 @@ def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
         lengths = np.full(n // fixed, fixed, np.int32) if fixed else lengths
         expected.append((raw.plain, rows, lengths, weights, pooling, precision is Precision.FP16, found))
     for name in ("native", "reference", "fbgemm"):
-        out, unfound = request.run(choose(name), data.draw(st.sampled_from([1, 2, 4])))
+        out, unfound = request.run(backend_of(name), data.draw(st.sampled_from([1, 2, 4])))
         missing = [int(np.count_nonzero(~found)) for *_, found in expected]
         assert unfound == ([Unfound(n, 0) for n in missing] if any(missing) else None)
         assert out[0] == 0xEE
         for job, (plain, rows, lengths, weights, pooling, half, found) in enumerate(expected):
-            vectors = choose(name).lookup(plain, rows, lengths, pooling=pooling, weights=weights, half=half)
+            vectors = backend_of(name).lookup(plain, rows, lengths, pooling=pooling, weights=weights, half=half)
             assert request.vectors(out, job) == vectors.tobytes()
             if request.places[job].found_at >= 0:
                 assert request.found(out, job) == found.astype(int).tolist()
@@ -294,13 +295,12 @@ def test_row_numbers_with_a_default_row_are_never_outside(backend: CpuBackend, v
     np.testing.assert_array_equal(found, backend.lookup(plain, np.array([3, 200]), pooling=Pooling.NONE))
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
-def test_rows_of_raw_tables_are_gathered_by_their_numbers(name: str) -> None:
+def test_rows_of_raw_tables_are_gathered_by_their_numbers() -> None:
     """Slots that no id has and the default row too; a number beyond is refused with the table's rows, not with its ids."""
     raw = raw_table(KINDS["random"])
     rows = raw.table.rows
     assert rows > len(raw.numbers) + 1
-    plan = choose(name).gather([Lookup(raw.table, Pooling.NONE, 0, 2, 0)])
+    plan = gather([Lookup(raw.table, Pooling.NONE, 0, 2, 0)])
     out = bytearray(2 * raw.table.row_bytes)
     plan.run(np.array([3, rows - 1]).tobytes(), out)
     assert bytes(out) == raw.table.packed[[3, rows - 1]].tobytes()

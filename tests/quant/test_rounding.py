@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from reference import REFERENCE
 from rounding import Expected, expect
 from tables import table_of
 
-from tableside.quant import Pooling, Precision, RowFormat, choose
+from tableside.quant import Pooling, Precision, RowFormat
 
 LENGTHS = np.array([2, 0, 70], np.int32)
 IDS = np.random.default_rng(5).integers(2, 200, 72)
@@ -35,7 +36,7 @@ def test_an_error_of_twice_the_bound_is_found_wherever_it_is(row_format: RowForm
 def test_a_bag_is_not_given_what_another_one_needs() -> None:
     """A long bag of large rows beside it widens no other bag's bound; weighted fp16 once had 15.6 for all."""
     table, weights = table_of(RowFormat.FP16, 24), np.ones(72, np.float32)
-    size = np.abs(choose("reference").dequantize(table)).max(1)
+    size = np.abs(REFERENCE.dequantize(table)).max(1)
     small, large = int(np.argsort(size)[2]), int(np.argmax(size))
     ids, half = np.array([small] * 2 + [large] * 70), Precision.FP16
     both = expect(table, ids, LENGTHS, pooling=Pooling.SUM, weights=weights, precision=half)
@@ -66,7 +67,7 @@ def test_a_value_that_is_not_finite_is_found(value: float) -> None:
 def test_any_order_of_additions_in_fp32_is_within_the_bound(row_format: RowFormat) -> None:
     """Sums and means of rows added from the front, from the back, smallest first, and in pairs, every step rounded to fp32."""
     table = table_of(row_format, 24)
-    rows = choose("reference").lookup(table, IDS, pooling=Pooling.NONE)
+    rows = REFERENCE.lookup(table, IDS, pooling=Pooling.NONE)
     for pooling in (Pooling.SUM, Pooling.MEAN):
         wanted = expect(table, IDS, LENGTHS, pooling=pooling)
         for order in ("front", "back", "smallest", "pairs"):

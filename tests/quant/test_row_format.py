@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from reference import REFERENCE
 
-from tableside.quant import QuantError, RowFormat, Source, Table, choose
+from tableside.quant import QuantError, RowFormat, Source, Table
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_dequantized_values_stay_within_the_stated_bound(row_format: RowFormat, 
     rng = np.random.default_rng(7)
     values = (rng.standard_normal((400, 32)) * spread + offset).clip(-239, 239).astype(np.float32)
     values[0] = offset
-    backend = choose("reference")
+    backend = REFERENCE
     packed = np.zeros((400, row_format.row_bytes(32)), np.uint8)
     backend.quantize(values, Source.FP32, row_format, packed)
     error = np.abs(backend.dequantize(Table(packed, row_format, 32)).astype(np.float64) - values).max(1)

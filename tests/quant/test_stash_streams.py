@@ -11,6 +11,7 @@ import tables
 import torch
 from fbgemm_kernels import trains
 from gates import gate, is_held, let_others_run
+from reference import REFERENCE
 from tables import table_of
 
 from tableside.quant import LookupKind, Pooling, RowFormat, Table, choose
@@ -280,4 +281,4 @@ def test_served_tables_come_back_beside_other_work_and_a_lookup_waits_for_them()
         closed.open()
         torch.cuda.synchronize()
     found = vectors.cpu().numpy().reshape(50, 24)
-    np.testing.assert_array_equal(found, choose("reference").lookup(new, np.arange(50), pooling=Pooling.NONE))
+    np.testing.assert_array_equal(found, REFERENCE.lookup(new, np.arange(50), pooling=Pooling.NONE))

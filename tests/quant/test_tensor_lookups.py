@@ -9,12 +9,13 @@ import pytest
 import tables
 import torch
 from raw_tables import dense_table, random_ids, raw_table
+from reference import REFERENCE
 from rounding import expect
 from tables import table_of, values_of
 
-from tableside.quant import LookupKind, Pooling, Precision, QuantError, RowFormat, Table, choose
+from tableside.quant import LookupKind, Pooling, Precision, QuantError, RowFormat, Table
 from tableside.quant.cache.settings import CacheSettings
-from tableside.quant.contract import rows_of
+from tableside.quant.cpu.backend import rows_of
 from tableside.quant.errors import Problem
 
 pytest.importorskip("triton")
@@ -54,7 +55,7 @@ def plain() -> tuple[Feature, ...]:
 
 
 def new_backend() -> GpuBackend:
-    backend = GpuBackend(tables.DEVICE, choose("reference"))
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
     backend.open_cache(60_000, 64, CacheSettings(page_bytes=1024))
     return backend
 

@@ -309,7 +309,7 @@ def test_bench_tells_why_requests_fail(server: Any) -> None:
 def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> None:
     """The choice is open: it is in the metadata, and answers are the same."""
     answers = []
-    for backend in ("native", "fbgemm", "reference"):
+    for backend in ("native", "fbgemm"):
         server = start("--backend", backend)
         (described,) = server.get("/v1/models").json()["models"]
         assert described["backend"].startswith(backend)
@@ -318,7 +318,6 @@ def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> N
         reply = httpx.post(server.url + "/v1/lookup", json={"model": "demo", "features": {"user": [[1, 2, 3]]}}, timeout=10)
         answers.append(np.array(reply.json()["vectors"]["user"]))
     np.testing.assert_allclose(answers[0], answers[1], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(answers[0], answers[2], rtol=0, atol=1e-5)
 
 
 def test_compile_says_what_it_needs(root: Path, publish: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import tables
 from raw_tables import Known, random_ids, raw_table
+from reference import REFERENCE
 from tables import expected_of, values_of
 
 from tableside.loader.header import Header, plan_tables
 from tableside.loader.model import Feature
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
-from tableside.quant import Pooling, RowFormat, Table, choose
+from tableside.quant import Pooling, RowFormat, Table
 from tableside.serving.errors import ServingError
 from tableside.serving.hbm_plan import Placement, index_bytes, plan_placements, with_copied_ids
 from tableside.serving.placement import Placer
@@ -75,7 +76,7 @@ def attach(root: Path) -> Callable[[dict[str, Table]], Segment]:
 def placer(budget: int, placement: str) -> Placer:
     made = Placer(
         ServerSettings(devices=(tables.serve_device(),), hbm_budget=budget, placement=placement, gather_threads=0),
-        choose("reference"),
+        REFERENCE,
     )
     made.open()
     return made

@@ -27,12 +27,11 @@ Answer = tuple[dict[str, Any], dict[str, Any]]
 PAIR = (Feature("old", "old", "sum", "fp32"), Feature("chunked", "chunked", "sum", "fp32"))
 
 
-@pytest.fixture(scope="module", params=["native", "reference"])
+@pytest.fixture(scope="module", params=["native", "fbgemm"])
 def served(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server with one worker, for `raw` and for `scored`, the dot product of two of its tables.
 
-    Of the native backend, and of one whose plans are those that all others share (`quant.cpu.backend`); what FBGEMM's operator
-    makes of such plans is in tests/quant/test_raw_lookups.py.
+    Of each backend of the CPU.
     """
     root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
     inputs = tuple(ScorerInput(f.name, f.name, 16) for f in PAIR)

@@ -20,7 +20,6 @@ from tableside.serving.scorer import Scorer, ScorerLimits
 from tableside.serving.scorers import LayersScorer, needs_torch, open_scorer
 from tableside.serving.scores import Scoring, ToScore, score_together
 
-pytest.importorskip("tableside.loader.program._layers")
 USER, CONTEXT = 8, 3
 
 

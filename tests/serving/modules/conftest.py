@@ -8,7 +8,6 @@ import pytest
 from module_tables import FEATURES, tables_of
 
 from tableside.loader.load import Loaded
-from tableside.quant.cpu import bags
 from tableside.serving.modules import keyed, lookups, published
 
 
@@ -41,11 +40,9 @@ def by_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "_known", list)
 
 
-@pytest.fixture(params=["by their table", "by their attributes", "by numpy"])
+@pytest.fixture(params=["by their table", "by their attributes"])
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How tensors on the CPU are read: by DLPack's table, as without it, and as where the extension was not built."""
+    """How tensors on the CPU are read: by DLPack's table, and as without it."""
     if request.param != "by their table":
         monkeypatch.setattr(lookups, "EXCHANGE", None)
         monkeypatch.setattr(keyed, "EXCHANGE", None)
-    if request.param == "by numpy":
-        monkeypatch.setattr(bags, "_native", None)

@@ -58,7 +58,7 @@ def padded(model: str, **options: Any) -> EmbeddingBags:
     return EmbeddingBags("ads", list(POOLED), root=model, padding_idx=dict.fromkeys(POOLED, PADDING), **options)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "fbgemm"])
+@pytest.mark.parametrize("backend", ["native", "fbgemm"])
 @pytest.mark.usefixtures("reading")
 def test_vectors_are_those_of_torch_and_of_bags_without_padding(model: str, tables: Tables, backend: str) -> None:
     """By offsets and lengths of both integer types, with and without weights."""

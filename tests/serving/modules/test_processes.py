@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 from holding import ends, everything
+from process_memory import memory_together
 from support import rows_of
-
-from tableside.loader.process_memory import memory_together
 
 ROWS, DIM = 500_000, 32  # 64 MB in fp32
 SLACK_BYTES = 4 << 20  # pages of the process itself that are shared memory too

@@ -1,17 +1,37 @@
-"""The specification, in plain torch: slow, short, and what the other backends are tested against.
+"""The specification of the CPU's backends, in plain torch: slow, short, and what they are tested against.
 
 Sums are accumulated in fp64, so that its only rounding is the last one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant import contract
-from tableside.quant.contract import Bytes, Floats, Ids, Lengths, Pooling, RowSource
-from tableside.quant.cpu.backend import CpuBackend, host_table
+from tableside.quant import choose, contract
+from tableside.quant.contract import (
+    Bytes,
+    Floats,
+    Ids,
+    Lengths,
+    Lookup,
+    LookupKind,
+    Planner,
+    Pooling,
+    RowSource,
+)
+from tableside.quant.cpu.backend import (
+    Checked,
+    CpuBackend,
+    CpuPlanner,
+    check_quantize,
+    host_table,
+    not_representable,
+    plain_rows,
+    rows_of,
+)
 from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
 
 
@@ -93,7 +113,7 @@ def check_representable(x: torch.Tensor, row_format: RowFormat) -> None:
     """Raises for the first row with a value that `row_format` cannot represent."""
     largest = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: torch.finfo(torch.float32).max}.get(row_format, FP16_MAX)
     if (bad := torch.nonzero(~(x.abs() <= largest).all(1))).numel():
-        raise contract.not_representable(int(bad[0]), row_format)
+        raise not_representable(int(bad[0]), row_format)
 
 
 class Reference(CpuBackend):
@@ -102,7 +122,7 @@ class Reference(CpuBackend):
     name = "reference"
 
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        contract.check_quantize(values, source, row_format, out)
+        check_quantize(values, source, row_format, out)
         x = as_fp32(values, source)
         check_representable(x, row_format)
         out[:] = pack(x, row_format).numpy()
@@ -120,7 +140,7 @@ class Reference(CpuBackend):
         threads: int = 1,
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, rows = contract.plain_rows(host_table(table), contract.rows_of(table, ids, lengths)[0])
+        held, rows = plain_rows(host_table(table), rows_of(table, ids, lengths)[0])
         vectors = unpack(torch.from_numpy(held.packed[rows]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()
@@ -133,3 +153,23 @@ class Reference(CpuBackend):
             vectors = sums / counts.clamp(min=1)[:, None] if pooling is Pooling.MEAN else sums
         out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()
         return out
+
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+        return _Planner(kinds)
+
+
+class _Planner(CpuPlanner):
+    """One lookup after another."""
+
+    def look_up(self, lookups: Sequence[Checked]) -> None:
+        for table, pooling, ids, lengths, weights, out in lookups:
+            half = out.dtype == np.float16
+            out[:] = REFERENCE.lookup(table, ids, lengths, pooling=pooling, weights=weights, half=half)
+
+
+REFERENCE = Reference()
+
+
+def backend_of(name: str) -> CpuBackend:
+    """The product's backend of this name, or the reference."""
+    return REFERENCE if name == "reference" else choose(name)
