@@ -82,7 +82,7 @@ class Workload:
         for stored, table in zip(self.segment.header.tables, self.held, strict=True):
             rows = self.registration.view(stored.offset, stored.bytes)
             table = table if raw else replace(table, row_map=None)
-            how = {} if way.share is None else {"in_host": way.in_host}
+            how: dict[str, Any] = {} if way.share is None else {"in_host": way.in_host}
             tables.append((backend.to_hbm if way.share is None else backend.to_cache)(table, rows, **how))
         return DeviceLookup(backend, tables, self.bag_length), backend.launcher.stream
 

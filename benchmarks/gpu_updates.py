@@ -32,7 +32,7 @@ from device_lookup import DeviceLookup
 from raw_tables import distinct_ids, raw_table_in_shm
 
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.registration import Registration
@@ -82,12 +82,12 @@ class Placed(NamedTuple):
 # ---- what deltas cost ----
 
 
-def changes_of(known: list[Any], share: float, rng: np.random.Generator) -> Batch:
+def changes_of(known: list[Any], share: float, rng: np.random.Generator) -> ChangeBatch:
     """New values for a share of the ids of each table, drawn evenly."""
     count = int(IDS_OF_TABLE * share)
     pool = rng.standard_normal((count, DIM)).astype(np.float16)
     made = [TableChanges(f"t{n:02}", rng.choice(ids, count, replace=False), pool) for n, ids in enumerate(known)]
-    return Batch(made)
+    return ChangeBatch(made)
 
 
 def check(backend: GpuBackend, tables: dict[str, DeviceTable], segment: Segment, ids: torch.Tensor) -> None:
@@ -178,7 +178,11 @@ def write(root: Path, ids: np.ndarray, stop: Any) -> None:
         sequence += 1
         rows = _written(sequence)
         values = np.full((rows.size, ORACLE_DIM), sequence, np.float32)
-        apply(model, Batch([TableChanges(table, ids[rows], values) for table in ORACLE_TABLES]), ApplySettings(keep=Retention(2)))
+        apply(
+            model,
+            ChangeBatch([TableChanges(table, ids[rows], values) for table in ORACLE_TABLES]),
+            ApplySettings(keep=Retention(2)),
+        )
 
 
 class _State(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.versions import Model
 from tableside.quant import RowFormat, Source, choose
@@ -17,7 +17,7 @@ def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]
     model, backend = Model(root, name), choose()
     with model.loading() as version:
         plan = plan_tables([(t, t, RowFormat.parse(f), rows, dim) for t, (rows, dim, f) in tables.items()])
-        header = Header(name, version, "benchmark", plan, tuple(Feature(t, t, pooling) for t in tables))
+        header = Header(name, version, "benchmark", plan, tuple(FeatureSpec(t, t, pooling) for t in tables))
         writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
         rng = np.random.default_rng(seed)
         pool = rng.standard_normal((1 << 16) + 4096, dtype=np.float32)

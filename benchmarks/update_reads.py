@@ -19,10 +19,10 @@ from common import console, report, shared_folder
 from http_cases import Server, line, serving, warm_up
 
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.retention import Retention
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import State, attach_state
@@ -47,7 +47,7 @@ def published(rows: int, features: Sequence[str] = ("t",)) -> Iterator[Model]:
         model = Model(root, "ads")
         with model.loading() as version:
             tables = plan_tables([("t", "t", RowFormat.INT8, rows, DIM)])
-            header = Header("ads", version, "", tables, tuple(Feature(name, "t") for name in features))
+            header = Header("ads", version, "", tables, tuple(FeatureSpec(name, "t") for name in features))
             writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
             some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))
             (table,) = writer.header.tables
@@ -87,7 +87,7 @@ class States:
         split = [ids] if parts == 1 else np.split(ids, [ids.size * 4 // 5])  # the newer one small beside the older
         self.changes[name] = [TableChanges("t", part, rng.standard_normal((part.size, DIM), dtype=np.float32)) for part in split]
         for change in self.changes[name]:
-            apply(self.model, Batch([change]), ApplySettings(keep=Retention(100), merge_share=0.3))
+            apply(self.model, ChangeBatch([change]), ApplySettings(keep=Retention(100), merge_share=0.3))
         self.segments[name] = attach_state(self.model, None, "header")
         assert len(self.segments[name].deltas) == parts, name
 

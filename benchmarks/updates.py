@@ -22,7 +22,7 @@ from common import console, report, shared_folder
 
 from tableside.loader.apply import apply
 from tableside.loader.change_files import read_changes
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.states import attach_state
@@ -97,7 +97,7 @@ def of_file(kind: str, path: Path, rows: int, rounds: int) -> dict[str, Any]:
         found["read"].append(rate(rows, lambda: sum(c.rows for c in read_changes(path, "user"))))
         found["floor"].append(rate(rows, lambda: quantized(read_changes(path, "user"))))
         with published(2 * rows) as model:
-            found["apply"].append(rate(rows, lambda m=model: apply(m, Batch(read_changes(path, "user")))))  # type: ignore[misc]
+            found["apply"].append(rate(rows, lambda m=model: apply(m, ChangeBatch(read_changes(path, "user")))))  # type: ignore[misc]
             check(model, rows)
     return line(kind, rows, {name: float(np.median(rates[1:])) for name, rates in found.items()}, FILE_GOAL)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from campaigns.common import Goal, at_least, folders, none, random_of, standalone, until, workers_of
 from campaigns.engines import device
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
@@ -113,7 +113,7 @@ class Writer(Steps):
         after = self.rows[before].copy()
         after[rows] = self._number
         self.rows[State(before.version, self.model.record().latest_sequence + 1)] = after
-        state = apply(self.model, Batch(changes), ApplySettings(threads=1, keep=Retention(KEPT))).state
+        state = apply(self.model, ChangeBatch(changes), ApplySettings(threads=1, keep=Retention(KEPT))).state
         self.rows[state] = after
         self.counts["batches applied"] += 1
         self._applied += 1

@@ -30,6 +30,7 @@ from benchmarks import wire
 from campaigns.common import ROWS, descriptors, folders, publish, random_of, standalone, version_told, workers_of
 from tableside.loader.memory import processes_below, pss_bytes
 from tableside.loader.versions import Model
+from tableside.serving.cli.bench import HEADER_LENGTH
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Jagged
 
@@ -52,7 +53,7 @@ class Asker:
             try:
                 self.connection.request(method, path, body, headers or {})
                 response = self.connection.getresponse()
-                return response.status, response.headers.get(wire.HEADER_LENGTH), response.read()
+                return response.status, response.headers.get(HEADER_LENGTH), response.read()
             except (OSError, http.client.HTTPException):
                 self.connection.close()
                 if attempt == ATTEMPTS - 1:

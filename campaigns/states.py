@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from campaigns.common import Goal, at_least, folders, none, random_of, standalone, until
 from tableside.loader.apply import ApplySettings, apply, position_of
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.errors import LoaderError
 from tableside.loader.load import load
@@ -77,7 +77,7 @@ def write(root: Path) -> None:
         ids = changed_by(number)
         changes = TableChanges("t", ids, np.full((ids.size, DIM), number, np.float32))
         with contextlib.suppress(LoaderError):  # a compaction made another version live meanwhile
-            apply(model, Batch([changes], SOURCE, str(number), done), ApplySettings(keep=Retention(KEPT)))
+            apply(model, ChangeBatch([changes], SOURCE, str(number), done), ApplySettings(keep=Retention(KEPT)))
 
 
 class Seen:

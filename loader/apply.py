@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.delta import Delta, delta_name
-from tableside.loader.delta_writer import Entries, MergedTable, merge, own_entries, write_delta
+from tableside.loader.delta_writer import DeltaEntries, MergedTable, merge, own_entries, write_delta
 from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
@@ -26,13 +26,7 @@ from tableside.loader.record import flip, write_next
 from tableside.loader.retention import ALL, Retention, forget_states
 from tableside.loader.retention import DEFAULT as RETENTION
 from tableside.loader.segment import Segment
-from tableside.loader.states import (
-    UNPUBLISHED,
-    State,
-    attach_state,
-    state_of,
-    writing,
-)
+from tableside.loader.states import UNPUBLISHED, State, attach_state, state_of, writing
 from tableside.loader.versions import Model
 
 COMPACT_LOCK = "compact.lock"
@@ -42,8 +36,8 @@ SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one bel
 @dataclass(frozen=True)
 class ApplySettings:
     """How to apply. threads: 0 means one a core. keep: the states that can be gone back to. merge_share: the
-    newest delta is merged into the one below it where it has more than this share of that one's bytes. wait_s: for another
-    process that applies."""
+    newest delta is merged into the one below it above this share of its bytes. wait_s: for another process
+    that applies."""
 
     threads: int = 0
     backend: str = "native"
@@ -56,9 +50,9 @@ DEFAULTS = ApplySettings()
 
 
 @dataclass(frozen=True)
-class Applied:
-    """What an apply did. rows: changes of the batch. entries, delta_bytes: ids in all deltas that are live now, and the bytes of
-    their files. is_merged: both deltas became one. seconds: from the first change read until they were visible."""
+class ApplyResult:
+    """What an apply did. rows: changes of the batch. entries, delta_bytes: ids and file bytes of all live
+    deltas. is_merged: both deltas became one. seconds: from the first change read until they were visible."""
 
     model: str
     state: State
@@ -77,19 +71,19 @@ def position_of(model: Model, source: str) -> str | None:
 
 def apply(
     model: Model,
-    batch: Batch,
+    batch: ChangeBatch,
     settings: ApplySettings = DEFAULTS,
     packed: PackedChanges | None = None,
     merges: Merges | None = None,
-) -> Applied:
+) -> ApplyResult:
     """Publishes the changes of a batch as the next state of `model`.
 
-    packed: changes that come before those of `batch`, packed over the live version. merges: of a process that applies batch after
-    batch; deltas are merged beside it then, and not while the batch waits.
+    packed: earlier changes, packed over the live version. merges: merges deltas beside the batches of one
+    process.
 
-    ChangeError: a change does not fit the model, or the batch does not follow what was applied of its source. VersionError: no
-    version is live, or another one became so meanwhile. NoSpace: shared memory is full. Whatever is raised, the live state is
-    what it was.
+    ChangeError: a change does not fit the model, or the batch does not follow the last one of its source.
+    VersionError: no version is live, or another one became so. NoSpace: shared memory is full. The live state
+    stays what it was.
     """
     started = time.monotonic()
     with model.opened() as folder, writing(model, folder, settings.wait_s):
@@ -115,7 +109,7 @@ class _Apply:
         self.model, self.folder, self.settings, self.segment, self.merges = model, folder, settings, segment, merges
         self.before = model.record()
 
-    def run(self, batch: Batch, packed: PackedChanges, started: float) -> Applied:
+    def run(self, batch: ChangeBatch, packed: PackedChanges, started: float) -> ApplyResult:
         """Checks, merges, writes and publishes."""
         if packed.version != self.before.current:
             raise self._changed(state_of(self.before), State(packed.version))
@@ -124,8 +118,8 @@ class _Apply:
         live = self.segment.deltas
         if not packed.rows and batch.position in (None, batch.after):
             size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
-            return Applied(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
-        merged, below = None, None
+            return ApplyResult(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
+        merged, below = None, _Below()
         if self.merges is not None and (finished := self.merges.finished(self.folder, self.segment)) is not None:
             merged, since = finished
             tables = self._planned((), since, packed.tables)
@@ -133,35 +127,30 @@ class _Apply:
         else:
             own, above = self._split(packed)
             tables = self._planned(above, packed.tables)
-            below = None if own is None else _Below(own.sequence, own.entries, own.segment.size)
+            if own is not None:
+                below = _Below(own.sequence, own.entries, own.segment.size)
         sequence = self.before.latest_sequence + (1 if merged is None else 2)
-        change = self._change(batch, packed.rows, sequence, below)
+        change = self._change(batch, packed.rows, sequence, below.sequence)
         size = self._publish(tables, change, merged)
         state = State(self.before.current, sequence)
         self._merge_beside(state)
-        entries = sum(int(t.rows.size) for t in tables.values()) + (0 if below is None else below.entries)
-        return Applied(
-            self.model.name,
-            state,
-            packed.rows,
-            entries,
-            size + (0 if below is None else below.bytes),
-            merged is not None or (bool(live) and below is None),
-            time.monotonic() - started,
-        )
+        entries = sum(int(t.rows.size) for t in tables.values()) + below.entries
+        is_merged = merged is not None or (bool(live) and not below.sequence)
+        seconds = time.monotonic() - started
+        return ApplyResult(self.model.name, state, packed.rows, entries, size + below.bytes, is_merged, seconds)
 
-    def _change(self, batch: Batch, rows: int, sequence: int, below: "_Below | None") -> Change:
+    def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
         positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
         if batch.source is not None and batch.position is not None:
             positions[batch.source] = batch.position
-        return Change(sequence, 0 if below is None else below.sequence, rows, positions, batch.made_at or 0.0, time.time())
+        return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time())
 
     def merge(self, deltas: Sequence[Delta]) -> None:
         """Publishes what these deltas, the newest first, hold together as one."""
         sequence = self.before.latest_sequence + 1
         self._publish(self._planned(deltas), replace(deltas[0].change, sequence=sequence, below=0, changed=0))
 
-    def _check_position(self, batch: Batch) -> None:
+    def _check_position(self, batch: ChangeBatch) -> None:
         if batch.source is None:
             return
         change = self.segment.change
@@ -173,7 +162,8 @@ class _Apply:
             )
 
     def _split(self, packed: PackedChanges) -> tuple[Delta | None, Sequence[Delta]]:
-        """The live delta that the next one lies over, and those that are merged into the next one, the newest first."""
+        """Returns the live delta that stays below the next one, and those that are merged into it, the newest
+        first."""
         live = self.segment.deltas
         if not live:
             return None, ()
@@ -184,17 +174,15 @@ class _Apply:
         return live[-1], live[:-1]
 
     def _outgrows(self, newer_bytes: int, older_bytes: int) -> bool:
-        """Whether a newest delta is to be merged with the one below it, which no compaction reads and nobody merges."""
+        """Whether the newest delta is to be merged with the one below it, which nobody compacts or merges
+        now."""
         is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
         return is_large and not self._is_compacted() and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
 
-    def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[Entries]]) -> dict[str, MergedTable]:
-        """The tables of a delta that holds what these deltas do, the newest first, and then what is newer."""
-        parts: dict[str, list[Entries]] = {}
-        for name, entries in itertools.chain(own_entries(deltas), *(tables.items() for tables in newer)):
-            parts.setdefault(name, []).extend(entries)
-        tables = self.segment.base.tables
-        return {name: merge(tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
+    def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[DeltaEntries]]) -> dict[str, MergedTable]:
+        """Plans the tables of a delta that holds these deltas, the newest first, and then newer entries."""
+        entries = itertools.chain(own_entries(deltas), *(tables.items() for tables in newer))
+        return merge(self.segment.base, entries, self.settings.threads)
 
     def _merge_beside(self, state: State) -> None:
         """Begins the next merge where it is time for one."""
@@ -216,10 +204,9 @@ class _Apply:
         version = self.before.current
         name, below = delta_name(version, change.sequence), delta_name(version, change.below)
         partial = f"{name}.partial"
-        keys = {t.name: t.key for t in self.segment.header.tables}
         try:
             fd = self.folder.create(partial)
-            size = write_delta(self.folder.path / partial, fd, self.model.name, version, change, tables, keys)
+            size = write_delta(self.folder.path / partial, fd, self.segment.header, change, tables)
             with self.folder.lock("record.lock"):
                 self._check_is_live()
                 record = replace(self.before, sequence=change.sequence, latest_sequence=change.sequence)
@@ -256,8 +243,8 @@ class _Apply:
 
 
 class _Below(NamedTuple):
-    """The delta that the next one lies over."""
+    """The delta that the next one lies over; sequence 0: it lies over the version."""
 
-    sequence: int
-    entries: int
-    bytes: int
+    sequence: int = 0
+    entries: int = 0
+    bytes: int = 0

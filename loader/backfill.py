@@ -25,10 +25,8 @@ class Backfill:
     """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which are numbered from 0."""
 
     def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
-        """The table of the name of `spec` in the version that its policy names. ModelError: there is none, or it has other rows.
-
-        SegmentError: the version is damaged.
-        """
+        """Attaches the version that the policy names. ModelError: it lacks the table, or has other rows.
+        SegmentError: it is damaged."""
         what = f"[tables.{spec.name}]: missing = {str(spec.missing)!r}"
         try:
             self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
@@ -70,7 +68,7 @@ class Backfill:
 
     @property
     def default_row(self) -> NDArray[np.uint8] | None:
-        """What the older version yields for an id that it lacks; None: an error."""
+        """The older version's row for ids that it lacks; None: it refuses them."""
         if self._map.default_row is None:
             return None
         return np.asarray(self.table.packed[self._map.default_row])

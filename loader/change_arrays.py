@@ -14,8 +14,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
-from tableside.loader.changes import TableChanges
+from tableside.loader.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids, narrowed
 from tableside.loader.checkpoint.numpy_files import npy_header
 from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import ChangeError
@@ -66,7 +65,7 @@ def _tables(archive: zipfile.ZipFile, path: Path, table: str | None) -> dict[str
 
 
 @dataclass
-class _Array:
+class _NpyStream:
     """An array that is read row by row. stream: where its values begin. one: the shape of a row."""
 
     name: str
@@ -84,7 +83,7 @@ class _Array:
         return np.frombuffer(data, self.dtype, size // self.dtype.itemsize).reshape(rows, *self.one)
 
 
-def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) -> _Array:
+def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) -> _NpyStream:
     """Opens an array. ChangeError: it is not what its name says."""
     info = archive.getinfo(name + _SUFFIX)
     stream = stack.enter_context(archive.open(info))
@@ -104,10 +103,10 @@ def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) ->
     size = dtype.itemsize * math.prod(shape)
     if stream.tell() + size != info.file_size:
         raise ChangeError(f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}")
-    return _Array(name, stream, dtype, shape[0], shape[1:])
+    return _NpyStream(name, stream, dtype, shape[0], shape[1:])
 
 
-def _changes(rules: RowRules, table: str, parts: dict[str, _Array]) -> Iterator[TableChanges]:
+def _changes(rules: RowRules, table: str, parts: dict[str, _NpyStream]) -> Iterator[TableChanges]:
     ids, vectors, deleted = parts["ids"], parts.get("vectors"), parts.get("deleted")
     for part in parts.values():
         if part.rows != ids.rows:

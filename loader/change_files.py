@@ -12,54 +12,39 @@ table and vectors of another length than the table's are not looked for here: `l
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from tableside.loader import change_arrays, change_lines
-from tableside.loader.change_rows import ahead
-from tableside.loader.changes import TableChanges
+from tableside.loader.changes import TableChanges, ahead
 from tableside.loader.errors import ChangeError
 
 SUFFIXES = (".parquet", ".npz", ".jsonl")
 
 
 def read_changes(path: Path, table: str | None = None) -> Iterator[TableChanges]:
-    """The changes of a file, in blocks of some MiB. table: all rows are of it, and the file need not name it.
-
-    ChangeError, while it is read: the file is damaged, or a row is not what it must be.
-    """
-    _check_suffix(path)
-    if path.suffix == ".npz":
-        return change_arrays.blocks(path, table)
-    if path.suffix == ".jsonl":
-        return change_lines.blocks(path, table)
-    check_parquet(path)
-    from tableside.loader import change_parquet
-
-    return ahead(change_parquet.blocks(path, table))
+    """Yields the changes of a file in blocks of some MiB. table: the table of all rows, which the file need
+    not name. ChangeError, while it is read: the file is damaged, or a row is wrong."""
+    blocks: Iterator[TableChanges] = _reader(path).blocks(path, table)
+    return ahead(blocks) if path.suffix == ".parquet" else blocks
 
 
 def rows_in(path: Path) -> int | None:
     """How many rows a file says that it has; None: it must be read to know. ChangeError: it is damaged."""
-    _check_suffix(path)
-    if path.suffix == ".npz":
-        return change_arrays.rows_in(path)
-    if path.suffix == ".jsonl":
-        return None
-    check_parquet(path)
-    from tableside.loader import change_parquet
-
-    return change_parquet.rows_in(path)
+    rows: int | None = _reader(path).rows_in(path)
+    return rows
 
 
-def check_parquet(path: Path) -> None:
-    """ChangeError: what reads Parquet is not installed."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ChangeError(
-            f"{path}: Parquet is read by pyarrow, which does not import ({error}); install tableside[eval]"
-        ) from None
-
-
-def _check_suffix(path: Path) -> None:
+def _reader(path: Path) -> ModuleType:
+    """The module that reads a kind of file. ChangeError: no such kind, or pyarrow is not installed."""
     if path.suffix not in SUFFIXES:
         raise ChangeError(f"{path}: a file of changes ends with {', '.join(SUFFIXES)}; found {path.suffix or 'no suffix'!r}")
+    if path.suffix != ".parquet":
+        return change_arrays if path.suffix == ".npz" else change_lines
+    try:
+        import pyarrow  # noqa: F401
+
+        from tableside.loader import change_parquet
+    except ImportError as error:
+        what = f"{path}: Parquet is read by pyarrow, which does not import ({error})"
+        raise ChangeError(f"{what}; install tableside[eval]") from None
+    return change_parquet

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.loader.change_rows import Row, RowRules, changes, narrowed
-from tableside.loader.changes import TableChanges
+from tableside.loader.changes import Row, RowRules, TableChanges, changes, narrowed
 from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
@@ -18,7 +17,7 @@ _BLOCK_VALUES = 1 << 20  # some 32 bytes each, as Python has them
 _KEYS = {"table", "id", "vector"}
 
 
-class Rows:
+class PythonRows:
     """Rows of one table, as Python has them."""
 
     def __init__(self, rules: RowRules, table: str) -> None:
@@ -50,9 +49,13 @@ class Rows:
         return changes(self.table, np.array(self.ids, np.int64), values, deleted, dim, self.rules.where(self.numbers[0]))
 
 
+def rows_in(path: Path) -> None:
+    """Lines must be read to be counted."""
+
+
 def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     """As `change_files.read_changes`."""
-    rules, waiting, values = RowRules(str(path), "line", table), dict[str, Rows](), 0
+    rules, waiting, values = RowRules(str(path), "line", table), dict[str, PythonRows](), 0
     with os.fdopen(open_regular(path, "a file of changes", ChangeError), "rb") as file:
         number = 0
         while line := file.readline(_LINE_BYTES + 1):
@@ -63,7 +66,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
                 continue
             name, id_, vector = _row(rules, number, line)
             if name not in waiting:
-                waiting[name] = Rows(rules, name)
+                waiting[name] = PythonRows(rules, name)
             waiting[name].add(number, id_, vector)
             values += 1 if vector is None else len(vector)
             if values >= _BLOCK_VALUES:

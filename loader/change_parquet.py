@@ -8,15 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tableside.loader.change_rows import BLOCK_BYTES, MOST_ROWS, RowRules, changes, int64_ids, narrowed
-from tableside.loader.changes import TableChanges
-from tableside.loader.checkpoint.column_types import id_remedy, type_name
-from tableside.loader.checkpoint.keyed_parquet import open_parquet
+from tableside.loader.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids, narrowed
+from tableside.loader.checkpoint.keyed_parquet import first_null, id_remedy, is_list, open_parquet, type_name
 from tableside.loader.errors import ChangeError
 
 _WHAT = "a file of changes"
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-_TEXTS = (pa.types.is_string, pa.types.is_large_string)
 
 
 def rows_in(path: Path) -> int:
@@ -55,11 +51,11 @@ def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
 
 def _is_text(kind: Any) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return any(is_one(kind) for is_one in _TEXTS)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_vector(kind: Any) -> bool:
-    return any(is_one(kind) for is_one in _LISTS) and pa.types.is_floating(kind.value_type)
+    return is_list(kind) and pa.types.is_floating(kind.value_type)
 
 
 _is_expected = {
@@ -128,7 +124,7 @@ class _Block:
         column = self.batch.column("table")
         column = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
         if column.null_count:
-            raise self._error(_first_null(column), "its table is null; expected a table's name")
+            raise self._error(first_null(column), "its table is null; expected a table's name")
         codes, names = column.indices.to_numpy(zero_copy_only=False), column.dictionary.to_pylist()
         order = np.argsort(codes, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
@@ -139,7 +135,7 @@ class _Block:
 
     def _ids(self, column: Any) -> NDArray[np.int64]:
         if column.null_count:
-            raise self._error(_first_null(column), "its id is null; expected an integer")
+            raise self._error(first_null(column), "its id is null; expected an integer")
         ids, bad = int64_ids(column.to_numpy(zero_copy_only=False))
         if bad >= 0:
             raise self._error(bad, f"its id is {column[bad]}; expected one below 2**63, which int64 holds")
@@ -155,7 +151,7 @@ class _Block:
 
     def _values(self, values: Any) -> NDArray[Any]:
         if values.null_count:
-            raise self._error(self._row_of(_first_null(values)), "a value of its vector is null; expected numbers")
+            raise self._error(self._row_of(first_null(values)), "a value of its vector is null; expected numbers")
         found, bad = narrowed(values.to_numpy(zero_copy_only=True))
         if bad >= 0:
             raise self._error(self._row_of(bad), f"a value of its vector is {values[bad]}, which float32 does not hold")
@@ -167,7 +163,3 @@ class _Block:
 
     def _error(self, row: int, text: str) -> ChangeError:
         return self.rules.error(self.first + row, text)
-
-
-def _first_null(column: Any) -> int:
-    return int(column.is_null().to_numpy(zero_copy_only=False).argmax())

@@ -16,33 +16,34 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.apply import COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
 from tableside.loader.delta import Delta, delta_name
-from tableside.loader.delta_writer import Entries, entries_of, merge, write_delta
+from tableside.loader.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_delta
 from tableside.loader.errors import VersionError
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change, plan_tables
-from tableside.loader.memory import reserve
+from tableside.loader.raw_ids import reserve_records
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import State, attach_state, state_of, writing
-from tableside.loader.stored import StoredIds, StoredRows, StoredTable, index_parts, keep_zero_apart, plan_index
+from tableside.loader.stored import StoredIds, StoredRows, StoredTable, keep_zero_apart, plan_index, write_index
 from tableside.loader.versions import Model
 from tableside.quant import Table
 from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder, find_rows
-from tableside.quant.ids import IdIndex, id_at, set_bits
+from tableside.quant.ids import IdIndex, set_bits
 
 _BLOCK_ROWS = 1 << 16
 Progress = Callable[[int, int], None]  # (rows written, of all)
 
 
 @dataclass(frozen=True)
-class Compacted:
-    """What a compaction did. state: that is live now. rows: in the new version; merged: entries of the delta. seconds: until it
-    was live; segment_bytes: of the new version."""
+class CompactionResult:
+    """What a compaction did. state: the live one. rows: of the new version; merged: entries of the delta;
+    segment_bytes: of the new version. seconds: until it was live."""
 
     model: str
     state: State
@@ -57,11 +58,11 @@ def delta_share(segment: Segment) -> float:
     return float(sum(d.segment.size for d in segment.deltas) / segment.base.size)
 
 
-def compact(model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None) -> Compacted | None:
+def compact(model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None) -> CompactionResult | None:
     """Makes the live version and its deltas the next version. None: no delta is live.
 
-    VersionError: a load or another compaction is under way, no version is live, or another one became so meanwhile.
-    SegmentError: what is live is damaged. NoSpace: shared memory does not hold another version.
+    VersionError: a load or another compaction is under way, or no version or another one is live.
+    SegmentError: the live state is damaged. NoSpace: shared memory does not hold another version.
     """
     started = time.monotonic()
     # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is under way.
@@ -82,17 +83,17 @@ class _Compaction:
         self.model, self.folder, self.version, self.settings = model, folder, version, settings
         self.base = segment.base
         self.delta: Delta = segment.deltas[-1]  # a newer one may have come, which stays
-        self.entries = {name: entries_of(self.delta.own_level(name)) for name in self.delta.tables}
+        self.entries = {name: entries_of(self.delta.own_layer(name)) for name in self.delta.tables}
         self._progress, self._done, self._total = progress, 0, 0
         self._threads = settings.threads or len(os.sched_getaffinity(0))
 
-    def run(self, started: float) -> Compacted:
+    def run(self, started: float) -> CompactionResult:
         path = self.model.partial_path(self.version)
         try:
             tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
             header = self.base.header
             shapes = [(t.name, t.key, self.base.tables[t.name].row_format, tables[t.name].rows, t.dim) for t in header.tables]
-            ids = {name: t.ids for name, t in tables.items() if t.ids is not None}
+            ids = {name: t.ids for name, t in tables.items()}
             planned = replace(
                 header,
                 version=self.version,
@@ -115,7 +116,7 @@ class _Compaction:
             path.unlink(missing_ok=True)
             raise
         rows = sum(t.id_count for t in planned.tables)
-        return Compacted(self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started)
+        return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started)
 
     def _share(self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]) -> None:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-compact") as pool:
@@ -147,25 +148,21 @@ class _Compaction:
 
     def _carry_over(self, live: Segment) -> int:
         """Writes what the new version has not as a delta over it; returns its sequence. 0: there is nothing."""
-        parts: dict[str, list[Entries]] = {}
+        parts: list[tuple[str, list[DeltaEntries]]] = []
         for name, entries in self.entries.items():
             table = self.base.tables[name]
             if (table.row_map is None or table.row_map.index is None) and entries.deleted.any():
-                parts.setdefault(name, []).append(_only(entries, entries.deleted))
+                parts.append((name, [_only(entries, entries.deleted)]))
         newer = live.deltas[:-1]
-        for delta in newer:
-            for name in delta.tables:
-                parts.setdefault(name, []).append(entries_of(delta.own_level(name)))
         if not parts and not newer:
             return 0
         change: Change = live.deltas[0].change
-        tables = {name: merge(self.base.tables[name], of_it, self.settings.threads) for name, of_it in parts.items()}
-        name = delta_name(self.version, change.sequence)
-        keys = {t.name: t.key for t in self.base.header.tables}
+        tables = merge(self.base, [*parts, *own_entries(newer)], self.settings.threads)
+        header, name = replace(self.base.header, version=self.version), delta_name(self.version, change.sequence)
         path = self.folder.path / f"{name}.partial"
         try:
             fd = self.folder.create(path.name)
-            write_delta(path, fd, self.model.name, self.version, replace(change, below=0), tables, keys)
+            write_delta(path, fd, header, replace(change, below=0), tables)
             self.folder.rename(path.name, name)
         except BaseException:
             self.folder.unlink(path.name)
@@ -173,8 +170,8 @@ class _Compaction:
         return change.sequence
 
 
-def _only(entries: Entries, which: NDArray[np.bool_]) -> Entries:
-    return Entries(entries.ids[which], entries.packed, entries.rows[which], entries.deleted[which])
+def _only(entries: DeltaEntries, which: NDArray[np.bool_]) -> DeltaEntries:
+    return DeltaEntries(entries.ids[which], entries.packed, entries.rows[which], entries.deleted[which])
 
 
 def _chunks(writer: SegmentWriter) -> Iterator[tuple[StoredRows, int]]:
@@ -216,7 +213,8 @@ class _CompactTable:
                 assert self.table.row_map is not None
                 backfilled += int(self.table.row_map.is_backfilled(rows).sum())
         builder.count(inserted)
-        records = self._records(builder.begin() * RECORD_BYTES)
+        scratch = partial(self.work.model.create_scratch, self.work.version)
+        records = reserve_records(builder.begin() * RECORD_BYTES, scratch, self.work.folder.path)
         for ids, rows in self._kept(gone):
             builder.put(ids, rows, records)
         builder.put(inserted, np.arange(inserted.size) + old.slots, records)
@@ -234,16 +232,6 @@ class _CompactTable:
         default = None if self.ids.default_row is None else self.index.slots
         self.ids = StoredIds(builder.ids, self.ids.missing, default, 0, backfilled, stored)
         self._gone = gone
-
-    def _records(self, size: int) -> NDArray[np.int64]:
-        if not size:
-            return np.zeros((0, 2), np.int64)
-        fd = self.work.model.create_scratch(self.work.version)
-        try:
-            memory = reserve(fd, -(-size // 4096) * 4096, self.work.folder.path)
-        finally:
-            os.close(fd)
-        return memory.bytes[:size].view(np.int64).reshape(-1, 2)
 
     def _kept(self, gone: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """(ids, rows) of before that nothing changed, block after block."""
@@ -289,13 +277,7 @@ class _CompactTable:
         assert self.index is not None and self.entries is not None
         assert stored.ids is not None and stored.ids.index is not None and self.table.row_map is not None
         at = stored.ids.index
-        directory, pilots, kept, bits = index_parts(at, writer.rows(at, 0, at.rows).reshape(-1), stored.ids.backfilled > 0)
-        directory[:] = self.index.directory.reshape(-1).view(np.uint8)
-        pilots[:] = self.index.pilots
-        place = id_at(self.table.row_format, self.table.dim)
-        slots = kept.view(np.int64)
-        if place >= 0:
-            slots = np.ndarray((self.index.slots,), np.int64, target.reshape(-1), place, (target.shape[1],))
+        slots, bits = write_index(stored.ids, self.index, writer.rows(at, 0, at.rows).reshape(-1), target)
         items = target.view(f"V{target.shape[1]}")[:, 0]
         has_zero = False
         given = _only(self.entries, ~self.entries.deleted)

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from tableside.loader.backfill import Backfill
 from tableside.loader.errors import ModelError
 from tableside.loader.model import TableSpec
+from tableside.loader.segment import SegmentWriter
+from tableside.loader.stored import StoredTable
 from tableside.quant import CpuBackend, Source
 from tableside.quant.errors import NotRepresentable
 
 
 class DefaultRow:
-    """The default row of one table, while it is loaded. Any thread may call `add`.
-
-    is_used: whether missing ids read it; where not, they are refused. ModelError: the policy is a vector of another dim.
-    """
+    """The default row of a table that is loaded. Any thread may call `add`. is_used: whether missing ids read
+    it; else they are refused. ModelError: the policy is a vector of another dim."""
 
     def __init__(self, spec: TableSpec, dim: int, backfill: Backfill | None) -> None:
         self._spec, self._dim, self._older = spec, dim, None if backfill is None else backfill.default_row
@@ -42,11 +42,13 @@ class DefaultRow:
             self._sum += total
             self._rows += len(values)
 
-    def write(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
-        """Writes the row, packed, to uint8 [row_bytes], which is zeros.
+    def write(self, writer: SegmentWriter, table: StoredTable, backend: CpuBackend) -> None:
+        """Writes the row, where it is used, as the last one of a table, which is zeros. ModelError: as `pack`."""
+        if self.is_used:
+            self.pack(writer.rows(table, table.rows - 1, table.rows)[0], backend)
 
-        ModelError: the row format cannot represent the vector.
-        """
+    def pack(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
+        """Packs the row to zeros, uint8 [row_bytes]. ModelError: the row format cannot represent the vector."""
         policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
         if self._older is not None:
             to[:] = self._older

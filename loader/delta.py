@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import Change, checksum
-from tableside.loader.memory import Window
+from tableside.loader.memory import MappedWindow
 from tableside.loader.segment import Segment, Verify, unpickled
 from tableside.loader.stored import StoredTable, filter_part, marks_part
 from tableside.quant import Table
 from tableside.quant.ids import RowMap
-from tableside.quant.overlay import Level, Overlay
+from tableside.quant.overlay import Overlay, OverlayLayer
 
 SUFFIX = ".delta"
 
@@ -43,10 +43,8 @@ def parse_delta_name(name: str) -> tuple[int, int] | None:
 
 
 class Delta:
-    """An attached delta: mapped, never copied. fd: an open file of it, closed here.
-
-    SegmentError: the file is no whole delta of `model` over `version`, as its name says.
-    """
+    """An attached delta: mapped, never copied. fd: an open file of it, closed here. SegmentError: the file is
+    no whole delta, or not the one that its name says."""
 
     def __init__(self, path: Path, fd: int, verify: Verify = "full") -> None:
         self.path = path
@@ -69,7 +67,7 @@ class Delta:
         """Ids that it overrides, inserts or deletes, over all tables."""
         return sum(t.id_count for t in self.segment.header.tables)
 
-    def level(self, name: str, base: Table) -> Level:
+    def layer(self, name: str, base: Table) -> OverlayLayer:
         """What the delta has of the table `name`, whose own rows are those of `base`. SegmentError: their rows are not alike."""
         stored, table = self.tables[name], self.segment.tables[name]
         if (table.row_format, table.dim) != (base.row_format, base.dim):
@@ -77,18 +75,18 @@ class Delta:
                 f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of the version are "
                 f"{base.row_format.label} of dim {base.dim}"
             )
-        window = Window(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
+        window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
         packed = window.bytes.reshape(stored.rows, stored.row_bytes)
         distance = packed.ctypes.data - base.address
-        return self._level(stored, table, packed, distance // stored.row_bytes, base)
+        return self._layer(stored, table, packed, distance // stored.row_bytes, base)
 
-    def own_level(self, name: str) -> Level:
+    def own_layer(self, name: str) -> OverlayLayer:
         """The same where nobody reads rows by their numbers, which begin with 0."""
-        return self._level(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
+        return self._layer(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
 
-    def _level(
+    def _layer(
         self, stored: StoredTable, table: Table, packed: NDArray[np.uint8], first_row: int, base: Table | None = None
-    ) -> Level:
+    ) -> OverlayLayer:
         assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
         index = table.row_map.index
         assert index is not None
@@ -102,7 +100,7 @@ class Delta:
                     f"{self.path}: table {stored.name!r} has marks of {at.marked} rows; those of the version are {count}"
                 )
             marks = marks_part(at, data, stored.ids.has_bits, first)
-        return Level(index, packed, words, index.backfilled, first_row, marks)
+        return OverlayLayer(index, packed, words, index.backfilled, first_row, marks)
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:
@@ -146,16 +144,14 @@ def _attach_again(path: Path, deltas: list[Path], content: int) -> Segment:
 
 
 def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
-    """A version with deltas over it, the newest first; at least one. `base` stays as it is.
-
-    SegmentError: a delta has a table that the version has not, or whose rows are others.
-    """
+    """A version with deltas over it, the newest first, at least one. `base` stays as it is. SegmentError: a
+    delta has a table that the version lacks, or other rows."""
     tables = dict(base.tables)
     for delta in deltas:
         if unknown := sorted(set(delta.tables) - set(tables)):
             raise SegmentError(f"{delta.path} has a table {unknown[0]!r}, which the version {base.header.version} has not")
     for name, table in base.tables.items():
-        if levels := [d.level(name, table) for d in deltas if name in d.tables]:
+        if layers := [d.layer(name, table) for d in deltas if name in d.tables]:
             row_map = RowMap(table.rows) if table.row_map is None else table.row_map
-            tables[name] = replace(table, row_map=replace(row_map, overlay=Overlay(levels)))
+            tables[name] = replace(table, row_map=replace(row_map, overlay=Overlay(layers)))
     return OverlaidSegment(base, tables, tuple(deltas))

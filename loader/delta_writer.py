@@ -1,6 +1,6 @@
 """Writes a delta's file: entries of several sources, of which the last one of each id counts, become one table each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 
 from tableside.loader.delta import Delta
 from tableside.loader.header import Change, Header, plan_tables
-from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, filter_part, index_parts, keep_zero_apart, marks_part, plan_index
+from tableside.loader.segment import Segment, SegmentWriter
+from tableside.loader.stored import StoredIds, filter_part, keep_zero_apart, marks_part, plan_index, write_index
 from tableside.quant import Table
 from tableside.quant.cpu.index_builder import IndexBuilder, fill_filter, fill_marks, find_rows
 from tableside.quant.ids import IdIndex, bits_at, set_bits
-from tableside.quant.overlay import Level, are_marks_worth_it, filter_words
+from tableside.quant.overlay import OverlayLayer, are_marks_worth_it, filter_words
 
 _IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
 _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 
-class Entries(NamedTuple):
-    """Changes of one table, in order. ids: int64 [n]; packed: uint8 [rows, row_bytes], where row `rows[n]` is that of each;
-    deleted: bool [n]."""
+class DeltaEntries(NamedTuple):
+    """Changes of one table, in order. ids: int64 [n]; rows: int64 [n], each id's row in packed, uint8 [rows,
+    row_bytes]; deleted: bool [n]."""
 
     ids: NDArray[np.int64]
     packed: NDArray[np.uint8]
@@ -32,38 +32,45 @@ class Entries(NamedTuple):
     deleted: NDArray[np.bool_]
 
 
-def entries_of(level: Level) -> Entries:
-    """What a delta has of a table."""
-    kept, slots = np.ascontiguousarray(level.index.ids), np.arange(level.index.slots)
+def entries_of(layer: OverlayLayer) -> DeltaEntries:
+    """The entries of a delta's table."""
+    kept, slots = np.ascontiguousarray(layer.index.ids), np.arange(layer.index.slots)
     found = np.empty(kept.size, np.int64)
-    find_rows(level.index, kept, found)
+    find_rows(layer.index, kept, found)
     slots = slots[found == slots]
-    deleted = np.zeros(slots.size, np.bool_) if level.deleted is None else bits_at(level.deleted, slots)
-    return Entries(kept[slots], level.packed, slots, deleted)
+    deleted = np.zeros(slots.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, slots)
+    return DeltaEntries(kept[slots], layer.packed, slots, deleted)
 
 
-def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[Entries]]]:
-    """What deltas, the newest first, have of each of their tables; the oldest first."""
+def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[DeltaEntries]]]:
+    """Yields the entries of deltas, which come newest first, by table: the oldest delta first."""
     for delta in reversed(deltas):
         for name in delta.tables:
-            yield name, [entries_of(delta.own_level(name))]
+            yield name, [entries_of(delta.own_layer(name))]
 
 
 @dataclass(frozen=True, eq=False)
 class MergedTable:
-    """A table of a delta that is planned. kept: which of the entries of all parts, one part after another, count; rows: the row
-    of each of these."""
+    """A planned table of a delta. kept: mask of the entries of all parts, one part after another, that count;
+    rows: int64, the row of each of these."""
 
     base: Table
-    parts: tuple[Entries, ...]
+    parts: tuple[DeltaEntries, ...]
     index: IdIndex
     ids: StoredIds
     kept: NDArray[np.bool_]
     rows: NDArray[np.int64]
 
 
-def merge(base: Table, parts: Sequence[Entries], threads: int) -> MergedTable:
-    """Plans the table of a delta from its parts, the newest last: of an id that comes twice the last entry counts."""
+def merge(base: Segment, parts: Iterable[tuple[str, list[DeltaEntries]]], threads: int) -> dict[str, MergedTable]:
+    """Plans the tables of a delta over `base` from entries by table, the newest last: an id's last entry counts."""
+    joined: dict[str, list[DeltaEntries]] = {}
+    for name, entries in parts:
+        joined.setdefault(name, []).extend(entries)
+    return {name: _merge_table(base.tables[name], entries, threads) for name, entries in joined.items()}
+
+
+def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> MergedTable:
     ids = np.concatenate([part.ids for part in parts])
     buckets = 1 << max(0, (ids.size // _IDS_A_BUCKET).bit_length())
     builder = IndexBuilder(buckets, 0, threads)
@@ -89,11 +96,9 @@ def merge(base: Table, parts: Sequence[Entries], threads: int) -> MergedTable:
     return MergedTable(base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows)
 
 
-def write_delta(
-    path: Path, fd: int, model: str, version: int, change: Change, tables: Mapping[str, MergedTable], keys: Mapping[str, str]
-) -> int:
+def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> int:
     """Writes and seals a delta; returns its bytes. Arguments and errors as those of `write_unsealed`."""
-    writer = write_unsealed(path, fd, model, version, change, tables, keys)
+    writer = write_unsealed(path, fd, base, change, tables)
     try:
         writer.seal({})
     finally:
@@ -101,17 +106,14 @@ def write_delta(
     return writer.size
 
 
-def write_unsealed(
-    path: Path, fd: int, model: str, version: int, change: Change, tables: Mapping[str, MergedTable], keys: Mapping[str, str]
-) -> SegmentWriter:
-    """Writes all of a delta but its header, which the caller seals. fd: an open, empty file at `path`, which the writer closes.
-
-    keys: of the tables, as the version has them. NoSpace: nothing stays at `path` but an empty file.
-    """
+def write_unsealed(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> SegmentWriter:
+    """Writes a delta over the version `base`, without the header, which the caller seals. fd: an open, empty
+    file at `path`; the writer closes it. NoSpace: only an empty file stays at `path`."""
+    keys = {t.name: t.key for t in base.tables}
     shapes = [(name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()]
     planned = plan_tables(shapes, ids={name: t.ids for name, t in tables.items()})
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    writer = SegmentWriter(path, Header(model, version, created, planned, (), delta=change), b"", fd)
+    writer = SegmentWriter(path, Header(base.model, base.version, created, planned, (), delta=change), b"", fd)
     try:
         for stored in writer.header.tables:
             _write(writer, stored.name, tables[stored.name])
@@ -127,13 +129,10 @@ def write_unsealed(
 def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     stored = next(t for t in writer.header.tables if t.name == name)
     assert stored.ids is not None and stored.ids.index is not None
-    at = stored.ids.index
+    at, packed = stored.ids.index, writer.rows(stored, 0, stored.rows)
     data = writer.rows(at, 0, at.rows).reshape(-1)
-    directory, pilots, kept, bits = index_parts(at, data, stored.ids.has_bits)
-    directory[:] = table.index.directory.reshape(-1).view(np.uint8)
-    pilots[:] = table.index.pilots
+    slots, bits = write_index(stored.ids, table.index, data, packed)
     ids = np.concatenate([part.ids for part in table.parts])[table.kept]
-    slots = kept.view(np.int64)
     slots[table.rows] = ids
     keep_zero_apart(table.index, slots, not ids.all())
     fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
@@ -142,13 +141,13 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
         set_bits(bits, table.rows[deleted])
-    items = writer.rows(stored, 0, stored.rows).view(f"V{stored.row_bytes}")[:, 0]
+    items = packed.view(f"V{stored.row_bytes}")[:, 0]
     first = done = 0
     for part in table.parts:
         counts = table.kept[first : first + part.ids.size]
         rows = table.rows[done : done + int(counts.sum())]
-        packed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
+        changed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
         for start in range(0, rows.size, _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            items[rows[block]] = packed.take(sources[block])
+            items[rows[block]] = changed.take(sources[block])
         first, done = first + part.ids.size, done + rows.size

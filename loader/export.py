@@ -38,7 +38,7 @@ _SAFETENSORS_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16"}
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """What an export wrote. bytes: of the file."""
 
     path: Path
@@ -49,14 +49,15 @@ class Exported:
 
 def export(
     tensor: PartialTensor, path: Path, values: str = "fp32", progress: Progress | None = None, name: str | None = None
-) -> Exported:
-    """Writes a tensor's rows to `path`, whose suffix says how; replaces a file that is there. values: "fp32" or "fp16".
+) -> ExportResult:
+    """Writes a tensor's rows to `path` in the format of its suffix; replaces a file. values: "fp32" or
+    "fp16".
 
-    name: what .npz and .safetensors call the table, so that files of several tables can become one checkpoint: `NAME.ids` and
-    `NAME.weight`.
+    name: of the table in .npz and .safetensors (`NAME.ids`, `NAME.weight`), so that several files can become
+    one checkpoint.
 
-    ModelError: no such suffix, values or folder, or a name for Parquet. QuantError: a value is too large for fp16. After an
-    error `path` is as it was before.
+    ModelError: no such suffix, values or folder, or a name for Parquet. QuantError: a value is too large for
+    fp16. After an error `path` is as it was.
     """
     write = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}.get(path.suffix)
     if write is None:
@@ -75,7 +76,7 @@ def export(
     with _replacing(path) as file:
         write(file, rows)
         size = file.seek(0, os.SEEK_END)
-    return Exported(path, len(tensor), tensor.dim, size)
+    return ExportResult(path, len(tensor), tensor.dim, size)
 
 
 class _Rows:

@@ -20,7 +20,8 @@ _KINDS = {
 
 
 def open_regular(path: Path, what: str, error: type[LoaderError] = LoaderError) -> int:
-    """Opens a regular file for reading; the caller closes the descriptor. what: the file's part, for people ("checkpoint").
+    """Opens a regular file for reading; the caller closes the descriptor. what: the file's part, for people
+    ("checkpoint").
 
     error: raised where the path is missing, cannot be opened, holds a NUL, or is no regular file.
     """

@@ -5,24 +5,29 @@ Where there is none of those, every matrix becomes one. A weight with a bias bes
 shape. Where the checkpoint tells of tables of raw ids (`Checkpoint.keyed_tables`), those are the tables, and beside them only
 what is called an embedding.
 
-Where the module that was trained is described, `module_model` knows better.
+Where a file describes the trained module (`tableside init --from-module FILE`), tables, features and poolings are those of the
+module (`module_tables`), with the names that `swap_embeddings` looks for. Each table must be in the checkpoint with the module's
+rows and dim; of a table of raw ids the dim alone is compared, since only trained ids have rows.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.checkpoint.keyed_folders import FolderTables
+from tableside.loader.checkpoint.rows import some
 from tableside.loader.errors import CheckpointError, ModelError
-from tableside.loader.model import Feature, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.model import FeatureSpec, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.module_tables import ModuleTable, named_features, read_module
 from tableside.quant import QuantError, RowFormat
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
+_COLLECTION = re.compile(r"(?:^|\.)(embedding_bags|embeddings)\.[^.]+\.weight$")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
-ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)  # what tensors of ids are called
-LINEAR = ", with a bias beside it, as a Linear has"
+_ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)  # what tensors of ids are called
+_LINEAR = ", with a bias beside it, as a Linear has"
 IDS_ALONE = "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
 _TALL = 4  # rows for each column from which a matrix is taken for an embedding
 
@@ -36,20 +41,16 @@ class FirstModel(NamedTuple):
 
 
 def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
-    """A specification with one table, and one sum-pooled feature, for each embedding of a checkpoint.
+    """A specification with one table and one sum-pooled feature for each embedding of a checkpoint.
 
-    name: the model's; None: the checkpoint's file name. folder: where the model.toml will lie; a checkpoint below it is named
-    relative to it.
-
-    ModelError: the checkpoint holds no matrix that could be a table, or the name cannot be a model's. CheckpointError: it cannot
-    be read.
+    name: the model's; None: the checkpoint's file name. folder: of the model.toml; a checkpoint below it is
+    named relative to it. ModelError: no matrix could be a table, or the name is no model's. CheckpointError:
+    the checkpoint cannot be read.
     """
     with open_checkpoint(checkpoint) as found:
         raw = dict(found.keyed_tables)
         keys = _tables(found, raw)
-        left_out = [f"{k}: {reason(found, k)}" for k in found.skipped if k not in raw.values()]
-        matrices = [(k, m) for k, m in found.matrices.items() if k not in keys]
-        left_out += [f"{k}: {shape(m)}{LINEAR if _is_linear(found, k) else ''}" for k, m in matrices]
+        left_out = _left_out(found, keys, lambda k: _LINEAR if _is_linear(found, k) else "")
         if not keys:
             raise ModelError(
                 f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16 without a bias beside it, and no table of raw "
@@ -60,12 +61,12 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
             table = _table_name(key, tables)
             ids = RawIds(raw[key]) if key in raw else None
             tables[table] = TableSpec(table, key, row_format, raw=ids, dim=_dim_of_sizes(found, key))
-        sizes = sizes_of(found, tables.values())
-    return FirstModel(specification(checkpoint, name, folder, tables, [Feature(t, t) for t in tables]), left_out, sizes)
+        sizes = _sizes_of(found, tables.values())
+    return FirstModel(_specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes)
 
 
-def specification(
-    checkpoint: Path, name: str | None, folder: Path, tables: dict[str, TableSpec], features: list[Feature]
+def _specification(
+    checkpoint: Path, name: str | None, folder: Path, tables: dict[str, TableSpec], features: list[FeatureSpec]
 ) -> ModelSpec:
     """A specification as `first_model` gives it, of these tables and features."""
     absolute = checkpoint.resolve()
@@ -74,17 +75,17 @@ def specification(
     return ModelSpec(model, path, tuple(tables.values()), tuple(features))
 
 
-def reason(found: Checkpoint, key: str) -> str:
-    """Why a tensor is no table."""
-    return IDS_ALONE if key in found.ids and ID_NAME.search(key) else found.skipped[key]
+def _left_out(found: Checkpoint, keys: Collection[str], why: Callable[[str], str]) -> list[str]:
+    """Lines "key: reason" for the tensors that are no tables. why: of a matrix, behind its shape."""
+    others = [k for k in found.skipped if k not in found.keyed_tables.values()]
+    matrices = [(k, m) for k, m in found.matrices.items() if k not in keys]
+    return [
+        *(f"{k}: {IDS_ALONE if k in found.ids and _ID_NAME.search(k) else found.skipped[k]}" for k in others),
+        *(f"{k}: a matrix [{m.rows}, {m.dim}] of {m.source.label}{why(k)}" for k, m in matrices),
+    ]
 
 
-def shape(matrix: Matrix) -> str:
-    """What a tensor is, for people."""
-    return f"a matrix [{matrix.rows}, {matrix.dim}] of {matrix.source.label}"
-
-
-def sizes_of(found: Checkpoint, tables: Iterable[TableSpec]) -> dict[str, str]:
+def _sizes_of(found: Checkpoint, tables: Iterable[TableSpec]) -> dict[str, str]:
     """Rows, dim and bytes of each table, by name, for people; of one that `load` would refuse, why."""
     return {t.name: _size(found, t) for t in tables}
 
@@ -107,7 +108,7 @@ def _dim_of_sizes(found: Checkpoint, key: str) -> int | None:
     try:
         return found.keyed(key).dim
     except CheckpointError:
-        return None  # what `sizes_of` says why
+        return None  # what `_sizes_of` says why
 
 
 def _megabytes(count: int) -> str:
@@ -131,9 +132,78 @@ def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
     """A name for the table of tensor `key`: what the key calls the embedding, with a number where another table has that name."""
     match = _EMBEDDING.search(key)
     name = _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_")) or "table"
-    return not_taken(name, taken)
+    return _not_taken(name, taken)
 
 
-def not_taken(name: str, taken: dict[str, TableSpec]) -> str:
+def _not_taken(name: str, taken: dict[str, TableSpec]) -> str:
     """The name, with a number where another table has it."""
     return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+
+
+# ---- from a module ----
+
+
+def module_model(module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
+    """The specification of the module that the file `module` describes; else as `first_model`. ModelError: a
+    table is not in the checkpoint with these rows and dim, or the file says nothing usable."""
+    wanted = read_module(module)
+    named = named_features(module, wanted)
+    tables: dict[str, TableSpec] = {}
+    features: list[FeatureSpec] = []
+    problems = []
+    with open_checkpoint(checkpoint) as found:
+        raw = found.keyed_tables
+        for table, of_it in zip(wanted, named, strict=True):
+            try:
+                key = _key_of(found, table)
+                _check(found, key, table)
+            except ModelError as error:
+                problems.append(str(error))
+                continue
+            called = _not_taken(table.name, tables)
+            ids = RawIds(raw[key]) if key in raw else None
+            tables[called] = TableSpec(called, key, row_format, raw=ids, dim=table.dim)
+            features += [FeatureSpec(feature, called, pooling) for feature, pooling in of_it]
+        why = f", which no embedding of {module.name} is"
+        left_out = _left_out(found, {t.key for t in tables.values()}, lambda _: why)
+        sizes = _sizes_of(found, tables.values())
+    if problems:
+        raise ModelError(f"{checkpoint} does not fit {module}:\n  " + "\n  ".join(problems))
+    return FirstModel(_specification(checkpoint, name, folder, tables, features), left_out, sizes)
+
+
+def _key_of(found: Checkpoint, table: ModuleTable) -> str:
+    """The key of a module's table in a checkpoint. ModelError: none could be it, or several."""
+    here = [*found.matrices, *(k for k in found.keyed_tables if k not in found.matrices)]
+    keys: list[str] = []
+    for wanted in table.keys:
+        longer = [k for k in here if k.endswith((f".{wanted}", f"/{wanted}"))]
+        keys = [wanted] if wanted in here else longer or [k for k in here if wanted.endswith(f".{k}")]
+        if keys:
+            break
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise ModelError(
+            f"table {table.name}: {some(keys)} of the checkpoint could be it; say where it lies, as "
+            '{"path of a collection": [its configurations]}'
+        )
+    skipped = next((f"; {k}: {found.skipped[k]}" for k in table.keys if k in found.skipped), "")
+    raise ModelError(f"table {table.name}: looked for {', '.join(table.keys)}; the checkpoint has {some(here)}{skipped}")
+
+
+def _check(found: Checkpoint, key: str, table: ModuleTable) -> None:
+    """ModelError: the tensor has another shape than the module's table, or belongs to a collection that pools otherwise."""
+    is_raw = key in found.keyed_tables
+    matrix = found.matrices.get(key) or found.keyed(key, found.keyed_tables[key])
+    if (matrix.rows, matrix.dim) != (matrix.rows if is_raw else table.rows, table.dim):
+        raise ModelError(
+            f"table {table.name}: the module has {table.rows:,} rows of dim {table.dim}, and {key} of the checkpoint "
+            f"{matrix.rows:,} rows of dim {matrix.dim}; give the checkpoint of this module"
+        )
+    if (match := _COLLECTION.search(key)) and not any(key.endswith(k) and _COLLECTION.search(k) for k in table.keys):
+        poolings = ", ".join(sorted({pooling for _, pooling in table.features}))
+        raise ModelError(
+            f"table {table.name}: {key} of the checkpoint lies in {match[1]}, and its pooling is {poolings}; "
+            "expected SUM or MEAN in embedding_bags, and no pooling in embeddings"
+        )

@@ -31,10 +31,8 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Folder:
-    """An open folder of trusted owners. A context manager; closes its descriptor.
-
-    AccessError: it is a link, belongs to another user, or others can write to it. FileNotFoundError: it is not there.
-    """
+    """An open folder of trusted owners. A context manager; closes its descriptor. AccessError: it is a link,
+    belongs to another user, or others can write to it. FileNotFoundError: it is not there."""
 
     def __init__(self, path: Path, owner: str | None = None, parent: "Folder | None" = None, *, only_a_way: bool = False) -> None:
         """parent: the open folder that it is in. only_a_way: it is only gone through, which needs no leave to list it."""
@@ -107,9 +105,11 @@ class Folder:
 
     @contextlib.contextmanager
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:
-        """Holds the lock `name`: a file that only the owner can open. The kernel drops it when its holder dies.
+        """Holds the lock `name`: a file that only the owner can open. The kernel drops it when its holder
+        dies.
 
-        VersionError, with the process that holds it: it was not free within `wait_s` seconds. `what` says what is waited for.
+        VersionError, with the process that holds it: it was not free within `wait_s` seconds. `what` says
+        what is waited for.
         """
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
         try:
@@ -193,9 +193,7 @@ def open_to_group(folder: Folder, group: str, mode: int = 0o750) -> None:
 
 def check_owner(found: os.stat_result, path: Path, owner: str | None, may_be_sticky: bool = False) -> None:
     """AccessError unless a file or folder belongs to a trusted owner and nobody else can write to it.
-
-    may_be_sticky: others may make files in a folder, if they cannot rename or remove this user's.
-    """
+    may_be_sticky: others may make files in a folder, if they cannot rename or remove this user's."""
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise AccessError(f"{path} is neither a file nor a folder; remove it")
     if found.st_uid not in _trusted(owner):

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.model import OUTPUTS, EvalSpec, Feature
+from tableside.loader.model import OUTPUTS, EvalSpec, FeatureSpec
 from tableside.loader.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
 
@@ -33,10 +33,8 @@ class ScorerInput:
 
 @dataclass(frozen=True)
 class StoredScorer:
-    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at `offset`.
-
-    checksum: xxh3-64 of the archive.
-    """
+    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at
+    `offset`. checksum: xxh3-64 of the archive."""
 
     kind: str
     inputs: tuple[ScorerInput, ...]
@@ -57,12 +55,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class Change:
-    """What a delta is beside its tables, which are small ones of raw ids with a filter (`quant.overlay`).
+    """What a delta says beside its tables, which are small tables of raw ids with a filter (`quant.overlay`).
 
-    sequence: its number, which no other delta of the model has; the header's `version` is the one that it lies over. below: the
-    sequence of the delta that it lies over, which lies over the version itself; 0: it does. changed: rows that the last batch
-    changed. positions: how far the model's changes are, by the name of the stream that they come from. made_at, applied_at: when
-    the oldest change of the last batch was made, and when it was published, of time.time(); made_at 0: not known.
+    sequence: its number, unique in the model; the header's `version` is the one below. below: the sequence of
+    the delta between the two; 0: none. changed: rows of the last batch. positions: stream -> its place behind
+    the last change. made_at, applied_at: when the last batch's oldest change was made (0: not known) and
+    published, of time.time().
     """
 
     sequence: int
@@ -75,18 +73,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Header:
-    """What a version is. source: the checkpoint it was read from (path, files), and a digest of its model.toml (spec); load:
-    seconds and source_bytes.
-
-    owner: None: the version is whole. delta: this is a delta over `version`; it has no features. merged: the last delta that
-    this version was made of; None: it was loaded.
-    """
+    """What a version is. source: its checkpoint (path, files) and a digest of its model.toml (spec); load:
+    seconds and source_bytes. owner: None: the version is whole. delta: this is a delta over `version`,
+    without features. merged: the last delta that a compaction put into this version; None: it was loaded."""
 
     model: str
     version: int
     created: str
     tables: tuple[StoredTable, ...]
-    features: tuple[Feature, ...]
+    features: tuple[FeatureSpec, ...]
     source: dict[str, Any] = field(default_factory=dict)
     load: dict[str, float] = field(default_factory=dict)
     scorer: StoredScorer | None = None
@@ -120,7 +115,7 @@ class Header:
         for name in ("delta", "merged"):
             if raw.get(name) is not None:
                 raw[name] = Change(**raw[name])
-        raw["features"] = tuple(Feature(**f) for f in raw["features"])
+        raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
             raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
         if (evaluation := raw.get("evaluation")) is not None:
@@ -170,13 +165,12 @@ def _table_from(raw: dict[str, Any]) -> StoredTable:
 def plan_tables(
     tables: list[tuple[str, str, RowFormat, int, int]],
     steps: Mapping[str, int] | None = None,
-    ids: Mapping[str, StoredIds] | None = None,
+    ids: Mapping[str, StoredIds | None] | None = None,
 ) -> tuple[StoredTable, ...]:
-    """Lays tables (name, key, format, rows, dim) out one after another, then their indexes; offsets are relative to the first
-    table.
+    """Lays out tables (name, key, format, rows, dim), then their indexes; offsets count from the first table.
 
-    steps: table -> rows at whose multiples its chunks should begin, where a chunk holds that many. ids: table -> how its ids
-    become rows; the places of their indexes are found here.
+    steps: table -> a number of rows at whose multiples chunks begin if they hold so many. ids: table -> how
+    its ids become rows.
     """
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:
@@ -203,10 +197,11 @@ def _moved(table: StoredTable, by: int) -> StoredTable:
 
 
 def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
-    """The header with the places of tables and scorer in the file, the bytes reserved for it, and where the scorer begins.
+    """Returns the header with the places of tables and scorer, the bytes reserved for it, and where the
+    scorer begins.
 
-    The header's size decides where the first table begins, and so how many digits the places in the header take: from one size
-    to the next until it holds itself.
+    The header's size decides where tables begin, and so how many digits it has: sizes grow until it holds
+    itself.
     """
     reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
     while True:
@@ -303,7 +298,7 @@ def _check_place(what: str, offset: int, count: int, size: int) -> None:
         raise SegmentError(f"{what} lies at bytes [{offset}, {offset + count}) of a file of {size}")
 
 
-def _check_feature(f: Feature, tables: set[str]) -> None:
+def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
     if not all(isinstance(value, str) for value in (f.name, f.table, f.pooling, f.output)):
         raise SegmentError("a feature has a name, table, pooling or output of the wrong type")
     if f.table not in tables or f.pooling not in {p.label for p in Pooling} or f.output not in OUTPUTS:
@@ -327,7 +322,7 @@ def _check_owner(o: Owner) -> None:
         raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
 
 
-def _check_scorer(s: StoredScorer, features: tuple[Feature, ...], size: int) -> None:
+def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int) -> None:
     if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in ("dot", "cosine", "program"):
         raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
     _check_place("the scorer", s.offset, s.bytes, size)

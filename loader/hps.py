@@ -25,7 +25,7 @@ import orjson
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import ModelError
 from tableside.loader.files import read_regular
-from tableside.loader.model import FEATURE_NAME, Feature, Missing, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.model import FEATURE_NAME, FeatureSpec, MissingSpec, ModelSpec, RawIds, TableSpec, check_name
 from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
@@ -51,11 +51,9 @@ def is_hps(path: Path) -> bool:
 
 
 def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path) -> tuple[ModelSpec, list[str]]:
-    """The specification of one of a ps.json's models, and lines about what it does not say.
-
-    name: which model, where there are several; else what the model is called. folder: where the model.toml will lie.
-    ModelError: the file is no ps.json, or holds several models, none of them called `name`. CheckpointError: a table is damaged.
-    """
+    """The specification of one of a ps.json's models, and lines about what it does not say. name: which of
+    several models; else the new name. folder: of the model.toml. ModelError: the file is no ps.json, or has
+    no model `name` among several. CheckpointError: a table is damaged."""
     raw = _parsed(path)
     entry = _chosen(path, raw["models"], name)
     folders = [_folder(path, file) for file in _list(path, entry, "sparse_files", str)]
@@ -78,7 +76,7 @@ def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path)
             tables.append(TableSpec(table, key, row_format, _missing(path, default, dim), RawIds(), dim))
     model = check_name(name or re.sub(r"[^A-Za-z0-9_-]", "_", str(entry.get("model", ""))).lstrip("_-") or "model")
     checkpoint_path = root.relative_to(folder) if root.is_relative_to(folder) else root
-    spec = ModelSpec(model, checkpoint_path, tuple(tables), tuple(Feature(t, t, "none") for t in names))
+    spec = ModelSpec(model, checkpoint_path, tuple(tables), tuple(FeatureSpec(t, t, "none") for t in names))
     return spec, list(_notes(raw, entry, packed_bytes))
 
 
@@ -150,10 +148,10 @@ def _root(path: Path, folders: list[Path]) -> tuple[Path, list[str]]:
     return root, [f.relative_to(root).as_posix() for f in folders]
 
 
-def _missing(path: Path, default: float, dim: int) -> Missing:
+def _missing(path: Path, default: float, dim: int) -> MissingSpec:
     if not math.isfinite(default):
         raise ModelError(f"{path}: default_value_for_each_table has {default}; expected finite numbers")
-    return Missing("constant", (float(default),) * dim) if default else Missing("zero")
+    return MissingSpec("constant", (float(default),) * dim) if default else MissingSpec("zero")
 
 
 def _notes(raw: Mapping[str, Any], entry: Mapping[str, Any], packed_bytes: int) -> Iterator[str]:

@@ -53,10 +53,8 @@ class Manifest:
     chunks: Mapping[str, NDArray[np.uint64]]
 
     def check(self, checkpoint: Path, matrix: Matrix, first: int, values: NDArray[Any]) -> None:
-        """Compares rows [first, first + len(values)) of a matrix; `first` begins a chunk, the last row ends one.
-
-        CheckpointError names the first rows that are not what they were.
-        """
+        """Compares rows [first, first + len(values)) of a matrix; `first` begins a chunk, the last row ends
+        one. CheckpointError names the first rows that are not what they were."""
         step = chunk_rows(matrix)
         found = _digests(values, step)
         known = self.chunks[matrix.key][first // step :][: len(found)]
@@ -76,10 +74,8 @@ def _digests(values: NDArray[Any], step: int) -> list[int]:
 
 
 def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Manifest | None:
-    """The manifest beside a checkpoint, compared with those of its matrices that are wanted; None: there is none.
-
-    CheckpointError: it is damaged, of another version, or does not fit the checkpoint.
-    """
+    """The manifest beside a checkpoint, compared with those of its matrices that are wanted; None: there is
+    none. CheckpointError: it is damaged, of another version, or does not fit the checkpoint."""
     path = manifest_path(checkpoint.path)
     if not os.path.lexists(path):
         return None
@@ -145,9 +141,7 @@ def _checksum(tensors: Mapping[str, Any]) -> str:
 
 def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress | None = None) -> Path:
     """Reads every matrix of a checkpoint and writes its manifest, whole or not at all; returns where it lies.
-
-    CheckpointError: the checkpoint cannot be read. OSError: the manifest cannot be written.
-    """
+    CheckpointError: the checkpoint cannot be read. OSError: the manifest cannot be written."""
     with open_checkpoint(checkpoint) as found:
         path = out or manifest_path(found.path)
         matrices = {key: found.matrix(key) for key in found.matrices}

@@ -74,10 +74,12 @@ class _Mapped:
 
 
 class Mapping(_Mapped):
-    """A whole file, mapped shared at a multiple of its pages, or of 2 MiB; unmapped when the last array over it is gone.
+    """A whole file, mapped shared at a multiple of its pages or of 2 MiB; unmapped with the last array over
+    it.
 
-    `bytes` is uint8 [size]; read-only unless `writable`, in the array and in the page tables. A copy is the object itself: two
-    would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another process.
+    `bytes` is uint8 [size]; array and pages are read-only unless `writable`. A copy is the object itself: two
+    would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another
+    process.
     """
 
     def __init__(self, fd: int, size: int, writable: bool = False) -> None:
@@ -133,11 +135,12 @@ class Mapping(_Mapped):
         raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
 
 
-class Window(_Mapped):
-    """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes away from `origin`.
+class MappedWindow(_Mapped):
+    """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes
+    away from `origin`.
 
-    At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last array over it is
-    gone.
+    At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last
+    array over it is gone.
     """
 
     def __init__(self, fd: int, offset: int, size: int, origin: int, step: int) -> None:
@@ -158,10 +161,8 @@ class Window(_Mapped):
 
 
 def reserve(fd: int, size: int, where: Path) -> Mapping:
-    """Makes the empty file `fd` `size` bytes long, with every byte reserved, and maps it writable.
-
-    NoSpace: the file system cannot hold it; the file keeps no bytes.
-    """
+    """Makes the empty file `fd` `size` bytes long, with every byte reserved, and maps it writable. NoSpace:
+    the file system cannot hold it; the file keeps no bytes."""
     free = available_bytes(where)
     if size > free:
         raise _no_space(size, free, where)
@@ -183,8 +184,8 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
 
 
 def available_bytes(where: Path) -> int:
-    """Bytes that the file system of `where` still takes. Without a limit, a tmpfs takes what memory is available, and a hugetlbfs
-    the huge pages that are free."""
+    """Bytes that the file system of `where` still takes: without a limit, a tmpfs takes the available memory,
+    and a hugetlbfs the free huge pages."""
     stats = os.statvfs(where)
     if stats.f_blocks:
         return stats.f_bavail * stats.f_frsize
@@ -218,8 +219,8 @@ def processes_below(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), pss_shmem and pss_file, which
-    are its parts in shared memory and in other files such as libraries, private."""
+    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), its parts
+    pss_shmem and pss_file (libraries and other files), and private."""
     fields: dict[str, int] = {}
     with open(f"/proc/{pid}/smaps_rollup") as rollup:
         for line in rollup:

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import numpy as np
 
-from tableside.loader.delta_writer import Entries, entries_of, merge, own_entries, write_unsealed
+from tableside.loader.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_unsealed
 from tableside.loader.folder import Folder
 from tableside.loader.header import Change
 from tableside.loader.segment import Segment, SegmentWriter
@@ -28,7 +28,7 @@ from tableside.loader.states import UNPUBLISHED, State
 from tableside.loader.versions import Model
 from tableside.quant.cpu.index_builder import find_rows
 from tableside.quant.ids import bits_at
-from tableside.quant.overlay import Level
+from tableside.quant.overlay import OverlayLayer
 
 _NICE = 5  # of the thread, so that a batch and the servers beside it come first
 _BLOCK_ROWS = 1 << 14  # that are compared at once
@@ -36,8 +36,8 @@ _BLOCK_ROWS = 1 << 14  # that are compared at once
 
 @dataclass(frozen=True, eq=False)
 class UnpublishedDelta:
-    """A merged delta without its header. file: its name in the model's folder. change: of the state that was merged. entries:
-    ids that it has."""
+    """A merged delta without its header. file: its name in the model's folder. change: of the merged state.
+    entries: its ids."""
 
     file: str
     writer: SegmentWriter
@@ -56,8 +56,8 @@ class UnpublishedDelta:
 
 
 class Merges:
-    """The merges of one process over one model, one at a time. `begin` and `finished` are for who holds the apply lock. threads:
-    as in `ApplySettings`."""
+    """The merges of one process over one model, one at a time. Call `begin` and `finished` under the apply
+    lock. threads: as in `ApplySettings`."""
 
     def __init__(self, model: Model, threads: int = 0) -> None:
         self._model, self._threads = model, threads
@@ -83,11 +83,12 @@ class Merges:
         """Whether such a merge waits for the next batch."""
         return self._running is not None and self._running.done()
 
-    def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[Entries]]] | None:
-        """A merge that has ended, which the caller publishes or drops, and what the live state has beside it, by table.
+    def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:
+        """A merge that has ended, for the caller to publish or drop, and the live state's later entries by
+        table; None: there is none.
 
-        Where the newest delta has outgrown the one below it meanwhile, a merge that runs is waited for: else batches would become
-        slower and slower to write. None: there is none. Raises what the merge raised: NoSpace, SegmentError.
+        Waits for a running merge once the newest delta is larger than the one below it; else batches would
+        become ever slower to write. Raises the merge's error: NoSpace, SegmentError.
         """
         sizes = [delta.segment.size for delta in live.deltas]
         if self._running is None or not (self._running.done() or (len(sizes) > 1 and sizes[0] > sizes[1])):
@@ -110,17 +111,13 @@ class Merges:
             raise
 
     def _write(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
-        header, parts = segment.header, dict[str, list[Entries]]()
         try:
-            for name, entries in own_entries(segment.deltas):
-                parts.setdefault(name, []).extend(entries)
-            tables = {name: merge(segment.base.tables[name], of_it, self._threads) for name, of_it in parts.items()}
+            tables = merge(segment.base, own_entries(segment.deltas), self._threads)
         except BaseException:
             os.close(fd)
             raise
         change = replace(segment.deltas[0].change, below=0, changed=0)
-        keys = {t.name: t.key for t in header.tables}
-        writer = write_unsealed(self._model.folder / file, fd, header.model, header.version, change, tables, keys)
+        writer = write_unsealed(self._model.folder / file, fd, segment.header, change, tables)
         return UnpublishedDelta(file, writer, change, sum(int(t.rows.size) for t in tables.values()))
 
     def close(self) -> None:
@@ -138,42 +135,40 @@ class Merges:
         self.close()
 
 
-def changes_since(merged: Segment, live: Segment) -> dict[str, list[Entries]] | None:
-    """What the newest delta of `live` has beside that of `merged`, by table, where both lie over the same delta.
-
-    None: they do not, or an id is in that of `merged` alone, so that its row would come back.
-    """
+def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries]] | None:
+    """The entries of `live`'s newest delta that `merged`'s lacks, by table. None: they do not lie over the
+    same delta, or an id is in `merged` alone, so that its row would come back."""
     bases = [(segment.header.version, segment.deltas[-1].sequence) for segment in (merged, live) if len(segment.deltas) > 1]
     if len(bases) < 2 or bases[0] != bases[1]:
         return None
     old, new = merged.deltas[0], live.deltas[0]
     if set(old.tables) - set(new.tables):
         return None
-    since: dict[str, list[Entries]] = {}
+    since: dict[str, list[DeltaEntries]] = {}
     for name in new.tables:
-        entries = entries_of(new.own_level(name))
+        entries = entries_of(new.own_layer(name))
         if name in old.tables:
-            level = old.own_level(name)
-            same, shared = _same(entries, level)
+            layer = old.own_layer(name)
+            same, shared = _same(entries, layer)
             if shared != old.tables[name].id_count:
                 return None
-            entries = Entries(entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same])
+            entries = DeltaEntries(entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same])
         since[name] = [entries]
     return since
 
 
-def _same(entries: Entries, level: Level) -> tuple[np.ndarray, int]:
-    """Which entries a level has as they are, bool [n]; and of how many ids it has an entry."""
+def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
+    """Mask [n] of the entries that a layer has unchanged, and the number of ids that it has."""
     slots = np.empty(entries.ids.size, np.int64)
-    find_rows(level.index, entries.ids, slots)
-    there = np.flatnonzero((slots >= 0) & (level.index.ids[slots] == entries.ids))
+    find_rows(layer.index, entries.ids, slots)
+    there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))
     same = np.zeros(entries.ids.size, np.bool_)
-    new, old = entries.packed.view(np.uint64), level.packed.view(np.uint64)  # rows are multiples of 16 bytes
+    new, old = entries.packed.view(np.uint64), layer.packed.view(np.uint64)  # rows are multiples of 16 bytes
     for start in range(0, there.size, _BLOCK_ROWS):
         which = there[start : start + _BLOCK_ROWS]
         at = slots[which]
         is_same = (new.take(entries.rows[which], 0) == old.take(at, 0)).all(1)
-        was_deleted = np.zeros(at.size, np.bool_) if level.deleted is None else bits_at(level.deleted, at)
+        was_deleted = np.zeros(at.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, at)
         same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
     return same, there.size
 

@@ -65,7 +65,8 @@ _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 @dataclass(frozen=True)
 class RawIds:
-    """Ids of a table that may be any int64. key: of the tensor or column that holds them; None: the checkpoint's format says.
+    """Ids of a table that may be any int64. key: of the tensor or column that holds them; None: the
+    checkpoint's format says.
 
     bucket_ids: ids of one bucket, where a bucket is a range of ids; None: buckets are made by a hash.
     """
@@ -77,9 +78,9 @@ class RawIds:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """What an id without a row yields. policy: one of MISSING, "constant" (`vector`), or "backfill": the row that `version` of
-    `model` has for it in the table of the same name, else what that version yields."""
+class MissingSpec:
+    """What an id without a row yields. policy: one of MISSING, "constant" (`vector`), or "backfill": the row
+    of the table of the same name in `version` of `model`."""
 
     policy: str = "error"
     vector: tuple[float, ...] = ()
@@ -97,7 +98,7 @@ class TableSpec:
     name: str
     key: str
     row_format: RowFormat
-    missing: Missing = Missing()
+    missing: MissingSpec = MissingSpec()
     raw: RawIds | None = None
     dim: int | None = None
 
@@ -111,7 +112,7 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class Feature:
+class FeatureSpec:
     """A named jagged input, read from one table. pooling: sum, mean or none; output: fp32 or fp16."""
 
     name: str
@@ -122,10 +123,8 @@ class Feature:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """How a model scores. program: the file, for the kind "program"; inputs: its inputs that are features of another name.
-
-    features: the two that the kinds "dot" and "cosine" compare.
-    """
+    """How a model scores. program: the file, for the kind "program"; inputs: its inputs that are features of
+    another name. features: the two that the kinds "dot" and "cosine" compare."""
 
     kind: str
     program: Path | None = None
@@ -148,7 +147,7 @@ class ModelSpec:
     name: str
     checkpoint: Path
     tables: tuple[TableSpec, ...]
-    features: tuple[Feature, ...]
+    features: tuple[FeatureSpec, ...]
     scorer: ScorerSpec | None = None
     evaluation: EvalSpec | None = None
 
@@ -208,7 +207,7 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
         raise ModelError("there is no [tables.NAME]; a model needs at least one table")
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
-    features = features or tuple(Feature(t.name, t.name) for t in tables)
+    features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)
     scorer = _scorer(raw["scorer"], {f.name for f in features}, folder) if "scorer" in raw else None
     evaluation = _evaluation(raw["eval"]) if "eval" in raw else None
     return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features, scorer, evaluation)
@@ -266,21 +265,23 @@ def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
     return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids)
 
 
-def _missing(value: Any, where: str) -> Missing:
+def _missing(value: Any, where: str) -> MissingSpec:
     if isinstance(value, list):
         if not value or not all(type(x) in (int, float) and abs(x) <= _FP32_MAX for x in value):
             raise ModelError(f"{where}: missing is a list that is not all finite fp32 numbers; expected one for each of dim")
-        return Missing("constant", tuple(map(float, value)))
+        return MissingSpec("constant", tuple(map(float, value)))
     if value in MISSING:
-        return Missing(value)
+        return MissingSpec(value)
     if isinstance(value, str) and (found := _BACKFILL.fullmatch(value)):
-        return Missing("backfill", model=check_name(found["model"], f"{where}: missing: model"), version=int(found["version"]))
+        return MissingSpec(
+            "backfill", model=check_name(found["model"], f"{where}: missing: model"), version=int(found["version"])
+        )
     raise ModelError(
         f"{where}: missing is {value!r}; expected one of: {', '.join(MISSING)}, a list of numbers, backfill:MODEL@VERSION"
     )
 
 
-def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
+def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> FeatureSpec:
     where = f"[features.{name}]"
     check_name(name, "feature", FEATURE_NAME)
     _only(raw, where, {"table", "pooling", "output"})
@@ -288,7 +289,7 @@ def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> Feature:
     if not isinstance(table, str) or table not in tables:
         raise ModelError(f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}")
     pooling = _choice(raw, "pooling", where, tuple(p.label for p in Pooling), "sum")
-    return Feature(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
+    return FeatureSpec(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
 
 
 def _scorer(raw: Any, features: set[str], folder: Path) -> ScorerSpec:

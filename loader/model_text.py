@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tableside.loader.model import MISSING, OUTPUTS, Feature, Missing, ModelSpec, TableSpec
+from tableside.loader.model import MISSING, OUTPUTS, FeatureSpec, MissingSpec, ModelSpec, TableSpec
 from tableside.quant import Pooling, RowFormat
 
 _FORMATS = ", ".join(f.label for f in RowFormat)
@@ -44,7 +44,7 @@ def _table(t: TableSpec, size: str | None, is_first: bool) -> Iterator[str]:
         yield 'ids = "raw"'
         if t.raw.key is not None:
             yield f'id_key = "{_escape(t.raw.key)}"'
-    if t.missing == Missing():
+    if t.missing == MissingSpec():
         if is_first:
             yield _commented('# missing = "error"', f"of an id without a row: {_POLICIES}")
         return
@@ -52,14 +52,14 @@ def _table(t: TableSpec, size: str | None, is_first: bool) -> Iterator[str]:
     yield f"missing = [{vector}]" if t.missing.policy == "constant" else f'missing = "{t.missing}"'
 
 
-def _feature(f: Feature, is_first: bool) -> Iterator[str]:
+def _feature(f: FeatureSpec, is_first: bool) -> Iterator[str]:
     yield f"[features.{_key(f.name)}]"
     yield f'table = "{f.table}"'
     yield _commented(f'pooling = "{f.pooling}"', _POOLINGS if is_first else "")
     yield _commented(f'output = "{f.output}"', ", ".join(OUTPUTS) if is_first else "")
 
 
-def _optional(features: Sequence[Feature]) -> Iterator[str]:
+def _optional(features: Sequence[FeatureSpec]) -> Iterator[str]:
     one, other = features[0].name, features[-1].name
     yield "# Scores are optional: an exported program, whose inputs are pooled features and, by any other name, dense tensors"
     yield "# of the request (docs/scoring.md)."

@@ -29,8 +29,8 @@ _POOLINGS = {"SUM": "sum", "MEAN": "mean", "NONE": "none"}
 
 
 class ModuleTable(NamedTuple):
-    """One table. keys: that its tensor may have in a checkpoint, or end with, the best first; features: (names, the plainest
-    first, pooling) of each."""
+    """One table. keys: of its tensor in a checkpoint, or their ends, the best first; features: (names, the
+    plainest first, pooling) of each."""
 
     name: str
     keys: tuple[str, ...]
@@ -49,10 +49,8 @@ def read_module(path: Path) -> list[ModuleTable]:
 
 
 def named_features(path: Path, tables: Iterable[ModuleTable]) -> list[list[tuple[str, str]]]:
-    """(name, pooling) of each feature of each table: the plainest names of which no two are the same. path: for errors.
-
-    ModelError: two features have no names that differ, or a name is too long.
-    """
+    """(name, pooling) of each feature of each table: the plainest names of which no two are the same. path:
+    for errors. ModelError: two features have no names that differ, or a name is too long."""
     features = [(n, names, pooling) for n, table in enumerate(tables) for names, pooling in table.features]
     level = [0] * len(features)
     while True:
@@ -118,8 +116,8 @@ def _parsed(path: Path) -> Any:
 
 
 def collection_names(of: str, feature: str, table: str, several: bool) -> tuple[str, ...]:
-    """What a collection's feature may be called, the plainest first. of: the collection's path, "" where it is not known;
-    several: of the collection's tables have this feature."""
+    """What a collection's feature may be called, the plainest first. of: the collection's path, "": not
+    known; several: whether several of its tables have this feature."""
     by_table = (f"{feature}:{table}", *((f"{of}_{feature}:{table}",) if of else ()))
     return tuple(map(as_feature_name, by_table if several else (feature, *by_table)))
 

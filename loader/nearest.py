@@ -10,10 +10,8 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that the fewest slips of a keyboard make of `name`, the first of several; case does not count.
-
-    None: each takes more than a slip for every three characters, and more than one.
-    """
+    """The one of `known` that takes the fewest slips of a keyboard to become `name`, the first of several, in
+    any case. None: each takes more than one slip, and more than one for every three characters."""
     slips = [(_distance(name.lower(), k.lower()), k) for k in known]
     best = min(slips, key=lambda pair: pair[0], default=None)
     return best[1] if best is not None and best[0] <= max(1, len(name) // 3) else None

@@ -38,10 +38,8 @@ def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_live(spec: ModelSpec, model: Model) -> bool:
-    """Whether the live version of `model` was loaded whole from this specification and these files, and is not damaged.
-
-    LoaderError: the checkpoint or the program cannot be read.
-    """
+    """Whether the live version of `model` was loaded whole from this specification and these files, and is
+    not damaged. LoaderError: the checkpoint or the program cannot be read."""
     if not (live := model.record().current):
         return False
     try:
@@ -52,8 +50,7 @@ def is_live(spec: ModelSpec, model: Model) -> bool:
     if source.get("spec") != spec_digest(spec) or "reused" in source or header.owner is not None:
         return False
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        sources = Sources(spec.tables, checkpoint)
-        files = checkpoint.fingerprint(sources.matrices.values()) | fingerprint(sources.paths)
+        files = fingerprint(Sources(spec.tables, checkpoint).paths)
     return _by_name(files) == _by_name(source["files"])
 
 

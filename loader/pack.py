@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tableside.loader.changes import TableChanges
-from tableside.loader.delta_writer import Entries
+from tableside.loader.delta_writer import DeltaEntries
 from tableside.loader.errors import ChangeError
 from tableside.loader.segment import Segment
 from tableside.quant import CpuBackend, Source, Table, choose
@@ -15,28 +15,24 @@ _SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16
 
 
 class PackedChanges:
-    """Changes of one batch, packed as they come. Rows depend on the version alone, and not on deltas that come over it meanwhile.
-
-    version: that they fit. rows: how many changes there are. tables: name -> what was added of it, in order.
-    """
+    """Changes of one batch, packed as they come. They depend on the version alone, not on later deltas over
+    it. version: that they fit. rows: changes. tables: name -> entries, in order."""
 
     def __init__(self, segment: Segment, backend: str = "native") -> None:
         self.version, self.rows = segment.base.header.version, 0
-        self.tables: dict[str, list[Entries]] = {}
+        self.tables: dict[str, list[DeltaEntries]] = {}
         self._segment, self._backend = segment, choose(backend)
 
     def add(self, blocks: Iterable[TableChanges]) -> None:
-        """Packs blocks behind those that are there: all of them, or none where reading or packing one fails.
-
-        ChangeError: a change does not fit the model.
-        """
+        """Packs blocks behind the others: all of them, or none if reading or packing one fails. ChangeError:
+        a change does not fit the model."""
         added = [(b.table, pack_changes(self._segment, b, self._backend)) for b in blocks if b.rows]
         for table, entries in added:
             self.tables.setdefault(table, []).append(entries)
             self.rows += entries.ids.size
 
 
-def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> Entries:
+def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> DeltaEntries:
     """A block as rows of its table. ChangeError: it does not fit the model."""
     table = _table(segment, block)
     deleted = np.zeros(block.rows, np.bool_) if block.deleted is None else block.deleted
@@ -56,7 +52,7 @@ def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> 
             ) from error
     if rows is not packed:
         packed[given] = rows
-    return Entries(np.ascontiguousarray(block.ids), packed, np.arange(block.rows), deleted)
+    return DeltaEntries(np.ascontiguousarray(block.ids), packed, np.arange(block.rows), deleted)
 
 
 def _table(segment: Segment, block: TableChanges) -> Table:

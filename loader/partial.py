@@ -107,10 +107,12 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class PartialTensor:
-    """Rows of a table as an fp32 tensor, or as its bytes: [rows, dim], or one after another. Nothing is read until asked for.
+    """Rows of a table as an fp32 tensor, or as its bytes: [rows, dim], or one after another. Nothing is read
+    until asked for.
 
-    rows: of the table. start, stop: what of them this is, along dim 0 of `shape`: rows, or where it is linear values or bytes.
-    dtype: "float32", or "uint8" for the bytes of those. QuantError: a part or a view that is not there.
+    rows: of the table. start, stop: what of them this is, along dim 0 of `shape`: rows, or where it is linear
+    values or bytes. dtype: "float32", or "uint8" for the bytes of those. QuantError: a part or a view that is
+    not there.
     """
 
     rows: TableRows
@@ -154,8 +156,8 @@ class PartialTensor:
         return replace(self, start=self.start + first, stop=self.start + first + length)
 
     def view(self, *to: Any) -> "PartialTensor":
-        """The same values one after another (`view(-1)`), again by rows (`view(-1, dim)`), or as bytes (`view(numpy.uint8)`, or
-        torch's). There is no other shape."""
+        """The same values one after another (`view(-1)`), again by rows (`view(-1, dim)`), or as bytes
+        (`view(numpy.uint8)`, or torch's). There is no other shape."""
         if len(to) == 1 and isinstance(to[0], (tuple, list)):
             to = tuple(to[0])
         if len(to) == 1 and not isinstance(to[0], (int, np.integer)):
@@ -191,8 +193,8 @@ class PartialTensor:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def packed(self) -> Bytes:
-        """The rows as they are stored, uint8 [rows, row_bytes]. Of dense ids they are the segment's own memory, of raw ids a copy
-        with the id in the row, where it lies there."""
+        """The rows as they are stored, uint8 [rows, row_bytes]. Of dense ids they are the segment's own
+        memory, of raw ids a copy with the id in the row, where it lies there."""
         self._check_rows("packed()")
         table, count = self.rows.table, len(self)
         if table.row_map is None or table.row_map.index is None:

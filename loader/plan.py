@@ -30,7 +30,8 @@ class Sources:
         self.dims = {name: source.dim for name, source in both.items()}
         self.rows = {name: source.rows for name, source in both.items()}
         self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
-        self.paths = {path for k in self.keyed.values() for path in k.paths}
+        self.paths = {s.path for m in self.matrices.values() for s in m.shards}
+        self.paths |= {path for k in self.keyed.values() for path in k.paths}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,7 @@ class PlannedTable:
     rows: int
     dim: int
     ids: StoredIds | None
-    matrix: Matrix | None
-    raw: RawTable | None
+    source: Matrix | RawTable
     default_row: DefaultRow
     backfill: Backfill | None
 
@@ -59,20 +59,17 @@ def plan(
         dim = sources.dims[t.name]
         backfill = older.get(t.name)
         default_row = DefaultRow(t, dim, backfill)
-        raw = None
         try:
             t.row_format.row_bytes(dim)
         except QuantError as error:
             raise ModelError(f"model {model.name!r}: {error}") from error
-        if t.raw is not None:
-            raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work)
-            ids: StoredIds | None = raw.ids
-            rows = raw.rows
-            if default_row.is_used:
-                ids = replace(raw.ids, default_row=rows - 1)
-        else:
+        if t.raw is None:
             ids, rows = _ids_of_rows(t, sources.rows[t.name], backfill, default_row)
-        planned.append(PlannedTable(t, rows, dim, ids, sources.matrices.get(t.name), raw, default_row, backfill))
+            planned.append(PlannedTable(t, rows, dim, ids, sources.matrices[t.name], default_row, backfill))
+            continue
+        raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work)
+        ids = replace(raw.ids, default_row=raw.rows - 1) if default_row.is_used else raw.ids
+        planned.append(PlannedTable(t, raw.rows, dim, ids, raw, default_row, backfill))
     return planned
 
 

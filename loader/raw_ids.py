@@ -23,7 +23,7 @@ from tableside.loader.checkpoint.keyed import Block, KeyedRows
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.memory import reserve
 from tableside.loader.model import RawIds, TableSpec
-from tableside.loader.stored import INDEX_UNIT_BYTES, StoredIds, index_parts, keep_zero_apart, plan_index
+from tableside.loader.stored import StoredIds, keep_zero_apart, plan_index, write_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
 from tableside.quant.errors import NotRepresentable
@@ -34,11 +34,9 @@ PASSES = 3  # of a table's ids while its index is built: they are counted, put i
 
 
 class Indexing:
-    """What the indexes of a load have in common: threads, where records lie, and how far they are.
-
-    scratch: makes an empty file without a name in `folder`, and returns its descriptor. total: ids of all tables, each as often
-    as it is passed; progress: is told (ids done, total).
-    """
+    """What the indexes of a load share: threads, a place for records, progress. scratch: makes an empty file
+    without a name in `folder`, returns its descriptor. total: ids of all tables, each as often as it is
+    passed; progress: takes (ids done, total)."""
 
     def __init__(self, folder: Path, scratch: Callable[[], int], threads: int, total: int, progress: Progress) -> None:
         self.folder, self.scratch, self.threads = folder, scratch, threads
@@ -53,10 +51,9 @@ class Indexing:
 
 @dataclass(frozen=True, eq=False)
 class RawTable:
-    """A table of raw ids whose index is built. dropped: rows of the source that another row with the same id replaces, a bit
-    each; None: there are none."""
+    """A table of raw ids whose index is built. dropped: a bit for each row of the source that another row
+    with its id replaces; None: none."""
 
-    name: str
     source: KeyedRows
     row_format: RowFormat
     ids: StoredIds
@@ -77,16 +74,14 @@ class RawTable:
 
 
 def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing) -> RawTable:
-    """Builds the index of a table.
-
-    CheckpointError: ids come twice, or cannot be read. ModelError: ids do not fit the buckets. NoSpace: the records have no room.
-    """
+    """Builds the index of a table. CheckpointError: ids come twice, or cannot be read. ModelError: ids do not
+    fit the buckets. NoSpace: the records have no room."""
     try:
         builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
         for ids, _ in _all_ids(source, backfill):
             builder.count(ids)
             work.done(len(ids))
-        records = _records(builder.begin() * RECORD_BYTES, work)
+        records = reserve_records(builder.begin() * RECORD_BYTES, work.scratch, work.folder)
         for ids, rows in _all_ids(source, backfill):
             builder.put(ids, rows, records)
             work.done(len(ids))
@@ -108,7 +103,7 @@ def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Ba
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
         set_bits(bits, dropped)
-    return RawTable(spec.name, source, spec.row_format, ids_of, index, bits, backfill)
+    return RawTable(source, spec.row_format, ids_of, index, bits, backfill)
 
 
 def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -121,43 +116,35 @@ def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDA
             yield ids, rows + source.rows
 
 
-def _records(size: int, work: Indexing) -> NDArray[np.int64]:
-    """Zeros in shared memory that go with the array, int64 [records, 2]."""
+def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> NDArray[np.int64]:
+    """Zeros in shared memory that go with the array, int64 [records, 2]. scratch, folder: as for `Indexing`."""
     if not size:
         return np.zeros((0, 2), np.int64)
-    fd = work.scratch()
+    fd = scratch()
     try:
-        return reserve(fd, -(-size // 4096) * 4096, work.folder).bytes[:size].view(np.int64).reshape(-1, 2)
+        return reserve(fd, -(-size // 4096) * 4096, folder).bytes[:size].view(np.int64).reshape(-1, 2)
     finally:
         os.close(fd)
 
 
 class RawWriter:
-    """Writes the rows of a planned table to a segment. Any thread may write blocks; then one calls `write_older`; then any
-    may call `finish`.
+    """Writes the rows of a planned table to a segment: any thread calls `write`, then one `write_older`, then
+    `finish`.
 
-    packed: uint8 [rows, row_bytes], the table's rows in the segment; index: the bytes of its index, uint8 [n, 64]; both zeros.
+    packed: uint8 [rows, row_bytes], the table's rows in the segment; index: the bytes of its index, uint8 [n,
+    64]; both zeros.
     """
 
     def __init__(self, table: RawTable, packed: NDArray[np.uint8], index: NDArray[np.uint8], backend: CpuBackend) -> None:
         self.table, self._packed, self._backend = table, packed, backend
         self._id_at = id_at(table.row_format, table.source.dim)
-        assert table.ids.index is not None and index.shape[1] == INDEX_UNIT_BYTES
-        directory, pilots, kept, self._bits = index_parts(table.ids.index, index.reshape(-1), table.ids.backfilled > 0)
-        directory[:] = table.index.directory.reshape(-1).view(np.uint8)
-        pilots[:] = table.index.pilots
-        if self._id_at >= 0:
-            self._kept = np.ndarray((table.index.slots,), np.int64, packed.reshape(-1), self._id_at, (packed.shape[1],))
-        else:
-            self._kept = kept.view(np.int64)
+        self._kept, self._bits = write_index(table.ids, table.index, index.reshape(-1), packed)
         self._items = packed.view(f"V{packed.shape[1]}")[:, 0]
         self._has_zero = False
 
     def write(self, block: Block) -> NDArray[np.bool_] | None:
         """Quantizes a block and writes its rows; returns which of them were written, or None: all.
-
-        CheckpointError: the row format cannot represent a value.
-        """
+        CheckpointError: the row format cannot represent a value."""
         dropped = self.table.is_dropped(block.rows)
         packed = np.empty((len(block.ids), self._packed.shape[1]), np.uint8)
         try:
@@ -196,8 +183,6 @@ class RawWriter:
             set_bits(self._bits, rows)
 
     def finish(self) -> None:
-        """After all rows were written: sees to it that no row without an id keeps one that leads to it.
-
-        Such rows keep 0, as they were. So it is but one row, that of id 0, and only where no other id has it.
-        """
+        """Call it after all rows. Rows without an id keep 0: makes sure that id 0, unless the table has it,
+        leads to none of them."""
         keep_zero_apart(self.table.index, self._kept, self._has_zero)

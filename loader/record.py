@@ -23,11 +23,9 @@ _ROOM_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Record:
-    """Which version is live (0: none), the highest number ever published, and the versions that were live (None: not known).
-
-    sequence: of the delta that is live over the current version; 0: none is. latest_sequence: the highest ever given.
-    """
+class VersionRecord:
+    """Which version is live (0: none), the highest number ever given, and the versions that were live (None:
+    not known). sequence: of the live delta; 0: none. latest_sequence: the highest ever given."""
 
     current: int = 0
     latest: int = 0
@@ -36,19 +34,19 @@ class Record:
     latest_sequence: int = 0
 
 
-def read_record(folder: Folder, model: str) -> Record:
+def read_record(folder: Folder, model: str) -> VersionRecord:
     """The record; Record() of a model that was never published. VersionError: it is damaged."""
     try:
         return _parse(folder.read(CURRENT))
     except FileNotFoundError:
-        return Record()
+        return VersionRecord()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise VersionError(
             f"{folder.path / CURRENT} is unreadable ({error!r}); write it anew with: tableside activate {model} VERSION"
         ) from error
 
 
-def intended(folder: Folder) -> Record | None:
+def intended(folder: Folder) -> VersionRecord | None:
     """The record that a killed process was about to make current, or None."""
     try:
         return _parse(folder.read(NEXT))
@@ -56,7 +54,7 @@ def intended(folder: Folder) -> Record | None:
         return None  # room without a record
 
 
-def write_next(folder: Folder, record: Record) -> None:
+def write_next(folder: Folder, record: VersionRecord) -> None:
     """Writes the next record beside the current one. Caller holds the record lock. OSError: there is no room for it."""
     fd = _room(folder)
     try:
@@ -93,7 +91,7 @@ def _room(folder: Folder) -> int:
     return fd
 
 
-def _parse(text: bytes) -> Record:
+def _parse(text: bytes) -> VersionRecord:
     raw = json.loads(text.rstrip(b"\0"))  # zeros: on a hugetlbfs
     if not isinstance(raw, dict):
         raise ValueError(f"a JSON {type(raw).__name__}")
@@ -102,4 +100,4 @@ def _parse(text: bytes) -> Record:
     numbers = [raw["current"], raw["latest"], *(lived or ()), *sequences]
     if not all(type(n) is int and 0 <= n < 2**53 for n in numbers):
         raise ValueError(f"versions {numbers}")
-    return Record(raw["current"], raw["latest"], None if lived is None else tuple(lived), *sequences)
+    return VersionRecord(raw["current"], raw["latest"], None if lived is None else tuple(lived), *sequences)

@@ -31,10 +31,12 @@ _NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this C
 
 
 class Registration:
-    """A whole segment, registered for every GPU of this process (portable, mapped, read-only where the device can).
+    """A whole segment, registered for every GPU of this process (portable, mapped, read-only where the device
+    can).
 
-    device: a torch device, "cuda:0", through which it is made. cudart: for tests; torch's binding of the runtime otherwise.
-    RegistrationError: CUDA refused, with what to do about it. Other processes wait meanwhile: they register one by one.
+    device: a torch device, "cuda:0", through which it is made. cudart: for tests; torch's binding of the
+    runtime otherwise. RegistrationError: CUDA refused, with what to do about it. Other processes wait
+    meanwhile: they register one by one.
     """
 
     def __init__(self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None) -> None:
@@ -93,10 +95,10 @@ def _runtime(device: Any) -> Any:
 
 @contextmanager
 def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]:
-    """Waits for its turn: registering locks every page, and several at once only contend.
+    """Waits for its turn, since registering locks every page and several at once only contend.
 
-    The turn is a lock that the kernel drops with its holder. It saves time and keeps nothing right, so who waits for it longer
-    than `wait_s` seconds goes on without it, and says so.
+    The turn is a lock that the kernel drops with its holder. It only saves time: after `wait_s` seconds this
+    goes on without it, and says so.
     """
     fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -26,8 +26,8 @@ from tableside.quant import RowFormat
 
 @dataclass(frozen=True)
 class ReshardSettings:
-    """How to reshard. from_owners: how many hold the model now, 1: it is whole; version: of the whole model, None: the live one;
-    group: users who may read what is published; user: whose models are trusted, beside one's own."""
+    """How to reshard. from_owners: how many hold the model now, 1: it is whole; version: of the whole model,
+    None: the live one; group: users who may read the new models; user: whose models are trusted."""
 
     from_owners: int = 1
     version: int | None = None
@@ -38,8 +38,8 @@ class ReshardSettings:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one model holds. rows: all that are stored; ids: those that have a row of their own, in all tables; bytes: its
-    segment's size."""
+    """What one model holds. rows: all stored ones; ids: with a row of their own, in all tables; bytes: of its
+    segment."""
 
     model: str
     version: int
@@ -49,7 +49,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Resharded:
+class ReshardResult:
     """What was there, and what was published."""
 
     before: tuple[Holding, ...]
@@ -61,11 +61,13 @@ def owner_names(model: str, owners: int) -> list[str]:
     return [model] if owners == 1 else [f"{model}-owner-{number}-of-{owners}" for number in range(owners)]
 
 
-def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()) -> Resharded:
-    """Publishes a version of model `name` as `owners` models; for one owner, as a new version of the model itself.
+def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()) -> ReshardResult:
+    """Publishes a version of model `name` as `owners` models; for one owner, as a new version of the model
+    itself.
 
-    VersionError: what it is made of is not all there, or not of one version. ModelError: a table is too small for so many owners.
-    SegmentError: something is damaged. After an error before the first of them is published nothing is left behind.
+    VersionError: what it is made of is not all there, or not of one version. ModelError: a table is too small
+    for so many owners. SegmentError: something is damaged. After an error before the first of them is
+    published nothing is left behind.
     """
     if owners < 1 or settings.from_owners < 1 or owners == settings.from_owners:
         raise ModelError(
@@ -90,7 +92,7 @@ def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = Resh
             for model, number in zip(targets, numbers, strict=True):
                 model.partial_path(number).unlink(missing_ok=True)
             raise
-    return Resharded(tuple(_holding(s.header, s.size) for s in segments), tuple(written))
+    return ReshardResult(tuple(_holding(s.header, s.size) for s in segments), tuple(written))
 
 
 def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
@@ -173,7 +175,7 @@ def _write(source: Segment, shares: dict[str, Share], model: Model, version: int
 def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
     """The header of what one owner has; chunks have as many rows as before."""
     shapes = [(t.name, t.key, RowFormat.parse(t.row_format), shares[t.name].rows, t.dim) for t in of.tables]
-    ids = {table: share.ids for table, share in shares.items() if share.ids is not None}
+    ids = {table: share.ids for table, share in shares.items()}
     tables = plan_tables(shapes, {t.name: t.chunk_rows for t in of.tables}, ids)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(of, model=name, version=version, created=created, tables=tables, load={}, owner=owner)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tableside.loader.delta import delta_name, parse_delta_name
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.folder import Folder
-from tableside.loader.record import Record
+from tableside.loader.record import VersionRecord
 from tableside.loader.states import APPLY_LOCK, State, clear_unpublished, open_delta, state_of
 from tableside.loader.versions import Model
 
@@ -30,7 +30,7 @@ class Retention(NamedTuple):
 DEFAULT, ALL = Retention(), Retention(1 << 62)
 
 
-def forget_states(model: Model, folder: Folder, record: Record, keep: Retention) -> list[Path]:
+def forget_states(model: Model, folder: Folder, record: VersionRecord, keep: Retention) -> list[Path]:
     """Removes the deltas that no kept state needs. Who has them mapped keeps them. Caller holds the record lock."""
     named = (parse_delta_name(name) for name in folder.names())
     there = sorted((State(*found) for found in named if found is not None), key=lambda state: (state.sequence, state.version))
@@ -46,8 +46,8 @@ def forget_states(model: Model, folder: Folder, record: Record, keep: Retention)
 
 
 def collect_states(model: Model, keep: Retention) -> list[Path]:
-    """Removes what killed applies left, and deltas that no kept state needs. A model to which changes are being applied, or that
-    was never published, is left alone."""
+    """Removes the leftovers of killed applies, and deltas that no kept state needs. Leaves a model alone that
+    was never published, or whose changes are being applied."""
     with contextlib.ExitStack() as held:
         try:
             folder = held.enter_context(model.opened())

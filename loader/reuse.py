@@ -18,20 +18,19 @@ from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.model import ModelSpec, TableSpec
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.states import check_bare
-from tableside.loader.stored import StoredIds, StoredRows, StoredTable
+from tableside.loader.stored import StoredRows, StoredTable
 from tableside.loader.versions import Model
-from tableside.quant import CpuBackend, RowFormat
+from tableside.quant import CpuBackend
 
 Piece = tuple[StoredRows, StoredRows, int]  # a table or index of the live version, the one that is written, a chunk of the former
 
 
-class Reused:
-    """The tables of a model that a load does not read. tables: name -> as the live version has it; all lie in `segment`, which
-    is None where there is none. others: the specification of the tables that are loaded.
-    """
+class LiveTables:
+    """The tables that a load takes over from the live version. tables: name -> as stored in `segment` (None:
+    there are none). others: the specification of the tables that are loaded."""
 
     def __init__(self, spec: ModelSpec, only: Collection[str], model: Model, backend: CpuBackend) -> None:
-        """only: the tables that are loaded; empty: all. ModelError: `spec` lacks one of them, or describes another one
+        """only: the tables to load; empty: all. ModelError: `spec` lacks one, or describes another one
         differently than the live version. VersionError: none is live. SegmentError: it is damaged."""
         names = [t.name for t in spec.tables]
         if unknown := [name for name in only if name not in names]:
@@ -40,10 +39,6 @@ class Reused:
         self.others = tuple(t for t in spec.tables if t not in reused)
         self.segment = _live(model) if reused else None
         self.tables = {} if self.segment is None else {t.name: _checked(t, self.segment, backend) for t in reused}
-
-    @property
-    def dims(self) -> dict[str, int]:
-        return {name: t.dim for name, t in self.tables.items()}
 
     @property
     def rows(self) -> int:
@@ -57,20 +52,6 @@ class Reused:
                 f"version {model.current()} of model {model.name!r} went live while tables of version "
                 f"{self.segment.header.version} were about to be taken over; load again"
             )
-
-    def shape(self, name: str) -> tuple[str, str, RowFormat, int, int]:
-        """A table as `plan_tables` takes it."""
-        t = self.tables[name]
-        return t.name, t.key, RowFormat.parse(t.row_format), t.rows, t.dim
-
-    @property
-    def ids(self) -> dict[str, StoredIds]:
-        return {name: t.ids for name, t in self.tables.items() if t.ids is not None}
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """As `plan_tables` takes them: chunks stay as they are."""
-        return {name: t.chunk_rows for name, t in self.tables.items()}
 
     def verified(self) -> dict[str, Any]:
         """What verified the rows when they were read, for the tables of which that is known."""
@@ -100,10 +81,8 @@ class Reused:
                     yield old, new, chunk
 
     def copy(self, piece: Piece, writer: SegmentWriter) -> int:
-        """Copies a chunk, checked; returns how many rows of a table it has. SegmentError: the live version's bytes changed.
-
-        Chunks of tables get their checksums too, but for those of `unfinished`; those of indexes do not.
-        """
+        """Copies a chunk, checked; returns its rows, 0 of an index. Takes the chunk's checksum unless it is
+        an index's or of `unfinished`. SegmentError: the live version's bytes changed."""
         of, to, chunk = piece
         segment = self.segment
         assert segment is not None
@@ -176,6 +155,6 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
 def _has_vector(spec: TableSpec, segment: Segment, stored: StoredTable, backend: CpuBackend) -> bool:
     """Whether the default row is the vector of the specification, packed."""
     row = np.zeros(stored.row_bytes, np.uint8)
-    DefaultRow(replace(spec, raw=None), stored.dim, None).write(row, backend)
+    DefaultRow(replace(spec, raw=None), stored.dim, None).pack(row, backend)
     used = spec.row_format.used_bytes(stored.dim)
     return np.array_equal(row[:used], segment.tables[spec.name].packed[-1][:used])

@@ -26,7 +26,7 @@ _PIECE_BITS = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TablePart:
     """A table as one segment has it, whole or a share. packed: its rows; index: of raw ids."""
 
     stored: StoredTable
@@ -50,10 +50,10 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RowRun:
     """Rows [start, stop) of a part, and of raw ids buckets [first_bucket, end_bucket), both counted from the part's first."""
 
-    part: Part
+    part: TablePart
     start: int
     stop: int
     first_bucket: int = 0
@@ -62,14 +62,12 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What an owner has of a table: runs of rows, one after another, and the default row behind them, where there is one.
-
-    rows: with the default row. ids: how ids become rows there; None: they are row numbers.
-    """
+    """An owner's part of a table: runs of rows, and the default row behind them, if any. rows: with the
+    default row. ids: how ids become rows there; None: they are row numbers."""
 
     rows: int
     ids: StoredIds | None
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     default: Bytes | None
 
     @property
@@ -78,7 +76,7 @@ class Share:
         return self.rows if self.ids is None else self.ids.count
 
 
-def parts_of(segments: Sequence[Segment], name: str) -> list[Part]:
+def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
     """A table in the segments that hold it together, in order. SegmentError: these are not parts of one table."""
     parts = []
     for segment in segments:
@@ -88,7 +86,7 @@ def parts_of(segments: Sequence[Segment], name: str) -> list[Part]:
                 f"{segment.path} has no table {name!r}; expected every owner to have each; reshard the model again"
             )
         row_map = segment.tables[name].row_map
-        parts.append(Part(stored, segment.tables[name].packed, row_map.index if row_map else None))
+        parts.append(TablePart(stored, segment.tables[name].packed, row_map.index if row_map else None))
     kinds = {_kind(part) for part in parts}
     is_cut = any(before.end != after.first for before, after in pairwise(parts))
     index = parts[0].index
@@ -98,7 +96,7 @@ def parts_of(segments: Sequence[Segment], name: str) -> list[Part]:
     return parts
 
 
-def _kind(part: Part) -> tuple[object, ...]:
+def _kind(part: TablePart) -> tuple[object, ...]:
     """What all parts of a table have in common."""
     stored, index = part.stored, part.index
     default = part.packed[-1].tobytes() if part.has_default else None
@@ -107,7 +105,7 @@ def _kind(part: Part) -> tuple[object, ...]:
     return stored.key, stored.row_format, stored.dim, policy, default, buckets
 
 
-def shares_of(parts: Sequence[Part], owners: int) -> list[Share]:
+def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
     """What each of so many owners has. ModelError: there would be owners without a row. SegmentError: ids are lost on the way."""
     shares = [_cut(parts, number, owners) for number in range(owners)]
     name, before, after = parts[0].stored.name, sum(p.stored.id_count for p in parts), sum(s.id_count for s in shares)
@@ -116,7 +114,7 @@ def shares_of(parts: Sequence[Part], owners: int) -> list[Share]:
     return shares
 
 
-def _cut(parts: Sequence[Part], number: int, owners: int) -> Share:
+def _cut(parts: Sequence[TablePart], number: int, owners: int) -> Share:
     index, first, size = parts[0].index, parts[0].first, parts[-1].end - parts[0].first
     stored = parts[0].stored
     if index is not None and owners > size:
@@ -134,16 +132,16 @@ def _cut(parts: Sequence[Part], number: int, owners: int) -> Share:
     return make(parts, tuple(runs), start, stop)
 
 
-def _run(part: Part, start: int, stop: int) -> Run:
+def _run(part: TablePart, start: int, stop: int) -> RowRun:
     """Ids or buckets [start, stop) of a part that has them."""
     start, stop = start - part.first, stop - part.first
     if part.index is None:
-        return Run(part, start, stop)
+        return RowRun(part, start, stop)
     rows = part.index.directory[:, 0]
-    return Run(part, int(rows[start]), int(rows[stop]), start, stop)
+    return RowRun(part, int(rows[start]), int(rows[stop]), start, stop)
 
 
-def _dense_share(parts: Sequence[Part], runs: tuple[Run, ...], start: int, stop: int) -> Share:
+def _dense_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int, stop: int) -> Share:
     ids, size = parts[0].stored.ids, sum(p.stored.id_count for p in parts)
     default = parts[0].packed[-1:] if parts[0].has_default else None
     count, rows = stop - start, stop - start + (default is not None)
@@ -157,7 +155,7 @@ def _dense_share(parts: Sequence[Part], runs: tuple[Run, ...], start: int, stop:
     return Share(rows, StoredIds(count, missing, None if default is None else count, start, here), runs, default)
 
 
-def _raw_share(parts: Sequence[Part], runs: tuple[Run, ...], start: int, stop: int) -> Share:
+def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int, stop: int) -> Share:
     stored, index = parts[0].stored, parts[0].index
     assert index is not None and stored.ids is not None
     slots = sum(run.stop - run.start for run in runs)
@@ -214,7 +212,7 @@ def _copy_index(parts: list[NDArray[np.uint8]], has_kept_ids: bool, share: Share
     entries[bucket] = row, 0
 
 
-def _copy_pilots(run: Run, out: NDArray[np.uint8], row: int, bucket: int) -> None:
+def _copy_pilots(run: RowRun, out: NDArray[np.uint8], row: int, bucket: int) -> None:
     """The pilots of a run to those of a share, in which its rows begin at `row` and its buckets at `bucket`."""
     assert run.part.index is not None
     pilots, firsts = run.part.index.pilots, _entries(run)[:, 0].tolist()
@@ -225,7 +223,7 @@ def _copy_pilots(run: Run, out: NDArray[np.uint8], row: int, bucket: int) -> Non
         out[target : target + count] = pilots[source : source + count]
 
 
-def _entries(run: Run) -> NDArray[np.int64]:
+def _entries(run: RowRun) -> NDArray[np.int64]:
     """The directory's entries of a run's buckets, and the one behind them."""
     assert run.part.index is not None
     return run.part.index.directory[run.first_bucket : run.end_bucket + 1]
@@ -237,7 +235,7 @@ def _bits(bits: NDArray[np.uint8], start: int, count: int) -> NDArray[np.uint8]:
     return some[start & 7 : (start & 7) + count]
 
 
-def _count_bits(run: Run) -> int:
+def _count_bits(run: RowRun) -> int:
     """How many rows of a run were backfilled."""
     index = run.part.index
     if index is None or (bits := index.backfilled) is None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tableside.loader.delta import Delta, delta_name, overlaid, parse_delta_name
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.folder import Folder
-from tableside.loader.record import Record, reserve_room
+from tableside.loader.record import VersionRecord, reserve_room
 from tableside.loader.segment import Segment, Verify
 from tableside.loader.versions import Model, deltas_of, newest_delta
 
@@ -51,7 +51,7 @@ def parse_state(text: str) -> tuple[int, int | None]:
     return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
 
 
-def state_of(record: Record) -> State:
+def state_of(record: VersionRecord) -> State:
     """The live state; version 0: none is."""
     return State(record.current, record.sequence)
 
@@ -68,10 +68,8 @@ def resolve(model: Model, version: int, sequence: int | None = None) -> State:
 
 
 def good_state(model: Model) -> State:
-    """The state to serve: the live one, or, where its version is known to be damaged, the last good version before it.
-
-    VersionError: none is live.
-    """
+    """The state to serve: the live one, or, where its version is known to be damaged, the last good version
+    before it. VersionError: none is live."""
     live, good = state_of(model.record()), model.good()
     return live if live.version == good else resolve(model, good)
 
@@ -91,15 +89,16 @@ def kept_states(model: Model, version: int) -> list[State]:
         return [State(version), *(State(version, sequence) for sequence in deltas_of(folder, version))]
 
 
-def attach_state(model: Model, state: State | None = None, verify: Verify = "full", like: Segment | None = None) -> Segment:
-    """Maps a state (None: the live one). like: what is attached of it already, or of one before it, is taken from there.
+def attach_state(model: Model, state: State | None = None, verify: Verify = "full", reuse: Segment | None = None) -> Segment:
+    """Maps a state (None: the live one). reuse: an attached segment, whose base and deltas are shared where
+    the state has them.
 
     SegmentError: it is damaged. VersionError: it is not published, or not kept any more.
     """
     for _ in range(3):  # the live state may be replaced and its files removed between reading its name and opening them
         wanted = state or State(model.current(), model.record().sequence)
         try:
-            return _attach(model, wanted, verify, like)
+            return _attach(model, wanted, verify, reuse)
         except FileNotFoundError:
             if state is not None or state_of(model.record()) == wanted:
                 break
@@ -107,12 +106,13 @@ def attach_state(model: Model, state: State | None = None, verify: Verify = "ful
     raise VersionError(f"model {model.name!r} keeps no state {wanted}; of version {wanted.version} it has: {known}")
 
 
-def _attach(model: Model, state: State, verify: Verify, like: Segment | None) -> Segment:
-    is_like = like is not None and like.header.version == state.version and like.header.model == model.name
-    base = like.base if like is not None and is_like else model.attach(state.version, verify)
+def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -> Segment:
+    if reuse is not None and (reuse.header.model, reuse.header.version) != (model.name, state.version):
+        reuse = None
+    base = model.attach(state.version, verify) if reuse is None else reuse.base
     if not state.sequence:
         return base
-    there = {delta.sequence: delta for delta in like.deltas} if like is not None and is_like else {}
+    there = {} if reuse is None else {delta.sequence: delta for delta in reuse.deltas}
     newest = there.get(state.sequence) or open_delta(model, state, verify)
     deltas, below = [newest], newest.change.below
     if below:
@@ -134,11 +134,8 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
 
 @contextlib.contextmanager
 def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
-    """Holds what one process at a time holds to write deltas; what killed ones left is gone then. Who comes back at once waits
-    for those that came meanwhile.
-
-    VersionError: others held it for `wait_s` seconds.
-    """
+    """Holds the locks under which one process at a time writes deltas, and clears what killed ones left.
+    Turns are fair. VersionError: others held them for `wait_s` seconds."""
     with contextlib.ExitStack() as held:
         with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
             held.enter_context(folder.lock(APPLY_LOCK, wait_s))
@@ -148,9 +145,9 @@ def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
         yield
 
 
-def clear_unpublished(folder: Folder, record: Record) -> list[Path]:
-    """Removes what killed applies and compactions left: unfinished deltas and merges, and deltas that were never live. Caller
-    holds both locks."""
+def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
+    """Removes unfinished deltas and merges of killed processes, and deltas that were never live. Caller holds
+    both locks."""
     names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
     for name in folder.names():
         version, sequence = parse_delta_name(name) or (0, 0)

@@ -43,15 +43,15 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class StoredIndex(StoredRows):
-    """The id index of a table of raw ids (`quant.ids`), at a multiple of 4096, in units of 64 bytes, checksummed like rows.
+    """The id index of a table of raw ids (`quant.ids`), at a multiple of 4096, in units of 64 bytes,
+    checksummed like rows.
 
-    Its parts lie one after another, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the
-    rows' padding, and a bit for each row that says whether it was backfilled, where any was.
+    Its parts, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the rows'
+    padding, a bit for each row if any was backfilled, and of a delta its filter and marks (`quant.overlay`).
 
-    buckets: of the whole table, of which `owned` from `first_bucket` on are here. bucket_ids: ids of a bucket, or 0: by hash.
-    slots: rows of the table but for the default row. id_at: where an id lies in its row, or -1. filter_words: of a delta's filter
-    (`quant.overlay`), uint64, behind the bits, where its ids never lie in rows. marked: row numbers that its marks tell of,
-    which are the last parts; 0: it has none.
+    buckets: of the whole table; this segment has `owned` from `first_bucket` on. bucket_ids: ids of a bucket,
+    or 0: by hash. slots: rows without the default row. id_at: where an id lies in its row, or -1, as in a
+    delta. filter_words: uint64 of the filter. marked: row numbers that marks tell of; 0: no marks.
     """
 
     buckets: int
@@ -68,10 +68,10 @@ class StoredIndex(StoredRows):
 class StoredIds:
     """How ids become rows of a table (`quant.ids.RowMap`).
 
-    count: ids with a row of their own; backfilled: how many of those rows came from an older version. missing: the policy as it
-    was written; default_row: the row of an id that is missing, the table's last, or None where such an id is refused. first:
-    the id of row 0, where there is no index; index: of raw ids. deleted: of a delta: ids that have no row any more, of which the
-    bits say which they are that elsewhere say what was backfilled.
+    count: ids with a row of their own; backfilled: how many of these rows came from an older version.
+    missing: the policy; default_row: the row of missing ids, the last one; None: they are refused. first: the
+    id of row 0, where there is no index; index: of raw ids. deleted: ids of a delta that have no row any
+    more; then the bits mark these, not the backfilled ones.
     """
 
     count: int
@@ -90,8 +90,8 @@ class StoredIds:
 
 @dataclass(frozen=True)
 class StoredTable(StoredRows):
-    """A table in the segment. rows: all that are stored, with slots that no id has and the default row. ids: None: an id is a row
-    number, and every other one is refused."""
+    """A table in the segment. rows: all stored ones, with empty slots and the default row. ids: None: ids are
+    row numbers, and others are refused."""
 
     name: str
     key: str
@@ -157,16 +157,31 @@ def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
     )
 
 
+def write_index(
+    stored: StoredIds, index: IdIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Writes directory and pilots of a new index to its bytes; returns the slots' ids and the bits, to be written."""
+    assert stored.index is not None
+    directory, pilots, ids, bits = index_parts(stored.index, data, stored.has_bits)
+    directory[:] = index.directory.reshape(-1).view(np.uint8)
+    pilots[:] = index.pilots
+    return _kept_ids(stored.index, ids, packed), bits
+
+
+def _kept_ids(index: StoredIndex, ids: NDArray[np.uint8], packed: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The ids of an index's slots, which lie in the rows or in a part of their own."""
+    if index.id_at < 0:
+        return ids.view("<i8")
+    return np.ndarray((index.slots,), "<i8", packed.reshape(-1), index.id_at, (packed.shape[1],))
+
+
 def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8], has_backfilled: bool) -> IdIndex:
     """An index over its bytes and the table's rows, uint8 [rows, row_bytes]. Its directory is taken as it is."""
     directory, pilots, ids, bits = index_parts(index, data, has_backfilled)
-    kept = ids.view("<i8")
-    if index.id_at >= 0:
-        kept = np.ndarray((index.slots,), "<i8", packed.reshape(-1), index.id_at, (packed.shape[1],))
     return IdIndex(
         directory.view("<i8").reshape(-1, len(DirectoryField._fields)),
         pilots,
-        kept,
+        _kept_ids(index, ids, packed),
         index.buckets,
         index.bucket_ids,
         index.first_bucket,
@@ -175,18 +190,16 @@ def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uin
 
 
 def keep_zero_apart(index: IdIndex, kept: NDArray[np.int64], has_zero: bool) -> None:
-    """Slots without an id keep 0: sees to it that id 0, where it is none of the ids, does not lead to one of them. kept: int64
-    [slots], the ids that slots keep."""
+    """Slots without an id keep 0: makes sure that id 0, unless the table has it, leads to none of them. kept:
+    int64 [slots]."""
     slot = int(index.places(np.zeros(1, np.int64))[0])
     if slot >= 0 and not has_zero and not kept[slot]:
         kept[slot] = next(i for i in count(1) if int(index.places(np.array([i]))[0]) != slot)
 
 
 def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:
-    """How a table's ids become rows of `packed`, over the bytes of its segment.
-
-    SegmentError: the index points outside the table.
-    """
+    """How a table's ids become rows of `packed`, over the bytes of its segment. SegmentError: the index
+    points outside the table."""
     if (ids := table.ids) is None:
         return None
     if (stored := ids.index) is None:

@@ -26,7 +26,7 @@ from tableside.loader.folder import Folder, make_folder, open_to_group
 from tableside.loader.model import NAME, check_name
 from tableside.loader.nearest import did_you_mean
 from tableside.loader.partial import PartialTensor, partial_tensor
-from tableside.loader.record import Record, flip, intended, read_record, reserve_room, write_next
+from tableside.loader.record import VersionRecord, flip, intended, read_record, reserve_room, write_next
 from tableside.loader.segment import Segment, Verify
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
@@ -36,8 +36,8 @@ _PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
 class Model:
     """The published versions of one model under `root`. Holds no file open.
 
-    owner: a user whose models are trusted beside this user's and root's. Every method raises AccessError where another user owns,
-    or could change, what it would read or write.
+    owner: a user who is trusted beside this user and root. Every method raises AccessError where another user
+    owns, or could change, what it would read or write.
     """
 
     def __init__(self, root: Path, name: str, owner: str | None = None) -> None:
@@ -46,20 +46,20 @@ class Model:
 
     # ---- questions ----
 
-    def record(self) -> Record:
+    def record(self) -> VersionRecord:
         """The flip record; a model that was never published has Record(). VersionError: it is damaged."""
         try:
             with self.opened() as folder:
                 return read_record(folder, self.name)
         except FileNotFoundError:
-            return Record()
+            return VersionRecord()
 
     def versions(self) -> list[int]:
         """Published versions, oldest first."""
         return self._numbers(_SEGMENT)
 
     def loading_versions(self) -> list[int]:
-        """Versions of loads that are under way, or were killed."""
+        """Versions that are being loaded, or whose load was killed."""
         return self._numbers(_PARTIAL)
 
     def damaged_versions(self) -> list[int]:
@@ -89,10 +89,8 @@ class Model:
         return [v for v in reversed(lived) if v not in damaged]
 
     def good(self) -> int:
-        """The version to serve: the live one, or, where that is known to be damaged, the last good one before it.
-
-        VersionError: none is live. Where no other is there, the live one, whose damage `attach` will say.
-        """
+        """The version to serve: the live one, or the last good one if that is marked as damaged and another
+        is there. VersionError: none is live."""
         current = self.current()
         return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
 
@@ -115,9 +113,8 @@ class Model:
         path = self.path(version)
         with self.opened() as folder:
             if folder.exists(f"{version}{_DAMAGED}"):
-                raise SegmentError(
-                    f"{path}: rows were found to have changed after they were written; activate another version, or load it again"
-                )
+                what = f"{path}: rows were found to have changed after they were written"
+                raise SegmentError(f"{what}; activate another version, or load it again")
             segment = Segment(path, verify, folder.open(path.name))
         found = segment.header
         if (found.model, found.version) != (self.name, version):
@@ -144,8 +141,7 @@ class Model:
 
         group: may read what is published from now on. VersionError: another load of this model is under way.
         """
-        make_folder(self.root, self.owner)
-        make_folder(self.folder, self.owner)
+        self._make_folders()
         if group is not None:
             with Folder(self.root, self.owner) as root, self.opened() as folder:
                 open_to_group(folder, group)
@@ -154,7 +150,7 @@ class Model:
             self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 reserve_room(folder)
-            yield self._next_version()
+            yield max([self._readable_record().latest, *self.versions()], default=0) + 1
 
     def partial_path(self, version: int) -> Path:
         return self.folder / f"{version}{_PARTIAL}"
@@ -173,19 +169,18 @@ class Model:
         return fd
 
     def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
-        """Makes the sealed partial of `version` visible, and live where `activate`, with the delta `sequence` over it (0: none).
-        Caller holds `loading`.
+        """Makes the sealed partial of `version` visible; if `activate`, live with the delta `sequence` over
+        it (0: none).
 
-        The record is written before anything is visible, so that a full file system publishes nothing.
+        Caller holds `loading`. A full file system publishes nothing, since the record is written first.
         """
         with self.opened() as folder, folder.lock("record.lock"):
             before = self._readable_record() if activate else self.record()
             lived = self._lived(before)
-            if activate:
-                lived = [v for v in lived if v != version] + [version]
             after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
             if activate:
-                after = replace(after, current=version, sequence=sequence)
+                lived = [v for v in lived if v != version] + [version]
+                after = replace(after, current=version, lived=tuple(lived), sequence=sequence)
             for stale in set(deltas_of(folder, version)) - {sequence}:  # of a killed compaction to another version of this number
                 folder.unlink(delta_name(version, stale))
             write_next(folder, after)
@@ -197,10 +192,8 @@ class Model:
                 raise
 
     def activate(self, version: int, sequence: int | None = None) -> None:
-        """Makes a published version the live one, with the delta `sequence` over it (0: none; None: its newest).
-
-        VersionError: one of them is not there. SegmentError: the version is damaged.
-        """
+        """Makes a published version the live one, with the delta `sequence` over it (0: none; None: its
+        newest). VersionError: one of them is not there. SegmentError: the version is damaged."""
         self.attach(version)
         with self.opened() as folder, folder.lock("record.lock"):
             if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
@@ -222,10 +215,7 @@ class Model:
             self._unlink(folder, [version])
 
     def remove_all(self) -> int:
-        """Removes every version; returns how many there were. Servers keep what they have mapped.
-
-        The record stays, without a live version, so that no number is given again.
-        """
+        """Removes every version; returns how many there were. The record stays, so that no number is given again."""
         if not self.versions():
             raise self._missing("it is not published")
         busy = f"a load of model {self.name!r} is under way"
@@ -242,11 +232,9 @@ class Model:
         return len(versions)
 
     def collect(self, keep: int) -> list[Path]:
-        """Removes leftovers of killed loads, the versions older than the live one that never were, and of those that were live
-        all but the live one and the `keep` newest others. Versions that wait to be activated stay.
-
-        VersionError: keep is negative.
-        """
+        """Removes leftovers of killed loads, older versions that never were live, and all but the `keep`
+        newest of those that were. The live version stays, and those that wait to be activated. VersionError:
+        keep is negative."""
         if keep < 0:
             raise VersionError(f"keep is {keep}; expected how many versions stay beside the live one, 0 or more")
         removed: list[Path] = []
@@ -265,15 +253,14 @@ class Model:
         return removed
 
     def mark_damaged(self, version: int) -> None:
-        """Notes that rows of a version changed after it was published, for all processes that would attach or serve it."""
+        """Marks a version whose rows changed after it was published, for all processes."""
         with self.opened() as folder, contextlib.suppress(FileExistsError):
             os.close(folder.create(f"{version}{_DAMAGED}"))
 
     @contextlib.contextmanager
     def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
-        """Holds a lock of this model's folder, `name`, waiting for who has it; the kernel frees it with a killed holder."""
-        make_folder(self.root, self.owner)
-        make_folder(self.folder, self.owner)
+        """Holds the lock `name` of this model's folder, up to `wait_s` after another holder."""
+        self._make_folders()
         with self.opened() as folder, folder.lock(name, wait_s):
             yield
 
@@ -284,6 +271,10 @@ class Model:
         with Folder(self.root, self.owner, only_a_way=True) as root:
             return Folder(self.folder, self.owner, root)
 
+    def _make_folders(self) -> None:
+        make_folder(self.root, self.owner)
+        make_folder(self.folder, self.owner)
+
     def _numbers(self, suffix: str) -> list[int]:
         try:
             with self.opened() as folder:
@@ -293,22 +284,19 @@ class Model:
         numbers = [n.removesuffix(suffix) for n in names if n.endswith(suffix)]
         return sorted(int(n) for n in numbers if n.isdecimal() and n.isascii())
 
-    def _lived(self, record: Record) -> list[int]:
+    def _lived(self, record: VersionRecord) -> list[int]:
         """The published versions that were live once, in the order in which they last became so."""
         published = self.versions()
         return published if record.lived is None else [v for v in record.lived if v in published]
 
-    def _next_version(self) -> int:
-        return max([self._readable_record().latest, *self.versions()], default=0) + 1
-
-    def _readable_record(self) -> Record:
+    def _readable_record(self) -> VersionRecord:
         """The record, or an empty one where it is unreadable: for writers, who are about to replace it."""
         try:
             return self.record()
         except AccessError:
             raise
         except VersionError:
-            return Record()
+            return VersionRecord()
 
     def _record_version(self, folder: Folder, version: int, sequence: int | None = None) -> None:
         """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the record lock."""
@@ -316,14 +304,11 @@ class Model:
         lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
         sequence = newest_delta(folder, version, before.latest_sequence) if sequence is None else sequence
         latest = max([before.latest, version, *self.versions()])
-        write_next(folder, Record(version, latest, tuple(lived), sequence, before.latest_sequence))
+        write_next(folder, VersionRecord(version, latest, tuple(lived), sequence, before.latest_sequence))
         flip(folder)
 
     def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
-        """Unlinks versions; their numbers are on record before, or, on a full file system, as soon as there is room for that.
-
-        Caller holds the record lock.
-        """
+        """Unlinks versions whose numbers are on record, or will be as soon as there is room. Caller holds the record lock."""
         before, latest = self._readable_record(), max(versions, default=0)
         is_on_record = latest <= before.latest
         if not is_on_record:
@@ -341,10 +326,7 @@ class Model:
         return [self.path(v) for v in versions]
 
     def _clear_leftovers(self, folder: Folder) -> list[Path]:
-        """Removes what killed loads left: unfinished segments, and a version that was about to be made live and never was.
-
-        Caller holds the load lock.
-        """
+        """Removes unfinished segments, and a version whose load died before it was live. Caller holds the load lock."""
         cleared = self._clear_partials(folder)
         with folder.lock("record.lock"):
             meant, before = intended(folder), self._readable_record()
@@ -377,7 +359,7 @@ def deltas_of(folder: Folder, version: int) -> list[int]:
 
 
 def newest_delta(folder: Folder, version: int, latest: int) -> int:
-    """The newest delta over a version, of those that were live, which have no higher number than `latest`; 0: there is none."""
+    """The newest delta over a version up to the number `latest`; 0: none."""
     return max((s for s in deltas_of(folder, version) if s <= latest), default=0)
 
 
@@ -389,14 +371,3 @@ def models(root: Path, owner: str | None = None) -> list[Model]:
     except FileNotFoundError:
         return []
     return [Model(root, n, owner) for n in names]
-
-
-def damaged(model: Model) -> dict[int, str]:
-    """Reads every byte of every version; the error of each that is damaged."""
-    found = {}
-    for version in model.versions():
-        try:
-            model.attach(version)
-        except SegmentError as error:
-            found[version] = str(error)
-    return found

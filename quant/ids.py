@@ -249,8 +249,8 @@ class NativeRowMap(NamedTuple):
     first_bucket: int
     buckets_here: int
     backfilled: int
-    levels: int  # of an overlay: int64 [level_count, fields of quant.overlay.NativeLevel]
-    level_count: int
+    layers: int  # of an overlay: int64 [layer_count, fields of quant.overlay.NativeLayer]
+    layer_count: int
 
 
 NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
@@ -261,7 +261,7 @@ def native_row_map(of: RowMap) -> NativeRowMap:
     default, own = (-1 if of.default_row is None else of.default_row), (of.count if of.own is None else of.own)
     found = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
     if of.overlay is not None:
-        found = found._replace(levels=of.overlay.native_address, level_count=len(of.overlay.levels))
+        found = found._replace(layers=of.overlay.native_address, layer_count=len(of.overlay.layers))
     if (index := of.index) is None:
         return found
     return found._replace(

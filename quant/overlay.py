@@ -1,22 +1,22 @@
 """Rows that override a table's, or extend it: what live updates put over a version. This file is the specification.
 
-An overlay has levels, the newest first. A level is a small table of raw ids (`quant.ids`) of its own: of each id that it has it
-holds a row, or says that the id is deleted. What the newest level that has an id says of it counts; an id that no level has is
+An overlay has layers, the newest first. A layer is a small table of raw ids (`quant.ids`) of its own: of each id that it has it
+holds a row, or says that the id is deleted. What the newest layer that has an id says of it counts; an id that no layer has is
 the table's own affair. This is decided while ids become row numbers, so nothing that reads rows knows of it.
 
-A level's rows lie anywhere. They are numbered from `first_row` on, outside the numbers of the table's own rows and not -1; who
+A layer's rows lie anywhere. They are numbered from `first_row` on, outside the numbers of the table's own rows and not -1; who
 reads them chooses it. The kernels of the CPU find a row at `table + row * row_bytes`, so there it is the distance between the
 two in rows, which may be negative.
 
-Most ids are in no level. A filter tells so of nearly all of them with one read: of each id that a level has, three bits of one
+Most ids are in no layer. A filter tells so of nearly all of them with one read: of each id that a layer has, three bits of one
 word are set. In 64-bit arithmetic without signs, with FILTER an odd constant:
 
     h = id * FILTER
     word = filter[(h >> 32) * words >> 32]
     may be there = the bits h >> 26 & 63, h >> 20 & 63 and h >> 14 & 63 of the word are all set
 
-Where a table's ids are row numbers, and a level has enough of them, it has *marks* as well. A bit for each number says whether
-the level has it, and its place among those that it has is where its slot stands. No id is hashed then, and none is compared:
+Where a table's ids are row numbers, and a layer has enough of them, it has *marks* as well. A bit for each number says whether
+the layer has it, and its place among those that it has is where its slot stands. No id is hashed then, and none is compared:
 
     number = id - first
     has it = bits[number >> 6] >> (number & 63) & 1
@@ -38,13 +38,13 @@ IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some
 MARK_IDS = 64  # row numbers of a word of marks
 MARK_BYTES = 8 + 4  # of a word of bits, and of the count before it
 MARKS_SHARE = 16  # marks take at most this part of the bytes of the rows that they lead to; with fewer rows filters are faster
-MOST_LEVELS = 2
+MOST_LAYERS = 2
 NO_ROW = -1  # the number of no row: the id is missing
 FILTER_BITS = (26, 20, 14)  # where an id's hash has the numbers of its bits of a word, 6 bits each
 
 
 def filter_words(ids: int) -> int:
-    """Words of a level's filter."""
+    """Words of a layer's filter."""
     return max(1, -(-ids // IDS_A_WORD))
 
 
@@ -58,10 +58,10 @@ def filter_bits(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
 
 
 class Marks(NamedTuple):
-    """Which row numbers a level has, and where. first: the id whose number is 0; numbers: how many they tell of.
+    """Which row numbers a layer has, and where. first: the id whose number is 0; numbers: how many they tell of.
 
-    bits: uint64 [words]; before: uint32 [words], how many numbers the level has before each word's; slots: uint32 [slots of the
-    level], the slot of each number that it has, in ascending order.
+    bits: uint64 [words]; before: uint32 [words], how many numbers the layer has before each word's; slots: uint32 [slots of the
+    layer], the slot of each number that it has, in ascending order.
     """
 
     first: int
@@ -77,12 +77,12 @@ def mark_words(numbers: int) -> int:
 
 
 def are_marks_worth_it(numbers: int, rows: int, row_bytes: int) -> bool:
-    """Whether a level of so many rows has marks, over a table of so many row numbers."""
+    """Whether a layer of so many rows has marks, over a table of so many row numbers."""
     return mark_words(numbers) * MARK_BYTES * MARKS_SHARE <= rows * row_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class OverlayLayer:
     """Some rows of an overlay.
 
     index: of the ids that it has, whole, in buckets made by the hash. packed: uint8 [slots or more, row_bytes], the row of each
@@ -98,7 +98,7 @@ class Level:
     marks: Marks | None = None
 
     def find(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which ids [n] the level has, and the number of the row of each of these, NO_ROW of those that are deleted."""
+        """Which ids [n] the layer has, and the number of the row of each of these, NO_ROW of those that are deleted."""
         word, bits = filter_bits(ids, self.filter.size)
         has = self.filter[word] & bits == bits
         slots = self.index.find(ids[has])
@@ -110,10 +110,10 @@ class Level:
         return has, rows
 
     @property
-    def native(self) -> "NativeLevel":
-        """The level with the addresses of its arrays in this process."""
+    def native(self) -> "NativeLayer":
+        """The layer with the addresses of its arrays in this process."""
         m = self.marks
-        return NativeLevel(
+        return NativeLayer(
             filter=_address(self.filter),
             filter_words=self.filter.size,
             first_row=self.first_row,
@@ -132,8 +132,8 @@ class Level:
         )
 
 
-class NativeLevel(NamedTuple):
-    """A level as kernels read it, int64 each; addresses are of fields of `Level`, its index, its marks. deleted: 0: none is."""
+class NativeLayer(NamedTuple):
+    """A layer as kernels read it, int64 each; addresses are of fields of `OverlayLayer`, its index, its marks. deleted: 0: none is."""
 
     filter: int
     filter_words: int
@@ -153,33 +153,33 @@ class NativeLevel(NamedTuple):
 
 
 class Overlay:
-    """Levels over one table, the newest first: 1 to MOST_LEVELS."""
+    """Layers over one table, the newest first: 1 to MOST_LAYERS."""
 
-    def __init__(self, levels: Sequence[Level]) -> None:
-        if not 1 <= len(levels) <= MOST_LEVELS:
-            raise QuantError(f"an overlay of {len(levels)} levels; kernels read 1 to {MOST_LEVELS}: merge them")
-        self.levels = tuple(levels)
-        self._native = np.array([level.native for level in self.levels], np.int64)
+    def __init__(self, layers: Sequence[OverlayLayer]) -> None:
+        if not 1 <= len(layers) <= MOST_LAYERS:
+            raise QuantError(f"an overlay of {len(layers)} layers; kernels read 1 to {MOST_LAYERS}: merge them")
+        self.layers = tuple(layers)
+        self._native = np.array([layer.native for layer in self.layers], np.int64)
 
     @property
     def native_address(self) -> int:
-        """Where the fields of a `NativeLevel` lie for each level, as long as this object lives."""
+        """Where the fields of a `NativeLayer` lie for each layer, as long as this object lives."""
         return _address(self._native)
 
     def override(self, ids: Ids, rows: NDArray[np.int64]) -> None:
-        """Writes the number of the row of each id that a level has to rows [n], which hold those of the table's own."""
+        """Writes the number of the row of each id that a layer has to rows [n], which hold those of the table's own."""
         left = np.arange(ids.size)
-        for level in self.levels:
-            has, found = level.find(ids[left])
+        for layer in self.layers:
+            has, found = layer.find(ids[left])
             rows[left[has]] = found
             left = left[~has]
 
     def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Writes those rows of `numbers` [n] that are an overlay's to out [n, row_bytes], as they are packed."""
-        for level in self.levels:
-            slots = numbers - np.int64(level.first_row)
-            here = np.flatnonzero((slots >= 0) & (slots < level.index.slots))
-            out[here] = level.packed[slots[here]]
+        for layer in self.layers:
+            slots = numbers - np.int64(layer.first_row)
+            here = np.flatnonzero((slots >= 0) & (slots < layer.index.slots))
+            out[here] = layer.packed[slots[here]]
 
 
 def _address(array: NDArray[Any]) -> int:

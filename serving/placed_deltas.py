@@ -17,9 +17,9 @@ _WHAT = {InHost.SOME: "rows of", InHost.ALL: "rows and indexes of"}
 
 def going_bytes(replaced: Mapping[str, DeviceTable], segment: Segment) -> int:
     """HBM that the deltas of replaced tables take and the state `segment` does not."""
-    kept = {id(v.index) for t in segment.tables.values() if t.row_map and t.row_map.overlay for v in t.row_map.overlay.levels}
-    levels = {level for table in replaced.values() for level in table.levels}
-    return sum(level.bytes for level in levels if id(level.index) not in kept)
+    kept = {id(v.index) for t in segment.tables.values() if t.row_map and t.row_map.overlay for v in t.row_map.overlay.layers}
+    layers = {layer for table in replaced.values() for layer in table.layers}
+    return sum(layer.bytes for layer in layers if id(layer.index) not in kept)
 
 
 def with_deltas(gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int) -> dict[str, DeviceTable]:

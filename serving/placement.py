@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tableside.quant.cache.cache import Cache
     from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu.backend import GpuBackend
-    from tableside.quant.gpu.levels import DeviceLevel
+    from tableside.quant.gpu.layers import DeviceLayer
     from tableside.quant.gpu.residence import InHost
     from tableside.quant.gpu.tables import DeviceTable
 
@@ -92,7 +92,7 @@ class Placer:
         self._budget = self._held = 0
         self._lock = threading.Lock()
         self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
-        self._levels: weakref.WeakSet[DeviceLevel] = weakref.WeakSet()  # that `_held` has
+        self._layers: weakref.WeakSet[DeviceLayer] = weakref.WeakSet()  # that `_held` has
 
     def open(self) -> None:
         """Takes the device that the settings name. MissingBackend: it is not here."""
@@ -147,12 +147,12 @@ class Placer:
             if replaced is not None and replaced.base is not base:
                 going += replaced.base.hbm_bytes
             tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held + going))
-            levels = {level for table in tables.values() for level in table.levels}
-            for level in levels - set(self._levels):
-                self._levels.add(level)
-                self._held += level.bytes
-                weakref.finalize(level, self._release, level.bytes)
-        taken = sum(level.bytes for level in levels)
+            layers = {layer for table in tables.values() for layer in table.layers}
+            for layer in layers - set(self._layers):
+                self._layers.add(layer)
+                self._held += layer.bytes
+                weakref.finalize(layer, self._release, layer.bytes)
+        taken = sum(layer.bytes for layer in layers)
         return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
     def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:

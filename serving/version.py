@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import Segment
 from tableside.loader.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
@@ -37,7 +37,7 @@ _PLANNERS = 64  # sets of features whose planners a version keeps
 class BoundFeature:
     """A feature with its table."""
 
-    feature: Feature
+    feature: FeatureSpec
     table: RowSource
     pooling: Pooling
 

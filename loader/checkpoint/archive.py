@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from isal import isal_zlib
 
-from tableside.loader.checkpoint.window import Window
+from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 
 _END = struct.Struct("<4s4H2IH")
@@ -26,7 +26,7 @@ _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """Bytes [offset, offset + bytes) of a file. crc: their CRC-32; None: whoever wrote the archive left it out."""
 
     offset: int
@@ -37,10 +37,10 @@ class Record:
 class Archive:
     """The records of a window that is a zip archive. CheckpointError: it is damaged, or no archive of this kind."""
 
-    def __init__(self, window: Window, advice: str) -> None:
+    def __init__(self, window: FileWindow, advice: str) -> None:
         """advice: how to write a file that can be read, for compressed ones."""
         self.window, self.advice = window, advice
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, ArchiveRecord] = {}
         try:
             self._read_directory()
         except (struct.error, UnicodeDecodeError) as error:
@@ -85,7 +85,7 @@ class Archive:
         if any(end > begin for (_, end), (begin, _) in pairwise(places)):
             raise self._broken("two records overlap")
         if not any(record.crc for record in self.records.values()):  # torch.serialization.set_crc32_options(False) writes zeros
-            self.records = {name: Record(r.offset, r.bytes, None) for name, r in self.records.items()}
+            self.records = {name: ArchiveRecord(r.offset, r.bytes, None) for name, r in self.records.items()}
 
     def _end(self) -> tuple[int, int, int]:
         """(records, bytes of the directory, where it begins)."""
@@ -113,7 +113,7 @@ class Archive:
             raise self._broken("its directory does not end where it should")
         return count, length, start
 
-    def _entry(self, data: bytes, at: int, directory: int) -> tuple[str, int, Record, int]:
+    def _entry(self, data: bytes, at: int, directory: int) -> tuple[str, int, ArchiveRecord, int]:
         """(name, offset of the local header, record, where the next entry begins)."""
         fields = _DIRECTORY.unpack_from(data, at)
         signature, flags, method, crc, packed, size = fields[0], fields[3], fields[4], *fields[7:10]
@@ -133,7 +133,7 @@ class Archive:
         start = self._data_start(name, raw, header, (flags, crc, size))
         if start + size > directory:
             raise self._broken(f"record {name!r} ends at byte {start + size}, the directory begins at {directory}")
-        return name, header, Record(self.window.begin + start, size, crc), end
+        return name, header, ArchiveRecord(self.window.begin + start, size, crc), end
 
     def _large(self, name: str, extra: bytes, *values: int) -> tuple[int, ...]:
         """Values of 32 bits, replaced by those of the zip64 field where they say so."""

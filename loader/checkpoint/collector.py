@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tableside.loader.checkpoint.archive import Record
-from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, Shard
+from tableside.loader.checkpoint.archive import ArchiveRecord
+from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, RowShard
 from tableside.loader.errors import CheckpointError
 from tableside.quant import Source
 
@@ -25,7 +25,7 @@ class Collector:
         """What was gathered."""
         return Checkpoint(path, self.matrices, self.skipped, self.ids)
 
-    def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[Shard, ...] | None) -> None:
+    def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[RowShard, ...] | None) -> None:
         """dtype: the format's own name. shards: of the tensor as `rows_of` sees it; None: the values do not lie row after row."""
         named = dtype.removeprefix("torch.").lower()
         source = _SOURCES.get(named)
@@ -72,8 +72,8 @@ def rows_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if len(shape) == 2 else None
 
 
-def whole(path: Path, offset: int, shape: tuple[int, ...], record: Record | None = None) -> tuple[Shard, ...] | None:
+def whole(path: Path, offset: int, shape: tuple[int, ...], record: ArchiveRecord | None = None) -> tuple[RowShard, ...] | None:
     """One shard that is the whole tensor; None where it has no rows and columns."""
     if (flat := rows_of(shape)) is None:
         return None
-    return (Shard(path, offset, 0, flat[0], 0, flat[1], record),)
+    return (RowShard(path, offset, 0, flat[0], 0, flat[1], record),)

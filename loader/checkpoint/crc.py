@@ -14,8 +14,8 @@ from threading import Lock
 
 from isal import isal_zlib
 
-from tableside.loader.checkpoint.archive import Record
-from tableside.loader.checkpoint.rows import Placed, Shard
+from tableside.loader.checkpoint.archive import ArchiveRecord
+from tableside.loader.checkpoint.rows import Placed, RowShard
 from tableside.loader.errors import CheckpointError
 
 _REST_BYTES, _REST_FRACTION = 8 << 20, 1 / 32
@@ -26,12 +26,12 @@ Fill = Callable[[Path, memoryview, int], None]
 class _Sum:
     """One record's CRC so far. readers: (table, shard) whose bytes count, each byte once; gaps: what they leave out."""
 
-    def __init__(self, path: Path, record: Record) -> None:
+    def __init__(self, path: Path, record: ArchiveRecord) -> None:
         self.path, self.record = path, record
-        self.shards: list[tuple[int, int, str, str, Shard]] = []  # (begin, end, table, key, shard)
+        self.shards: list[tuple[int, int, str, str, RowShard]] = []  # (begin, end, table, key, shard)
         self.crc = 0
 
-    def plan(self) -> tuple[set[tuple[str, Shard]], list[tuple[int, int]]]:
+    def plan(self) -> tuple[set[tuple[str, RowShard]], list[tuple[int, int]]]:
         """(the readers that count, the gaps between them); shards that overlap one before them do not count."""
         at, readers, gaps = self.record.offset, set(), []
         for begin, end, table, _, shard in sorted(self.shards, key=lambda s: s[:3]):
@@ -55,7 +55,7 @@ class Crc32Check:
         """matrices: table -> its matrix or ids, every row of which will be read once."""
         self._lock = Lock()
         self._sums = self._sums_of(matrices)
-        self._readers: dict[tuple[str, Shard], _Sum] = {}
+        self._readers: dict[tuple[str, RowShard], _Sum] = {}
         self._gaps: list[tuple[_Sum, int, int]] = []
         self.unverified: dict[str, str] = {}  # table -> why
         for table, matrix in matrices.items():
@@ -86,7 +86,7 @@ class Crc32Check:
         self._readers |= dict.fromkeys(readers, found)
         self._gaps += [(found, begin, end) for begin, end in gaps]
 
-    def take(self, table: str, shard: Shard, offset: int, data: memoryview) -> None:
+    def take(self, table: str, shard: RowShard, offset: int, data: memoryview) -> None:
         """Counts a piece of a shard that was read; any thread."""
         if (found := self._readers.get((table, shard))) is not None:
             part = found.add(offset, data)
@@ -108,7 +108,7 @@ class Crc32Check:
                 )
 
 
-def _rows(shards: Iterable[tuple[str, Shard]]) -> str:
+def _rows(shards: Iterable[tuple[str, RowShard]]) -> str:
     """Tensors and rows, for people."""
     named = [f"{key!r} rows [{s.row}, {s.row + s.rows})" for key, s in shards]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")

@@ -14,29 +14,29 @@ from typing import Any
 
 from tableside.loader.checkpoint import torch_files
 from tableside.loader.checkpoint.collector import Collector
-from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Record, Refused, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, Shard
-from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, Tensor
-from tableside.loader.checkpoint.window import Window
+from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickledObject, PickleError, Refused, unpickle
+from tableside.loader.checkpoint.rows import Checkpoint, RowShard
+from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, FileTensor
+from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular, read_regular
 
 METADATA = ".metadata"
 
 
-class _Metadata(Record):
+class _Metadata(PickledObject):
     __slots__ = ()
 
 
-class _Tensor(Record):
+class _Tensor(PickledObject):
     __slots__ = ()
 
 
-class _Index(Record):
+class _Index(PickledObject):
     __slots__ = ()
 
 
-class _Place(Record):
+class _Place(PickledObject):
     __slots__ = ()
 
 
@@ -49,10 +49,10 @@ _MAKES: dict[str, Callable[..., Any]] = {
     f"{_DCP}metadata.Metadata": _Metadata,
     f"{_DCP}metadata.MetadataIndex": _Index,
     f"{_DCP}metadata.TensorStorageMetadata": _Tensor,
-    f"{_DCP}metadata.TensorProperties": Record,
-    f"{_DCP}metadata.ChunkStorageMetadata": Record,
-    f"{_DCP}metadata.BytesStorageMetadata": Record,
-    f"{_DCP}metadata.StorageMeta": Record,
+    f"{_DCP}metadata.TensorProperties": PickledObject,
+    f"{_DCP}metadata.ChunkStorageMetadata": PickledObject,
+    f"{_DCP}metadata.BytesStorageMetadata": PickledObject,
+    f"{_DCP}metadata.StorageMeta": PickledObject,
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _dropped,
     f"{_DCP}filesystem._StorageInfo": _Place,
     "torch.Size": torch_files.size,
@@ -136,7 +136,7 @@ def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dic
     if len(shape) != 2 and not (len(shape) == 1 and dtype in ("int64", "int32")):  # neither a matrix nor ids
         found.add(key, shape, dtype, None)
         return
-    shards: list[Shard] = []
+    shards: list[RowShard] = []
     for chunk in entry["chunks"]:
         offsets, sizes = _wholes(chunk["offsets"]), _wholes(chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -150,7 +150,7 @@ def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dic
     found.add(key, shape, dtype, tuple(shards))
 
 
-def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shard:
+def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> RowShard:
     relative = str(place["relative_path"])
     if Path(relative).name != relative or "\0" in relative:
         raise CheckpointError(f"{files.folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder")
@@ -158,10 +158,10 @@ def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[
     if place.state.get("transform_descriptors"):
         raise CheckpointError(f"{path}: {key!r} is stored transformed (compressed?); save it without extensions")
     tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
-    if not isinstance(tensor, Tensor) or tensor.shape != sizes or not tensor.contiguous or tensor.dtype != dtype:
+    if not isinstance(tensor, FileTensor) or tensor.shape != sizes or not tensor.contiguous or tensor.dtype != dtype:
         raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor {list(sizes)}")
     (row, column), (rows, columns) = (*offsets, 0)[:2], (*sizes, 1)[:2]
-    return Shard(path, tensor.begin, row, rows, column, columns, tensor.storage.record)
+    return RowShard(path, tensor.begin, row, rows, column, columns, tensor.storage.record)
 
 
 class _Files:
@@ -171,11 +171,11 @@ class _Files:
         self.folder = folder
         self._path, self._fd = folder, -1
 
-    def window(self, path: Path, begin: int, length: int) -> Window:
+    def window(self, path: Path, begin: int, length: int) -> FileWindow:
         if path != self._path:
             self.close()
             self._path, self._fd = path, open_regular(path, "a file of the checkpoint", CheckpointError)
-        return Window(self._fd, path, begin, length)
+        return FileWindow(self._fd, path, begin, length)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.errors import CheckpointError
 from tableside.quant import Source
 
 PIECE_BYTES = 64 << 20  # of vectors, about, where a format can be cut anywhere
@@ -37,11 +36,11 @@ class Block(NamedTuple):
 
 
 class KeyedRows(ABC):
-    """One table. rows: at most so many; pieces: parts that are read apart, by any threads; paths: the files that it lies in;
-    buffer_bytes: private memory that reading a piece takes, about.
+    """One table. rows: at most; pieces: parts that any thread may read; paths: its files; buffer_bytes:
+    private memory that reading a piece takes, about.
 
-    The rows of a piece lie behind those of the piece before it. What `ids` and `blocks` give for a piece has the same rows in the
-    same order, in blocks that may be cut elsewhere. The arrays of a block may be overwritten once the next block is asked for.
+    Pieces are in the order of rows. `ids` and `blocks` give the same rows of a piece in the same order, cut
+    into other blocks. The next block may overwrite a block's arrays.
     """
 
     key: str
@@ -71,10 +70,8 @@ class KeyedRows(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """To be called when `blocks` of every piece was read to its end. CheckpointError: bytes changed since they were written.
-
-        A piece may be read more than once; the first time counts.
-        """
+        """Call it when `blocks` of every piece was read once to its end. CheckpointError: bytes changed since
+        they were written."""
 
 
 class KeyedTables(ABC):
@@ -85,16 +82,3 @@ class KeyedTables(ABC):
     @abstractmethod
     def open(self, key: str, id_key: str | None) -> KeyedRows:
         """A table, its files open. CheckpointError: there is none, or it is not as it should be."""
-
-
-class NoKeyedTables(KeyedTables):
-    """Of a checkpoint in which nothing can be ids."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.names = path, {}
-
-    def open(self, key: str, id_key: str | None) -> KeyedRows:
-        raise CheckpointError(
-            f"{self.path}: it holds no ids for {key!r}; expected a tensor of ids, int64 or int32 [rows], beside the vectors, "
-            'or leave out ids = "raw" where an id is a row number'
-        )

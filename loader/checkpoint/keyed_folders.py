@@ -28,7 +28,7 @@ import numpy as np
 
 from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables
 from tableside.loader.checkpoint.keyed_flat import FlatRows
-from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, Shard, some
+from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, RowShard, some
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
@@ -38,7 +38,7 @@ _ID = np.dtype("<i8")
 _LIMIT_FOLDERS, _LIMIT_DEPTH = 10_000, 4  # of HugeCTR's models below a folder
 
 
-class Part(NamedTuple):
+class FilePair(NamedTuple):
     """A file of ids and the file of their vectors."""
 
     ids: Path
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 class FolderTables(KeyedTables):
     """Tables whose ids and vectors lie in files of their own. parts: table -> its files, in the order of its rows."""
 
-    def __init__(self, checkpoint: Checkpoint, tables: dict[str, list[Part]], kind: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, tables: dict[str, list[FilePair]], kind: str) -> None:
         self._checkpoint, self._tables, self._kind = checkpoint, tables, kind
         self.names = dict.fromkeys(tables)
 
@@ -60,7 +60,7 @@ class FolderTables(KeyedTables):
         return FlatRows(self._checkpoint, *_tensors(key, self._tables[key]))
 
 
-def _tensors(key: str, parts: list[Part]) -> tuple[Ids, Matrix]:
+def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
     """The ids and vectors of a table, one file after another. CheckpointError: their sizes do not fit."""
     counts, dims = [], dict[int, Path]()
     for part in parts:
@@ -87,8 +87,8 @@ def _tensors(key: str, parts: list[Part]) -> tuple[Ids, Matrix]:
         raise CheckpointError(f"{other_path}: vectors of {other} values, in {path} they have {dim}; one of the two was truncated")
     (dim,) = dims
     firsts = np.cumsum([0, *counts]).tolist()
-    id_shards = [Shard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
-    value_shards = [Shard(p.values, 0, first, n, 0, dim) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
+    id_shards = [RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
+    value_shards = [RowShard(p.values, 0, first, n, 0, dim) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
     rows = firsts[-1]
     return Ids(key, rows, _ID, tuple(id_shards)), Matrix(key, rows, dim, Source.FP32, tuple(value_shards))
 
@@ -116,7 +116,7 @@ def dynamicemb(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[Part]:
+def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[FilePair]:
     """The files of a table, rank after rank. CheckpointError: they are not those of one dump."""
     worlds, any_file = sorted({world for _, _, world in files}), next(iter(files.values()))
     if len(worlds) > 1:
@@ -132,7 +132,7 @@ def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[Part]:
                 )
     if strange := [rank for _, rank, world in files if rank >= world]:
         raise CheckpointError(f"{any_file.parent}: {table!r} has a file of rank {strange[0]}, of {worlds[0]} ranks")
-    return [Part(files["keys", rank, worlds[0]], files["values", rank, worlds[0]]) for rank in range(worlds[0])]
+    return [FilePair(files["keys", rank, worlds[0]], files["values", rank, worlds[0]]) for rank in range(worlds[0])]
 
 
 # ---- HugeCTR ----
@@ -147,7 +147,7 @@ def hugectr(path: Path) -> Checkpoint | None:
     if not found:
         return None
     checkpoint = Checkpoint(path, {}, {})
-    parts = {key: [Part(folder / "key", folder / "emb_vector")] for key, folder in sorted(found.items())}
+    parts = {key: [FilePair(folder / "key", folder / "emb_vector")] for key, folder in sorted(found.items())}
     checkpoint.tables = FolderTables(checkpoint, parts, "a sparse model of HugeCTR")
     return checkpoint
 
@@ -173,8 +173,8 @@ def _sparse_models(path: Path) -> Iterator[Path]:
 
 
 def parquet(path: Path) -> dict[str, list[Path]]:
-    """The Parquet files in a folder, by what keys of their columns begin with: "" for all files in the folder itself, "NAME/" for
-    those of a sub-folder, or for one file."""
+    """The Parquet files in a folder, by the prefix of their columns' keys: "" for all files of the folder
+    itself, "NAME/" for a sub-folder's files or one file."""
     parts = _parts(path)
     groups = {f"{folder.name}/": files for folder in _folders(path) if (files := _parts(folder))}
     return groups | ({"": parts} if parts else {}) | {f"{p.name}/": [p] for p in parts}

@@ -24,9 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tableside.loader.change_rows import narrowed
+from tableside.loader.changes import narrowed
 from tableside.loader.checkpoint import keyed
-from tableside.loader.checkpoint.column_types import id_remedy, type_name
 from tableside.loader.checkpoint.keyed import Block, IdBlock, KeyedRows, KeyedTables
 from tableside.loader.checkpoint.parquet_pages import check_pages
 from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, some
@@ -62,7 +61,7 @@ class ParquetTables(KeyedTables):
             ids = [f.name for f in schema if pa.types.is_integer(f.type)]
             ids = [n for n in ids if n.lower() in _ID_NAMES] or ids
             for field in schema:
-                if _is_list(field.type) and field.type.value_type in _SOURCES:
+                if is_list(field.type) and field.type.value_type in _SOURCES:
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
                     else:
@@ -180,7 +179,7 @@ class ParquetRows(KeyedRows):
         column = batch.column(self._id_column)
         if column.null_count:
             raise CheckpointError(
-                f"{self.where(first + _first_null(column))}: {self._id_column!r} is null; expected an id in every row"
+                f"{self.where(first + first_null(column))}: {self._id_column!r} is null; expected an id in every row"
             )
         ids = column.to_numpy(zero_copy_only=False)
         if ids.dtype == np.uint64 and (large := ids >> np.uint64(63)).any():
@@ -192,7 +191,7 @@ class ParquetRows(KeyedRows):
         column = batch.column(self._column)
         if column.null_count:
             raise CheckpointError(
-                f"{self.where(first + _first_null(column))}: {self._column!r} is null; expected a vector in every row"
+                f"{self.where(first + first_null(column))}: {self._column!r} is null; expected a vector in every row"
             )
         if not pa.types.is_fixed_size_list(column.type):
             lengths = column.value_lengths().to_numpy(zero_copy_only=False)
@@ -201,7 +200,7 @@ class ParquetRows(KeyedRows):
                 raise CheckpointError(f"{self.where(first + at)}: a vector of {lengths[at]} values; the first one has {self.dim}")
         values = column.flatten()
         if values.null_count:
-            at = _first_null(values) // self.dim
+            at = first_null(values) // self.dim
             raise CheckpointError(f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers")
         found, bad = narrowed(values.to_numpy(zero_copy_only=True))
         if bad >= 0:
@@ -252,7 +251,8 @@ def _schema(path: Path) -> Any:
         return file.schema_arrow
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Whether a column is of lists, of one length or of any."""
     return any(is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list))
 
 
@@ -273,7 +273,7 @@ def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]
     ids, vectors = schema.field(id_column).type, schema.field(column).type
     if not pa.types.is_integer(ids):
         raise CheckpointError(f"{path}: the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}")
-    if not _is_list(vectors):
+    if not is_list(vectors):
         raise CheckpointError(f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
     if vectors.value_type not in _SOURCES:
         raise CheckpointError(
@@ -296,5 +296,21 @@ def _first_length(file: Any, path: Path, column: str) -> int:
     raise CheckpointError(f"{path}: row 0: {column!r} is null or has no values; expected a vector in every row")
 
 
-def _first_null(column: Any) -> int:
+def type_name(kind: Any) -> str:
+    """A column's type, for people."""
+    return f"categories of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
+
+
+def id_remedy(kind: Any) -> str:
+    """How a column of this type, as pandas writes some, becomes ids; "": it has integers, or nothing is known of its kind."""
+    of = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_floating(of):
+        return ' (pandas makes floats of integers where one is missing: leave such rows out, and write astype("int64"))'
+    if pa.types.is_string(of) or pa.types.is_large_string(of):
+        return ' (where they are numbers, write astype("int64"); else number or hash them, and do the same in requests)'
+    return ' (write astype("int64"))' if of is not kind and pa.types.is_integer(of) else ""
+
+
+def first_null(column: Any) -> int:
+    """The first row of a column that is null."""
     return int(column.is_null().to_numpy(zero_copy_only=False).argmax())

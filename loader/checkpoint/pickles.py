@@ -33,7 +33,7 @@ class Name:
     value: Any = None
 
 
-class Record:
+class PickledObject:
     """Stands in for a class: keeps its arguments or state, does nothing."""
 
     __slots__ = ("state",)
@@ -48,7 +48,8 @@ class Record:
 def unpickle(data: bytes, names: Mapping[str, Name], persistent: Callable[[Any], Any] | None = None) -> Any:
     """The value of a pickle. names: "module.name" -> its stand-in; persistent: resolves persistent ids.
 
-    Refused, PickleError: see there. Errors of `persistent` and of stand-ins' `make` that are no TypeError pass through.
+    Refused, PickleError: see there. Errors of `persistent` and of stand-ins' `make` that are no TypeError
+    pass through.
     """
     if len(data) > LIMIT_BYTES:
         raise PickleError(
@@ -61,7 +62,7 @@ def unpickle(data: bytes, names: Mapping[str, Name], persistent: Callable[[Any],
 
 
 _MARK = object()
-_PLAIN = (str, int, float, bool, bytes, type(None), Record, Name)
+_PLAIN = (str, int, float, bool, bytes, type(None), PickledObject, Name)
 
 
 def _key(value: Any) -> Any:
@@ -171,7 +172,7 @@ class _Machine:
     def build(self) -> None:
         """Sets the state of a stand-in; that of a dict or a tensor (hooks, metadata) is dropped."""
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Record):
+        if isinstance(self.stack[-1], PickledObject):
             self.stack[-1].state = state
 
     def resolve(self) -> None:

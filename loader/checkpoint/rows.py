@@ -17,20 +17,21 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.checkpoint.archive import Record
-from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables, NoKeyedTables
+from tableside.loader.checkpoint.archive import ArchiveRecord
+from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
 
 DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
 LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
-Seen = Callable[["Shard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
+Seen = Callable[["RowShard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A part of a matrix that lies in one piece: rows [row, row + rows), columns [column, column + columns), row after row.
+class RowShard:
+    """A part of a matrix that lies in one piece: rows [row, row + rows), columns [column, column + columns),
+    row after row.
 
     record: the record of an archive that holds it, with its CRC-32; None where the format has none.
     """
@@ -41,7 +42,7 @@ class Shard:
     rows: int
     column: int
     columns: int
-    record: Record | None = None
+    record: ArchiveRecord | None = None
 
 
 class Placed:
@@ -51,7 +52,7 @@ class Placed:
     key: str
     rows: int
     dim: int
-    shards: tuple[Shard, ...]
+    shards: tuple[RowShard, ...]
 
     @property
     def item_bytes(self) -> int:
@@ -61,7 +62,7 @@ class Placed:
     def bytes(self) -> int:
         return self.rows * self.dim * self.item_bytes
 
-    def span(self, shard: Shard) -> tuple[int, int]:
+    def span(self, shard: RowShard) -> tuple[int, int]:
         """[begin, end) of a shard's bytes in its file."""
         return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
@@ -104,7 +105,7 @@ class Matrix(Placed):
     rows: int
     dim: int
     source: Source
-    shards: tuple[Shard, ...]
+    shards: tuple[RowShard, ...]
 
     @property
     def item_bytes(self) -> int:
@@ -118,7 +119,7 @@ class Ids(Placed):
     key: str
     rows: int
     dtype: np.dtype[Any]
-    shards: tuple[Shard, ...]
+    shards: tuple[RowShard, ...]
     dim: ClassVar[int] = 1  # type: ignore[misc]  # a field of the others
 
     @property
@@ -126,7 +127,7 @@ class Ids(Placed):
         return self.dtype.itemsize
 
 
-def _overlapping(shards: Iterable[Shard]) -> Shard | None:
+def _overlapping(shards: Iterable[RowShard]) -> RowShard | None:
     """A shard that holds values of another, or None. Goes down the rows with the columns that are covered there, sorted."""
     begins = [(s.row, 1, i, s) for i, s in enumerate(shards) if s.rows and s.columns]
     ends = [(s.row + s.rows, 0, i, s) for _, _, i, s in begins]
@@ -144,26 +145,29 @@ def _overlapping(shards: Iterable[Shard]) -> Shard | None:
 
 
 class Checkpoint:
-    """The matrices of a checkpoint, by key, and the files that they are read from. A context manager; any thread may read.
-
-    ids: its tensors of ids, by key. tables: its tables of raw ids, which `open_checkpoint` sets.
-    """
+    """The matrices of a checkpoint, by key, and their files. A context manager; any thread may read. ids: its
+    tensors of ids, by key. tables: its tables of raw ids, which `open_checkpoint` sets."""
 
     def __init__(
         self, path: Path, matrices: Mapping[str, Matrix], skipped: Mapping[str, str], ids: Mapping[str, Ids] | None = None
     ) -> None:
         """skipped: tensors that are not matrices of floats, with the reason; those of ids as well."""
         self.path, self.matrices, self.skipped, self.ids = path, dict(matrices), dict(skipped), dict(ids or {})
-        self.tables: KeyedTables = NoKeyedTables(path)
+        self.tables: KeyedTables | None = None
         self._files: dict[Path, int] = {}
 
     @property
     def keyed_tables(self) -> Mapping[str, str | None]:
         """The tables of raw ids that the format or the names tell of: key -> the ids' key, None where the format says it."""
-        return self.tables.names
+        return {} if self.tables is None else self.tables.names
 
     def keyed(self, key: str, id_key: str | None = None) -> KeyedRows:
         """The ids and vectors of a table of raw ids, its files open. CheckpointError: there is none, or what is wrong with it."""
+        if self.tables is None:
+            raise CheckpointError(
+                f"{self.path}: it holds no ids for {key!r}; expected a tensor of ids, int64 or int32 [rows], beside the vectors, "
+                'or leave out ids = "raw" where an id is a row number'
+            )
         return self.tables.open(key, id_key)
 
     def matrix(self, key: str) -> Matrix:
@@ -187,7 +191,8 @@ class Checkpoint:
     def read(
         self, matrix: Placed, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
     ) -> None:
-        """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out, for column shards.
+        """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out,
+        for column shards.
 
         seen: is shown each shard's bytes while they are in the cache. Caller has opened the files.
         CheckpointError: a file ended early or could not be read.
@@ -222,10 +227,6 @@ class Checkpoint:
                 )
             into, offset = into[count:], offset + count
 
-    def fingerprint(self, matrices: Iterable[Matrix]) -> dict[str, list[int]]:
-        """File -> [bytes, modification time in ns], of the files that hold `matrices`: what a version was made from."""
-        return fingerprint({s.path for m in matrices for s in m.shards})
-
     def __enter__(self) -> "Checkpoint":
         return self
 
@@ -236,7 +237,7 @@ class Checkpoint:
 
 
 def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """File -> [bytes, modification time in ns]."""
+    """File -> [bytes, modification time in ns]: what a version was made from."""
     return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(paths)}
 
 

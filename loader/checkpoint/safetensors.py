@@ -17,7 +17,7 @@ import orjson
 
 from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
 from tableside.loader.checkpoint.rows import Checkpoint
-from tableside.loader.checkpoint.window import Window
+from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular, read_regular
 
@@ -46,7 +46,7 @@ def read(path: Path, fd: int) -> Checkpoint:
     """Finds the tensors of a file, or of those that an index names."""
     found = Collector()
     if not path.name.endswith(".index.json"):
-        _collect(found, path, *_header(Window(fd, path)))
+        _collect(found, path, *_header(FileWindow(fd, path)))
         return found.checkpoint(path)
     by_file: dict[str, list[str]] = {}
     for key, name in _index(path).items():
@@ -54,7 +54,7 @@ def read(path: Path, fd: int) -> Checkpoint:
     for name, keys in sorted(by_file.items()):
         part = path.parent / name
         with open(open_regular(part, "a file of the checkpoint", CheckpointError), "rb") as file:
-            entries, start = _header(Window(file.fileno(), part))
+            entries, start = _header(FileWindow(file.fileno(), part))
         if missing := sorted(set(keys) - set(entries)):
             raise CheckpointError(f"{part}: the index says it holds {missing[0]!r}, but it does not")
         _collect(found, part, {key: entries[key] for key in keys}, start)
@@ -76,7 +76,7 @@ def _index(path: Path) -> dict[str, str]:
     return dict(names)
 
 
-def _header(window: Window) -> tuple[dict[str, _Entry], int]:
+def _header(window: FileWindow) -> tuple[dict[str, _Entry], int]:
     """(name -> what the header says, offset of the values), checked against each other and the file's size."""
     path, size = window.path, window.bytes
     length = int.from_bytes(window.read(0, 8), "little") if size >= 8 else 0

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tableside.loader.checkpoint.archive import Archive, Record
+from tableside.loader.checkpoint.archive import Archive, ArchiveRecord
 from tableside.loader.checkpoint.collector import Collector, whole
 from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, Shard
-from tableside.loader.checkpoint.window import Window
+from tableside.loader.checkpoint.rows import Checkpoint, RowShard
+from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -39,11 +39,11 @@ class Storage:
     """A storage of the file: `dtype` is None for one of bytes without a type."""
 
     dtype: str | None
-    record: Record
+    record: ArchiveRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class FileTensor:
     """A tensor of the file, inside its storage. begin: bytes from the start of the file to its first value."""
 
     dtype: str
@@ -61,16 +61,16 @@ class Other:
 def read(path: Path, fd: int) -> Checkpoint:
     """Finds the tensors of a torch.save file."""
     found = Collector()
-    for key, tensor in tensors(load(Window(fd, path)), path):
-        if isinstance(tensor, Tensor):
+    for key, tensor in tensors(load(FileWindow(fd, path)), path):
+        if isinstance(tensor, FileTensor):
             found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
         else:
             found.skip(key, "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or .dequantize()")
     return found.checkpoint(path)
 
 
-def load(window: Window) -> Any:
-    """What torch.save wrote into a window, with `Tensor` and `Other` for tensors. CheckpointError: damaged, or unsafe."""
+def load(window: FileWindow) -> Any:
+    """What torch.save wrote into a window, with `FileTensor` and `Other` for tensors. CheckpointError: damaged, or unsafe."""
     path = window.path
     if window.bytes < 4 or window.read(0, 4) != _ZIP_MAGIC:
         raise CheckpointError(
@@ -126,15 +126,15 @@ def _storage(pid: Any, archive: Archive, root: str, path: Path) -> Storage:
 # ---- stand-ins of what torch calls when it unpickles ----
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> FileTensor:
     return _strided(storage, offset, shape, strides, storage.dtype)
 
 
-def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> Tensor:
+def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> FileTensor:
     return _strided(storage, offset, shape, strides, dtype.value)
 
 
-def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) -> Tensor:
+def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) -> FileTensor:
     """A tensor whose every value lies inside its storage; PickleError where one does not."""
     numbers = (offset, *shape, *strides)
     if type(storage) is not Storage or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -150,7 +150,7 @@ def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) ->
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         contiguous = contiguous and (n == 1 or step == expected)
         expected *= n
-    return Tensor(str(dtype), tuple(shape), storage.record.offset + offset * item_bytes, contiguous, storage)
+    return FileTensor(str(dtype), tuple(shape), storage.record.offset + offset * item_bytes, contiguous, storage)
 
 
 def _first(value: Any, *rest: Any) -> Any:
@@ -218,7 +218,7 @@ _NAMES = _names()
 # ---- tensors and where they lie ----
 
 
-def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, Tensor | Other]]:
+def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, FileTensor | Other]]:
     """(dotted key, tensor) of a tensor or of nested dicts of tensors."""
     waiting, seen = [("", loaded, 0)], 0
     while waiting:
@@ -228,14 +228,14 @@ def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, Tensor | Other]]:
             raise CheckpointError(
                 f"{path}: a dict in it holds itself, or dicts are nested without end; save its state_dict() alone"
             )
-        if isinstance(value, Tensor | Other):
+        if isinstance(value, FileTensor | Other):
             yield prefix or "tensor", value
         elif type(value) is dict:
             named = ((key if isinstance(key, str) else repr(key), v) for key, v in value.items())
             inner = [(f"{prefix}.{key}" if prefix else key, v, depth + 1) for key, v in named]
-            waiting += reversed([i for i in inner if isinstance(i[1], Tensor | Other | dict)])
+            waiting += reversed([i for i in inner if isinstance(i[1], FileTensor | Other | dict)])
 
 
-def shards_of(tensor: Tensor, path: Path) -> tuple[Shard, ...] | None:
+def shards_of(tensor: FileTensor, path: Path) -> tuple[RowShard, ...] | None:
     """Where a tensor's values lie. None: not row after row."""
     return whole(path, tensor.begin, tensor.shape, tensor.storage.record) if tensor.contiguous else None

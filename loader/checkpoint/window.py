@@ -6,7 +6,7 @@ from pathlib import Path
 from tableside.loader.errors import CheckpointError
 
 
-class Window:
+class FileWindow:
     """Bytes [begin, begin + bytes) of an open file. The caller keeps the descriptor open."""
 
     def __init__(self, fd: int, path: Path, begin: int = 0, length: int | None = None) -> None:

@@ -43,9 +43,7 @@ class EmbeddingCall(NamedTuple):
 
 def embedding_calls(path: Path) -> list[EmbeddingCall]:
     """The embedding calls of a program, each of a module and a pooling once, in the graph's order.
-
-    ModelError: the file is no exported program, has no such call, or pools in a way that is not served.
-    """
+    ModelError: the file is no exported program, has no such call, or pools in a way that is not served."""
     with open(open_regular(path, "the exported program", ModelError), "rb") as file:
         try:
             module = _graph_module(path, file)

@@ -69,7 +69,7 @@ Output = TensorRef | NumberRef | tuple[TensorRef, ...]
 
 
 @dataclass(frozen=True)
-class Node:
+class ProgramNode:
     """One call. target: the operator as torch.export writes it; arguments: by the names of its schema."""
 
     target: str
@@ -105,7 +105,7 @@ class Program:
     values: tuple[str, ...]
     rows: tuple[int, int]
     weights: tuple[Weight, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[ProgramNode, ...]
     result: TensorRef
 
     def trial_rows(self) -> tuple[int, int]:

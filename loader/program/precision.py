@@ -11,7 +11,7 @@ import torch
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.program.checks import Arguments, Check
-from tableside.loader.program.graph import Node, TensorRef
+from tableside.loader.program.graph import ProgramNode, TensorRef
 from tableside.loader.program.operators import aten_name
 from tableside.quant.contract import Precision
 
@@ -42,7 +42,7 @@ def check_range(weights: Tensors, found: Tensors, precision: Precision) -> None:
             )
 
 
-def one_type(node: Node, makers: Mapping[str, str]) -> Check:
+def one_type(node: ProgramNode, makers: Mapping[str, str]) -> Check:
     """Checks that a call takes tensors of one floating type. makers: what made each value, for a person."""
 
     def check(given: Arguments, _: int) -> None:
@@ -62,6 +62,6 @@ def one_type(node: Node, makers: Mapping[str, str]) -> Check:
     return check
 
 
-def takes_values_of_one(node: Node) -> bool:
+def takes_values_of_one(node: ProgramNode) -> bool:
     """Whether a call reads the values of one of its tensors alone, so that the others may be of another type."""
     return aten_name(node.target)[0] in _TAKE_NO_VALUES

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.program.graph import FP32, Node, Program, TensorRef, Weight
+from tableside.loader.program.graph import FP32, Program, ProgramNode, TensorRef, Weight
 from tableside.loader.program.operators import aten_name
 
 Floats = NDArray[np.float32]
@@ -66,7 +66,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Columns:
+class LayerColumns:
     """A value of the program: [batch, n], or [batch] where it is one column and is_flat."""
 
     pieces: tuple[Piece, ...]
@@ -87,25 +87,27 @@ def _expect(is_so: bool) -> None:
 
 
 def recognize(program: Program) -> tuple[Layer, ...] | None:
-    """The layers of a program, of which the last gives the scores; None where it is something else than dense layers.
+    """The layers of a program, of which the last gives the scores; None where it is something else than dense
+    layers.
 
-    A layer stands behind those that it reads. Weights are views of the program's bytes, in any order of their values.
+    A layer stands behind those that it reads. Weights are views of the program's bytes, in any order of their
+    values.
     """
     try:
-        return _Reader(program).layers()
+        return _Recognizer(program).layers()
     except _AnotherProgram:
         return None
 
 
-class _Reader:
+class _Recognizer:
     """Follows the calls of one program."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._layers: list[Layer] = []
-        self._values: dict[str, Columns | Floats] = {w.name: _weight(w) for w in program.weights if w.dtype == FP32}
+        self._values: dict[str, LayerColumns | Floats] = {w.name: _weight(w) for w in program.weights if w.dtype == FP32}
         for number, (name, i) in enumerate(zip(program.values, program.inputs, strict=True)):
-            self._values[name] = Columns((FromInput(number, i.width),))
+            self._values[name] = LayerColumns((FromInput(number, i.width),))
 
     def layers(self) -> tuple[Layer, ...]:
         for node in self._program.nodes:
@@ -119,9 +121,9 @@ class _Reader:
         _expect(result.pieces[0] == FromLayer(len(self._layers) - 1, result.width))
         return tuple(self._layers)
 
-    def columns(self, value: Any) -> Columns:
+    def columns(self, value: Any) -> LayerColumns:
         found = self._values.get(value.name) if isinstance(value, TensorRef) else None
-        if not isinstance(found, Columns):
+        if not isinstance(found, LayerColumns):
             raise _AnotherProgram
         return found
 
@@ -133,43 +135,43 @@ class _Reader:
 
     # ---- calls ----
 
-    def cat(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def cat(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         _expect(a.get("dim") in (1, -1) and a.keys() <= {"tensors", "dim"})
         parts = [self.columns(t) for t in a["tensors"]]
         _expect(not any(p.is_flat for p in parts))
-        return Columns(tuple(piece for p in parts for piece in p.pieces))
+        return LayerColumns(tuple(piece for p in parts for piece in p.pieces))
 
-    def linear(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def linear(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         _expect(a.keys() <= {"input", "weight", "bias"})
         return self._layer(a["input"], self.weight(a["weight"]), a.get("bias"))
 
-    def addmm(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def addmm(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         _expect(a.keys() <= {"self", "mat1", "mat2"})
         weights = self.weight(a["mat2"])
         _expect(weights.ndim == 2)
         return self._layer(a["mat1"], weights.T, a["self"])
 
-    def mm(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def mm(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         _expect(a.keys() <= {"self", "mat2"})
         weights = self.weight(a["mat2"])
         _expect(weights.ndim == 2)
         return self._layer(a["self"], weights.T, None)
 
-    def _layer(self, given: Any, weights: Floats, bias: Any) -> Columns:
+    def _layer(self, given: Any, weights: Floats, bias: Any) -> LayerColumns:
         x = self.columns(given)
         _expect(not x.is_flat and weights.ndim == 2 and min(weights.shape) > 0 and weights.shape[1] == x.width)
         added = np.zeros(len(weights), np.float32) if bias is None else self.weight(bias)
         _expect(added.shape == (len(weights),))
         self._layers.append(Layer(x.pieces, weights, added))
-        return Columns((FromLayer(len(self._layers) - 1, len(weights)),))
+        return LayerColumns((FromLayer(len(self._layers) - 1, len(weights)),))
 
-    def transposed(self, node: Node, a: Mapping[str, Any]) -> Floats:
+    def transposed(self, node: ProgramNode, a: Mapping[str, Any]) -> Floats:
         """Of a weight alone: `t`, and `permute` with [1, 0], which are the same."""
         weights = self.weight(a["self"])
         _expect(weights.ndim == 2 and (a == {"self": a["self"]} or (a.get("dims") == (1, 0) and len(a) == 2)))
         return weights.T
 
-    def activation(self, node: Node, a: Mapping[str, Any]) -> Columns:
+    def activation(self, node: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         """Becomes part of the layer that it follows. What the layer gave before is gone: no call before or behind may read it."""
         x = self.columns(a["self"])
         _expect(len(x.pieces) == 1 and a.keys() == {"self"})
@@ -178,19 +180,19 @@ class _Reader:
         layer = self._layers[piece.number]
         _expect(layer.activation == "")
         self._layers[piece.number] = replace(layer, activation=aten_name(node.target)[0])
-        self._values = {k: v for k, v in self._values.items() if not (isinstance(v, Columns) and piece in v.pieces)}
+        self._values = {k: v for k, v in self._values.items() if not (isinstance(v, LayerColumns) and piece in v.pieces)}
         return x
 
-    def nothing(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def nothing(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         _expect(a.keys() <= {"self", "input", "p", "train"})
         return self.columns(a.get("self", a.get("input")))
 
-    def whole(self, _: Node, a: Mapping[str, Any]) -> Columns:
+    def whole(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         """A slice of all rows, which `[:, 0]` begins with."""
         _expect({"dim": 0, "start": 0, **a} == {"self": a["self"], "dim": 0, "start": 0, "end": _END})
         return self.columns(a["self"])
 
-    def flattened(self, node: Node, a: Mapping[str, Any]) -> Columns:
+    def flattened(self, node: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
         """[batch, 1] -> [batch]."""
         x = self.columns(a["self"])
         given = {name: value for name, value in a.items() if name != "self"}
@@ -206,14 +208,14 @@ _FLATTENS: Mapping[str, list[dict[str, Any]]] = {
     "reshape": [{"shape": (-1,)}],
     "flatten": [{}, {"start_dim": 0}, {"start_dim": 0, "end_dim": -1}, {"start_dim": 0, "end_dim": 1}],
 }
-_CALLS: Mapping[str, Callable[[_Reader, Node, Mapping[str, Any]], Columns | Floats]] = {
-    **dict.fromkeys(("cat.default", "concat.default", "concatenate.default"), _Reader.cat),
-    **{"linear.default": _Reader.linear, "addmm.default": _Reader.addmm, "mm.default": _Reader.mm},
-    **dict.fromkeys(("t.default", "permute.default"), _Reader.transposed),
-    **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Reader.activation),
-    **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Reader.nothing),
-    **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"), _Reader.flattened),
-    **{"flatten.using_ints": _Reader.flattened, "slice.Tensor": _Reader.whole},
+_CALLS: Mapping[str, Callable[[_Recognizer, ProgramNode, Mapping[str, Any]], LayerColumns | Floats]] = {
+    **dict.fromkeys(("cat.default", "concat.default", "concatenate.default"), _Recognizer.cat),
+    **{"linear.default": _Recognizer.linear, "addmm.default": _Recognizer.addmm, "mm.default": _Recognizer.mm},
+    **dict.fromkeys(("t.default", "permute.default"), _Recognizer.transposed),
+    **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Recognizer.activation),
+    **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Recognizer.nothing),
+    **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"), _Recognizer.flattened),
+    **{"flatten.using_ints": _Recognizer.flattened, "slice.Tensor": _Recognizer.whole},
 }
 
 

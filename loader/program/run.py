@@ -11,7 +11,17 @@ from typing import Any
 import torch
 
 from tableside.loader.program.checks import CHECKS, Check
-from tableside.loader.program.graph import TYPES, DType, MemoryFormat, Node, NumberRef, OwnDevice, Program, TensorRef, Weight
+from tableside.loader.program.graph import (
+    TYPES,
+    DType,
+    MemoryFormat,
+    NumberRef,
+    OwnDevice,
+    Program,
+    ProgramNode,
+    TensorRef,
+    Weight,
+)
 from tableside.loader.program.operators import ARITHMETIC, LARGEST_NUMBER, aten_name
 from tableside.loader.program.precision import one_type, takes_values_of_one
 
@@ -63,9 +73,10 @@ class _Arguments:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """One call, ready to be made. positional: how many arguments have no keyword; names: of all, keywords behind; dead: slots of
-    values that no later call reads; outputs: (slot, whether it is a tensor) of each result; target: its name, for a person."""
+class _BoundCall:
+    """A call that is ready to be made. positional: arguments without a keyword; names: of all, keywords last;
+    dead: slots of values that no later call reads; outputs: (slot, whether it is a tensor) of each result;
+    target: its name, for a person."""
 
     target: str
     function: Callable[..., Any]
@@ -105,11 +116,12 @@ class _Call:
 
 
 class Runner:
-    """A program on one device. most_bytes: of one result whose size is a number in the program. dtype: of its inputs; other than
-    fp32: its weights' too (`precision.rounded`), and each call is checked to mix no types.
+    """A program on one device. most_bytes: of one result whose size is a number in the program. dtype: of its
+    inputs; other than fp32: its weights' too (`precision.rounded`), and each call is checked to mix no types.
 
-    Checks look at types, sizes and numbers computed of sizes, which are the same for every batch of as many rows. So they are
-    made for the first batch of each number of rows, and not again. ValueError: an operator has no such argument.
+    Checks look at types, sizes and numbers computed of sizes, which are the same for every batch of as many
+    rows. So they are made for the first batch of each number of rows, and not again. ValueError: an operator
+    has no such argument.
     """
 
     def __init__(
@@ -130,10 +142,8 @@ class Runner:
         self._proven: set[int] = set()  # numbers of rows
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """[rows, width] of each input -> what the program returns.
-
-        ValueError, RuntimeError, IndexError, TypeError: it does not take inputs of these shapes.
-        """
+        """[rows, width] of each input -> what the program returns. ValueError, RuntimeError, IndexError,
+        TypeError: it does not take inputs of these shapes."""
         least, most = self._program.rows
         if not least <= (rows := len(inputs[0])) <= most:
             raise ValueError(f"the program was exported for {least:,} to {most:,} rows; found {rows:,}")
@@ -152,12 +162,12 @@ class Runner:
         found: torch.Tensor = values[self._slots[self._program.result.name]]
         return found
 
-    def _bind(self, node: Node, dead: tuple[str, ...]) -> _Call:
+    def _bind(self, node: ProgramNode, dead: tuple[str, ...]) -> _BoundCall:
         outputs = tuple((self._slots[ref.name], isinstance(ref, TensorRef)) for ref in _results(node))
         gone = tuple(self._slots[name] for name in dead)
         if (function := ARITHMETIC.get(node.target)) is not None:
             numbers = self._arguments([value for _, value in node.arguments])
-            return _Call(node.target, _on_numbers(function), (), len(node.arguments), (), numbers, outputs, gone)
+            return _BoundCall(node.target, _on_numbers(function), (), len(node.arguments), (), numbers, outputs, gone)
         name, overload = aten_name(node.target)
         operator = getattr(getattr(torch.ops.aten, name), overload)
         given = dict(node.arguments)
@@ -174,7 +184,7 @@ class Runner:
         checks: tuple[Check, ...] = (CHECKS[name],) if name in CHECKS else ()
         if self._makers is not None and not takes_values_of_one(node):
             checks += (one_type(node, self._makers),)
-        return _Call(node.target, operator, checks, positional, names, self._arguments(values), outputs, gone)
+        return _BoundCall(node.target, operator, checks, positional, names, self._arguments(values), outputs, gone)
 
     def _arguments(self, values: Sequence[Any]) -> _Arguments:
         slots, lists = self._references(values), []
@@ -230,10 +240,10 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
     return dead[::-1]
 
 
-def _references(node: Node) -> list[TensorRef | NumberRef]:
+def _references(node: ProgramNode) -> list[TensorRef | NumberRef]:
     items = [item for _, value in node.arguments for item in (value if isinstance(value, tuple) else (value,))]
     return [*(item for item in items if isinstance(item, TensorRef | NumberRef)), *_results(node)]
 
 
-def _results(node: Node) -> list[TensorRef | NumberRef]:
+def _results(node: ProgramNode) -> list[TensorRef | NumberRef]:
     return [ref for out in node.outputs for ref in (out if isinstance(out, tuple) else (out,))]

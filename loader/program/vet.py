@@ -17,11 +17,11 @@ from tableside.loader.program.graph import (
     DType,
     Item,
     MemoryFormat,
-    Node,
     NumberRef,
     Output,
     OwnDevice,
     ProgramInput,
+    ProgramNode,
     TensorRef,
     refuse,
 )
@@ -199,14 +199,14 @@ def check_target(target: Any) -> str:
     return found
 
 
-def check_is_for_inference(node: Node) -> None:
+def check_is_for_inference(node: ProgramNode) -> None:
     """Dropout and batch norms do in training what no request wants."""
     training = dict(node.arguments).get("train" if ".dropout." in node.target else "training")
     if training not in (None, False):
         refuse("it drops values at random, or norms by its batch, as in training; call module.eval() before the export")
 
 
-def check_arguments(node: Node) -> None:
+def check_arguments(node: ProgramNode) -> None:
     """Each argument once; no memory of another kind."""
     names = [name for name, _ in node.arguments]
     if len(set(names)) != len(names):
@@ -215,7 +215,7 @@ def check_arguments(node: Node) -> None:
         refuse("its graph asks for pinned memory")
 
 
-def check_is_of_numbers(node: Node) -> None:
+def check_is_of_numbers(node: ProgramNode) -> None:
     """Python's operators would take texts, lists and tensors, too: a text times 2^31, a remainder that no check saw."""
     if node.target not in ARITHMETIC:
         return
@@ -224,24 +224,24 @@ def check_is_of_numbers(node: Node) -> None:
         refuse(f"its graph calls {node.target} with something else than numbers")
 
 
-def node(value: Any) -> Node:
+def node(value: Any) -> ProgramNode:
     """One call."""
     arguments = tuple((check_name(i["name"]), argument(i["arg"])) for i in value["inputs"])
-    found = Node(check_target(value["target"]), arguments, tuple(map(output, value["outputs"])))
+    found = ProgramNode(check_target(value["target"]), arguments, tuple(map(output, value["outputs"])))
     check_arguments(found)
     check_is_for_inference(found)
     check_is_of_numbers(found)
     return found
 
 
-def nodes(values: Any) -> tuple[Node, ...]:
+def nodes(values: Any) -> tuple[ProgramNode, ...]:
     """All calls, in order, but for export's notes."""
     if not isinstance(values, list) or len(values) > LARGEST_NODES:
         refuse(f"its graph has more than {LARGEST_NODES:,} calls")
     return tuple(node(v) for v in values if v["target"] not in NOTES)
 
 
-def check_order(given: tuple[str, ...], found: tuple[Node, ...], result: TensorRef) -> None:
+def check_order(given: tuple[str, ...], found: tuple[ProgramNode, ...], result: TensorRef) -> None:
     """Every value is made once, before it is used, and used as what it is."""
     made: dict[str, type] = {}
 

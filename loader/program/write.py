@@ -12,11 +12,11 @@ from tableside.loader.program.graph import (
     DType,
     Item,
     MemoryFormat,
-    Node,
     NumberRef,
     Output,
     OwnDevice,
     Program,
+    ProgramNode,
     TensorRef,
     Weight,
 )
@@ -73,7 +73,7 @@ def _model(program: Program) -> dict[str, Any]:
     }
 
 
-def _node(node: Node) -> dict[str, Any]:
+def _node(node: ProgramNode) -> dict[str, Any]:
     inputs = [{"name": name, "arg": _argument(value)} for name, value in node.arguments]
     return {"target": node.target, "inputs": inputs, "outputs": [_output(o) for o in node.outputs]}
 

@@ -53,7 +53,7 @@ static verdict check_lengths(const job *j) {
 }
 
 /* Whether a map is there for its overlay alone: ids are row numbers, and all others are refused, before anything is looked up. */
-static int is_plain(const row_map *m) { return !m->directory && !m->first && m->default_row < 0 && m->level_count; }
+static int is_plain(const row_map *m) { return !m->directory && !m->first && m->default_row < 0 && m->layer_count; }
 
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
@@ -79,7 +79,7 @@ static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !
 
 /* Whether all of a job's ids become row numbers before anything is looked up: one that has none may be refused, or nothing but an overlay
  * says what row an id has, which takes less time for many at once. */
-static int goes_first(const job *j) { return j->map && (refuses(j) || (!j->map->directory && j->map->level_count)); }
+static int goes_first(const job *j) { return j->map && (refuses(j) || (!j->map->directory && j->map->layer_count)); }
 
 static int64_t pieces_of(const job *j) { return goes_first(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
 

@@ -6,15 +6,15 @@
 /* The fields of quant.ids.NativeRowMap, int64 each. */
 #define ROW_MAP_FIELDS(F)                                                                                         \
     F(id_count) F(default_row) F(first) F(own) F(directory) F(entries) F(pilots) F(ids) F(id_step) F(buckets) F(bucket_ids)     \
-    F(first_bucket) F(buckets_here) F(backfilled) F(levels) F(level_count)
+    F(first_bucket) F(buckets_here) F(backfilled) F(layers) F(layer_count)
 #define ROW_MAP_MEMBER(name) int64_t name;
 typedef struct row_map { ROW_MAP_FIELDS(ROW_MAP_MEMBER) } row_map;
 
-/* A level of an overlay, as quant/overlay.py specifies it: the fields of its NativeLevel, int64 each. */
-#define LEVEL_FIELDS(F)                                                                                           \
+/* A layer of an overlay, as quant/overlay.py specifies it: the fields of its NativeLayer, int64 each. */
+#define LAYER_FIELDS(F)                                                                                           \
     F(filter) F(filter_words) F(first_row) F(deleted) F(entries) F(pilots) F(ids) F(id_step) F(buckets)       \
     F(slots) F(marks) F(marks_before) F(marked_slots) F(first_marked) F(marked)
-typedef struct level { LEVEL_FIELDS(ROW_MAP_MEMBER) } level;
+typedef struct layer { LAYER_FIELDS(ROW_MAP_MEMBER) } layer;
 #undef ROW_MAP_MEMBER
 
 /* An entry of a directory. The entry behind the last bucket's has the row behind its last one. */

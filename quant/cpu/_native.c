@@ -55,7 +55,7 @@ typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
 static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
 static const char *const row_map_names[] = {ROW_MAP_FIELDS(NAME) NULL};
-static const char *const level_names[] = {LEVEL_FIELDS(NAME) NULL};
+static const char *const layer_names[] = {LAYER_FIELDS(NAME) NULL};
 static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
 static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
 static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL}, *const base_names[] = {BASE_FIELDS(NAME) NULL};
@@ -364,7 +364,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     open_pool();
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
-        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LEVEL_FIELDS", level_names) && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
+        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LAYER_FIELDS", layer_names) && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
         && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names)
         && add_names(made, "MEASURED_FIELDS", measured_names) && add_names(made, "BASE_FIELDS", base_names)
         && add_names(made, "PROBE_FIELDS", probe_names) && add_names(made, "RESOLVE_FIELDS", resolve_names))

@@ -6,7 +6,7 @@ from typing import Any
 KIND_FIELDS: tuple[str, ...]
 PLACE_FIELDS: tuple[str, ...]
 ROW_MAP_FIELDS: tuple[str, ...]
-LEVEL_FIELDS: tuple[str, ...]
+LAYER_FIELDS: tuple[str, ...]
 GATHER_FIELDS: tuple[str, ...]
 GPU_KIND_FIELDS: tuple[str, ...]
 JOB_FIELDS: tuple[str, ...]

@@ -1,4 +1,4 @@
-/* What finds a level's rows (quant/overlay.py specifies both), written for many ids at once:
+/* What finds a layer's rows (quant/overlay.py specifies both), written for many ids at once:
  *
  * fill_filter(ids, words): sets the bits of ids, int64 [n], in words, uint64
  * fill_marks(numbers, slots, bits, before, order): marks of row numbers, int64 [n], all different, that have these slots, int64 [n];

@@ -92,7 +92,7 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
             const int64_t at = (k - PILOT_LAG) * ID_BLOCK;
             const id_block *b = &r->blocks[(k - PILOT_LAG) % BLOCKS];
             place_block(m, kept_apart, b, j->numbers + at);
-            if (!m->level_count) continue;
+            if (!m->layer_count) continue;
             if (at % STRETCH == 0) NAME(look_ahead)(r, at);
             for (int64_t i = 0; i < b->n; i++) {
                 const int64_t row = r->overlay[at % STRETCH + i];
@@ -238,8 +238,8 @@ static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r
 static void NAME(place)(resolving *r, int64_t until) {
     const row_map *m = r->job->map;
     if (r->placed >= until) return;
-    if (!m->directory && m->level_count) NAME(resolve_overridden_rows)(r);
-    else if (!m->directory || (!m->id_count && !m->level_count)) NAME(resolve_own_rows)(r, until);
+    if (!m->directory && m->layer_count) NAME(resolve_overridden_rows)(r);
+    else if (!m->directory || (!m->id_count && !m->layer_count)) NAME(resolve_own_rows)(r, until);
     else if (m->bucket_ids || m->buckets_here < m->buckets) NAME(place_part)(r, until);
     else if (m->id_step == r->job->row_bytes) NAME(place_whole)(r, until);
     else NAME(place_kept_apart)(r, until);

@@ -1,21 +1,21 @@
-/* What an overlay says of many ids at once, for one instruction set: a pass notes which ids may be in a level, then one goes over those.
+/* What an overlay says of many ids at once, for one instruction set: a pass notes which ids may be in a layer, then one goes over those.
  * Part of `_resolve.h`, whose macros it uses.
  */
 #pragma once
 
-/* Where an id's pilot lies in a level, and what becomes its slot with it. */
-typedef struct { uint64_t first, slots, spread; const uint8_t *pilot; } place_in_level;
+/* Where an id's pilot lies in a layer, and what becomes its slot with it. */
+typedef struct { uint64_t first, slots, spread; const uint8_t *pilot; } place_in_layer;
 
-INLINE place_in_level place_in(const level *l, uint64_t id) {
+INLINE place_in_layer place_in(const layer *l, uint64_t id) {
     const uint64_t hash = mix_id(id), bucket = hash & (uint64_t)(l->buckets - 1);
     const whole_entry *e = (const whole_entry *)(intptr_t)l->entries + bucket;
     const uint64_t first = (uint64_t)e->first_row, g = spread(hash, e->seed);
     const uint8_t *pilots = (const uint8_t *)(intptr_t)l->pilots;
-    return (place_in_level){first, e->slots, g, pilots + pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)};
+    return (place_in_layer){first, e->slots, g, pilots + pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)};
 }
 
 /* The slot that an id has if it is there; -1: its bucket is empty. */
-INLINE int64_t slot_of_place(const place_in_level *p) {
+INLINE int64_t slot_of_place(const place_in_layer *p) {
     return p->slots ? (int64_t)(p->first + slot_of(p->spread, *p->pilot, p->slots)) : -1;
 }
 
@@ -33,13 +33,13 @@ INLINE uint32_t lanes_set(lanes8 lanes) {
 #endif
 }
 
-/* The word of each id in a level's filter. */
-INLINE void words_of(const level *l, const uint64_t *id, uint64_t *at) {
+/* The word of each id in a layer's filter. */
+INLINE void words_of(const layer *l, const uint64_t *id, uint64_t *at) {
     EACH_EIGHT EIGHT(at) = (EIGHT(id) * ID_FILTER >> 32) * (uint64_t)l->filter_words >> 32;
 }
 
-/* Which ids of a block may be in a level. */
-INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
+/* Which ids of a block may be in a layer. */
+INLINE uint32_t may_be_in(const layer *l, const uint64_t *id) {
     const lanes8 one = {1, 1, 1, 1, 1, 1, 1, 1};
     const uint64_t *filter = (const uint64_t *)(intptr_t)l->filter;
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
@@ -54,8 +54,8 @@ INLINE uint32_t may_be_in(const level *l, const uint64_t *id) {
     return maybe;
 }
 
-/* Which ids of a block a level of row numbers has. */
-INLINE uint32_t are_marked(const level *l, const uint64_t *id) {
+/* Which ids of a block a layer of row numbers has. */
+INLINE uint32_t are_marked(const layer *l, const uint64_t *id) {
     const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks, first = (uint64_t)l->first_marked, count = (uint64_t)l->marked;
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
     uint32_t found = 0;
@@ -85,8 +85,8 @@ INLINE int64_t note_block(uint32_t maybe, int64_t at, int32_t *noted, int64_t co
     return count;
 }
 
-/* Notes which of `n` ids may be in a level, or are in one with marks; returns how many. */
-INLINE int64_t note(const level *l, int is_marked, const uint8_t *ids, int64_t n, int32_t *noted) {
+/* Notes which of `n` ids may be in a layer, or are in one with marks; returns how many. */
+INLINE int64_t note(const layer *l, int is_marked, const uint8_t *ids, int64_t n, int32_t *noted) {
     int64_t count = 0, at = 0;
     for (; at + ID_BLOCK <= n; at += ID_BLOCK) {
         uint64_t id[ID_BLOCK];
@@ -101,10 +101,10 @@ INLINE int64_t note(const level *l, int is_marked, const uint8_t *ids, int64_t n
     return count;
 }
 
-/* Rows of a level take the place of those of the ids that it has, among the noted ones. Each step prefetches for the next. */
-INLINE void override_noted(const level *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+/* Rows of a layer take the place of those of the ids that it has, among the noted ones. Each step prefetches for the next. */
+INLINE void override_noted(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
     const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
-    place_in_level places[NOTED];
+    place_in_layer places[NOTED];
     int64_t slots[NOTED];
     for (int64_t from = 0; from < count; from += NOTED, noted += NOTED) {
         const int64_t n = count - from < NOTED ? count - from : NOTED;
@@ -126,8 +126,8 @@ INLINE void override_noted(const level *l, const uint8_t *ids, const int32_t *no
 
 static inline int64_t below(int64_t x, int64_t count) { return x < count ? x : count - 1; } /* whatever a file holds */
 
-/* The same of a level with marks, which has all of the noted ids. */
-INLINE void override_marked(const level *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+/* The same of a layer with marks, which has all of the noted ids. */
+INLINE void override_marked(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
     const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
     const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks;
     const uint32_t *before = (const uint32_t *)(intptr_t)l->marks_before, *slots = (const uint32_t *)(intptr_t)l->marked_slots;
@@ -149,9 +149,9 @@ INLINE void override_marked(const level *l, const uint8_t *ids, const int32_t *n
 
 /* Rows of an overlay take the place of `numbers`, of `n` ids, STRETCH at most. */
 INLINE void override(const row_map *m, const uint8_t *ids, int64_t n, int64_t *numbers) {
-    const level *levels = (const level *)(intptr_t)m->levels;
+    const layer *layers = (const layer *)(intptr_t)m->layers;
     int32_t noted[STRETCH + ID_BLOCK];
-    for (const level *l = levels + m->level_count; l-- > levels;) { /* the newest last */
+    for (const layer *l = layers + m->layer_count; l-- > layers;) { /* the newest last */
         if (l->marks) override_marked(l, ids, noted, note(l, 1, ids, n, noted), numbers);
         else override_noted(l, ids, noted, note(l, 0, ids, n, noted), numbers);
     }

@@ -30,7 +30,7 @@ from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_table, host_tables, not_representable
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.ids import NativeRowMap
-from tableside.quant.overlay import NativeLevel
+from tableside.quant.overlay import NativeLayer
 from tableside.quant.row_format import RowFormat, Source
 
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
@@ -61,8 +61,8 @@ class _GatherJob(NamedTuple):
     out_at: int
 
 
-_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS, _native.LEVEL_FIELDS)
-if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLevel._fields) != _FIELDS:
+_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS, _native.LAYER_FIELDS)
+if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLayer._fields) != _FIELDS:
     raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
 

@@ -45,8 +45,8 @@ from tableside.quant.device.devices import open_device
 from tableside.quant.gpu.batches import Batches
 from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.launcher import Launcher
+from tableside.quant.gpu.layers import DeviceLayers
 from tableside.quant.gpu.layout import lay_out
-from tableside.quant.gpu.levels import DeviceLevels
 from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
 from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, Residence, Split
 from tableside.quant.gpu.row_map import DeviceRowMap
@@ -88,7 +88,7 @@ class GpuBackend(Backend):
         self.configs = configs or (LaunchConfigs() if self.device.compiles else _WIDE)
         self.launcher = Launcher(self.device, priority)
         self.batches = Batches(self.launcher)
-        self._levels = DeviceLevels(self.device)
+        self._layers = DeviceLayers(self.device)
 
     @property
     def cache(self) -> Cache | None:
@@ -170,24 +170,24 @@ class GpuBackend(Backend):
     def overlay(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> DeviceTable:
         """A table that was placed without an overlay in another state: `table` has the same rows, and an overlay or none.
 
-        The rows stay where they are. Levels of the overlay that the device lacks are copied to HBM, on a stream that holds no
-        lookup up; this waits for them. in_host: of new levels. QuantError: there is no room.
+        The rows stay where they are. Layers of the overlay that the device lacks are copied to HBM, on a stream that holds no
+        lookup up; this waits for them. in_host: of new layers. QuantError: there is no room.
         """
         assert not placed.is_overlaid, "states are made of the table without one"
         if not placed.residence.is_on_device:
             return self.on_host(table)
         with self.device.on(self.launcher.copies):
-            levels = self._levels.of(table, placed.residence, in_host)
+            layers = self._layers.of(table, placed.residence, in_host)
             device_map = placed.device_map
-            if levels:
+            if layers:
                 if device_map is None:
                     device_map = DeviceRowMap(table, placed.residence, self.device)
-                device_map = device_map.with_levels(levels)
+                device_map = device_map.with_layers(layers)
         return replace(placed, host=table, device_map=device_map)
 
     def overlay_bytes(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `overlay` would take."""
-        return self._levels.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
+        return self._layers.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.device.reads_all_memory:

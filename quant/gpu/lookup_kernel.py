@@ -90,7 +90,7 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
     """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
 
-    id        of the table's own rows, or negative: of an overlay's, numbered so that they lie there too (`quant.gpu.levels`)
+    id        of the table's own rows, or negative: of an overlay's, numbered so that they lie there too (`quant.gpu.layers`)
     table     address of row 0, in HBM or in registered host memory; or of the first row that the CPU gathered
     location  of each id, int64 (stored as int32, written by the cache): 0 or more: a slot; -1: in the table; below: -2 minus
               the place in `staging`, in units of 16 bytes. -1 where the job has no cache

@@ -4,8 +4,8 @@ What it computes is specified by `quant.ids` and `quant.overlay`, whose plain fo
 refused becomes row -1, which the lookup kernel refuses as it refuses any number outside a table; the host then finds out which id
 it was.
 
-A job's fields are those of `quant.gpu.job.ResolveField`, those of a row map are `quant.ids.NativeRowMap`'s and those of a level
-`quant.overlay.NativeLevel`'s, with addresses that the device reads (`quant.gpu.row_map`, `quant.gpu.levels`).
+A job's fields are those of `quant.gpu.job.ResolveField`, those of a row map are `quant.ids.NativeRowMap`'s and those of a layer
+`quant.overlay.NativeLayer`'s, with addresses that the device reads (`quant.gpu.row_map`, `quant.gpu.layers`).
 """
 
 import triton
@@ -21,16 +21,16 @@ from tableside.quant.gpu.kernel_constants import (
     HASH_SEED,
     HASH_SLOT,
     HASH_SPREAD,
-    LEVEL_BUCKETS,
-    LEVEL_DELETED,
-    LEVEL_ENTRIES,
-    LEVEL_FILTER,
-    LEVEL_FILTER_WORDS,
-    LEVEL_FIRST_ROW,
-    LEVEL_ID_STEP,
-    LEVEL_IDS,
-    LEVEL_PILOTS,
-    LEVEL_SIZE,
+    LAYER_BUCKETS,
+    LAYER_DELETED,
+    LAYER_ENTRIES,
+    LAYER_FILTER,
+    LAYER_FILTER_WORDS,
+    LAYER_FIRST_ROW,
+    LAYER_ID_STEP,
+    LAYER_IDS,
+    LAYER_PILOTS,
+    LAYER_SIZE,
     MAP_BACKFILLED,
     MAP_BUCKET_IDS,
     MAP_BUCKETS,
@@ -42,8 +42,8 @@ from tableside.quant.gpu.kernel_constants import (
     MAP_ID_COUNT,
     MAP_ID_STEP,
     MAP_IDS,
-    MAP_LEVEL_COUNT,
-    MAP_LEVELS,
+    MAP_LAYER_COUNT,
+    MAP_LAYERS,
     MAP_OWN,
     MAP_PILOTS,
     RESOLVE_FIRST_PROGRAM,
@@ -131,28 +131,28 @@ def _find_indexed(row_map, id, is_id):
 
 
 @triton.jit
-def _may_have(level, id, is_asked):
-    """Which of the ids that are asked for a level's filter lets pass: one read of 8 bytes each."""
+def _may_have(layer, id, is_asked):
+    """Which of the ids that are asked for a layer's filter lets pass: one read of 8 bytes each."""
     h = id.to(tl.uint64) * FILTER_FACTOR
-    at = _reduce(h, tl.load(level + LEVEL_FILTER_WORDS).to(tl.uint32))
-    word = tl.load(tl.load(level + LEVEL_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(tl.uint64)
+    at = _reduce(h, tl.load(layer + LAYER_FILTER_WORDS).to(tl.uint32))
+    word = tl.load(tl.load(layer + LAYER_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(tl.uint64)
     one = tl.full(id.shape, 1, tl.uint64)
     bits = (one << ((h >> FILTER_BIT_0) & 63)) | (one << ((h >> FILTER_BIT_1) & 63)) | (one << ((h >> FILTER_BIT_2) & 63))
     return is_asked & ((word & bits) == bits)
 
 
 @triton.jit
-def _find_in_level(level, id, hashed, is_asked):
-    """Which of the ids that are asked for a level has, and the number of the row of each of these, NO_ROW of deleted ones.
+def _find_in_layer(layer, id, hashed, is_asked):
+    """Which of the ids that are asked for a layer has, and the number of the row of each of these, NO_ROW of deleted ones.
 
-    level: int64 pointer to a NativeLevel; id: int64, hashed: its hash.
+    layer: int64 pointer to a NativeLayer; id: int64, hashed: its hash.
     """
-    may_have = _may_have(level, id, is_asked)
-    bucket = (hashed & (tl.load(level + LEVEL_BUCKETS) - 1).to(tl.uint64)).to(tl.int64)
-    slot, is_there = _place(tl.load(level + LEVEL_ENTRIES), tl.load(level + LEVEL_PILOTS), hashed, bucket, may_have)
-    is_there = is_there & (_kept(tl.load(level + LEVEL_IDS), tl.load(level + LEVEL_ID_STEP), slot, is_there) == id)
-    number = tl.load(level + LEVEL_FIRST_ROW) + slot
-    deleted = tl.load(level + LEVEL_DELETED)
+    may_have = _may_have(layer, id, is_asked)
+    bucket = (hashed & (tl.load(layer + LAYER_BUCKETS) - 1).to(tl.uint64)).to(tl.int64)
+    slot, is_there = _place(tl.load(layer + LAYER_ENTRIES), tl.load(layer + LAYER_PILOTS), hashed, bucket, may_have)
+    is_there = is_there & (_kept(tl.load(layer + LAYER_IDS), tl.load(layer + LAYER_ID_STEP), slot, is_there) == id)
+    number = tl.load(layer + LAYER_FIRST_ROW) + slot
+    deleted = tl.load(layer + LAYER_DELETED)
     if deleted != 0:
         number = tl.where(_bit(deleted, slot, is_there), _NO_ROW, number)
     return is_there, number
@@ -160,15 +160,15 @@ def _find_in_level(level, id, hashed, is_asked):
 
 @triton.jit
 def _override(row_map, id, row, is_id):
-    """The row of each id as the overlay of its table has it, newest level first; `row` where no level has the id."""
-    count = tl.load(row_map + MAP_LEVEL_COUNT)
+    """The row of each id as the overlay of its table has it, newest layer first; `row` where no layer has the id."""
+    count = tl.load(row_map + MAP_LAYER_COUNT)
     if count > 0:
         hashed = mix(id)
-        newest = tl.load(row_map + MAP_LEVELS).to(tl.pointer_type(tl.int64))
-        has, number = _find_in_level(newest, id, hashed, is_id)
+        newest = tl.load(row_map + MAP_LAYERS).to(tl.pointer_type(tl.int64))
+        has, number = _find_in_layer(newest, id, hashed, is_id)
         row = tl.where(has, number, row)
         if count > 1:
-            has, number = _find_in_level(newest + LEVEL_SIZE, id, hashed, is_id & (has == 0))
+            has, number = _find_in_layer(newest + LAYER_SIZE, id, hashed, is_id & (has == 0))
             row = tl.where(has, number, row)
     return row
 

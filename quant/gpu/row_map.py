@@ -8,7 +8,7 @@ kept for each row, 8 bytes, is read
     in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
 
 Where a budget does not even hold directory, pilots and bits, these lie in page-locked memory of the host.
-The levels of an overlay are `quant.gpu.levels`'. Maps of several states of a table share all that is the table's own.
+The layers of an overlay are `quant.gpu.layers`'. Maps of several states of a table share all that is the table's own.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.levels import DeviceLevel, native_levels
+from tableside.quant.gpu.layers import DeviceLayer, native_layers
 from tableside.quant.gpu.residence import InHost, Residence, allocate_for, fill
 from tableside.quant.ids import ID_BYTES, IdIndex, native_row_map
 
 
 class DeviceRowMap:
-    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for levels. levels: of
+    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for layers. layers: of
     an overlay, the newest first; none at first.
 
     in_host: where the ids kept for rows are read in host memory and are an array, it is registered with CUDA together with the
@@ -39,9 +39,9 @@ class DeviceRowMap:
         assert table.row_map is not None
         self._device, self._in_host = device, in_host
         self._held: list[torch.Tensor] = []
-        self.levels: tuple[DeviceLevel, ...] = ()
-        self._level_table: torch.Tensor | None = None
-        record = native_row_map(table.row_map)._replace(levels=0, level_count=0)
+        self.layers: tuple[DeviceLayer, ...] = ()
+        self._layer_table: torch.Tensor | None = None
+        record = native_row_map(table.row_map)._replace(layers=0, layer_count=0)
         if (index := table.row_map.index) is not None:
             ids, step = self._ids(table, index, residence)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
@@ -53,11 +53,11 @@ class DeviceRowMap:
         self._record = torch.tensor(record, dtype=torch.int64, device=device.torch_device)
         self.address = self._record.data_ptr()
 
-    def with_levels(self, levels: Sequence[DeviceLevel]) -> "DeviceRowMap":
-        """The same map with the levels of an overlay, the newest first, at least one. All else is shared."""
-        made, table = copy(self), native_levels(levels, self._device)
-        made.levels, made._level_table = tuple(levels), table
-        record = self._native._replace(levels=table.data_ptr(), level_count=len(levels))
+    def with_layers(self, layers: Sequence[DeviceLayer]) -> "DeviceRowMap":
+        """The same map with the layers of an overlay, the newest first, at least one. All else is shared."""
+        made, table = copy(self), native_layers(layers, self._device)
+        made.layers, made._layer_table = tuple(layers), table
+        record = self._native._replace(layers=table.data_ptr(), layer_count=len(layers))
         made._record = torch.tensor(record, dtype=torch.int64, device=self._device.torch_device)
         made.address = made._record.data_ptr()
         return made

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from tableside.quant import contract
 from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
-from tableside.quant.gpu.levels import DeviceLevel
+from tableside.quant.gpu.layers import DeviceLayer
 from tableside.quant.gpu.residence import OnHost, Residence
 from tableside.quant.gpu.row_map import DeviceRowMap
 from tableside.quant.gpu.wanted import KernelKey
@@ -28,12 +28,12 @@ class DeviceTable:
     @property
     def is_overlaid(self) -> bool:
         """Whether the device reads rows of an overlay beside the table's own."""
-        return bool(self.levels)
+        return bool(self.layers)
 
     @property
-    def levels(self) -> tuple[DeviceLevel, ...]:
+    def layers(self) -> tuple[DeviceLayer, ...]:
         """Those of its overlay that the device reads, the newest first."""
-        return () if self.device_map is None else self.device_map.levels
+        return () if self.device_map is None else self.device_map.layers
 
     @property
     def job_rows(self) -> int:

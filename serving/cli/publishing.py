@@ -6,19 +6,18 @@ from pathlib import Path
 
 from tableside.loader.apply import ApplySettings
 from tableside.loader.compact import compact
-from tableside.loader.errors import VersionError
-from tableside.loader.first_model import IDS_ALONE, first_model
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.first_model import IDS_ALONE, first_model, module_model
 from tableside.loader.hps import hps_model, hps_text, is_hps
 from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.load import load as load_model
 from tableside.loader.manifest import write_manifest
 from tableside.loader.model import ModelSpec, read_model
 from tableside.loader.model_text import write_model
-from tableside.loader.module_model import module_model
 from tableside.loader.retention import collect_states
 from tableside.loader.states import state_of
 from tableside.loader.verification import summary
-from tableside.loader.versions import Model, damaged
+from tableside.loader.versions import Model
 from tableside.quant import RowFormat
 from tableside.serving.cli import showing
 from tableside.serving.cli.arguments import count, size, state, url
@@ -127,10 +126,13 @@ def verify(options: argparse.Namespace) -> int:
         console.print(f"nothing is published under {root_settings(options).root}")
     bad = 0
     for model in named:
-        errors = damaged(model)
         for version in model.versions():
-            console.print(f"{model.name} version {version}: {errors.get(version, 'whole')}")
-        bad += len(errors)
+            found = "whole"
+            try:
+                model.attach(version)
+            except SegmentError as error:
+                found, bad = str(error), bad + 1
+            console.print(f"{model.name} version {version}: {found}")
     return 1 if bad else 0
 
 

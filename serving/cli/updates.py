@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
-from tableside.loader.apply import Applied, ApplySettings, position_of
+from tableside.loader.apply import ApplyResult, ApplySettings, position_of
 from tableside.loader.apply import apply as apply_changes
 from tableside.loader.change_files import read_changes, rows_in
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.loader.load import Progress
 from tableside.loader.versions import Model
@@ -50,7 +50,7 @@ def apply(options: argparse.Namespace) -> int:
         made_at = path.stat().st_mtime if path.exists() else None
         settings = ApplySettings(options.threads, keep=options.keep_states)
         try:
-            applied = apply_changes(model, Batch(changes, source, position, after, made_at), settings)
+            applied = apply_changes(model, ChangeBatch(changes, source, position, after, made_at), settings)
         except ChangeError as error:
             raise error if str(path) in str(error) else ServingError(f"{path}: {error}") from error
     _say_applied(options, applied, counted, time.monotonic() - began)
@@ -110,7 +110,7 @@ def _say_done(options: argparse.Namespace, after: str) -> int:
     return 0
 
 
-def _say_applied(options: argparse.Namespace, applied: Applied, counted: _Counted, seconds: float) -> None:
+def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Counted, seconds: float) -> None:
     if options.json:
         found = {"model": options.model, "applied": True, "number": options.number, "version": applied.state.version}
         more = {"sequence": applied.state.sequence, "delta_bytes": applied.delta_bytes, "seconds": round(seconds, 3)}

@@ -4,7 +4,7 @@ import logging
 import subprocess
 import sys
 
-from tableside.loader.apply import Applied
+from tableside.loader.apply import ApplyResult
 from tableside.loader.compact import delta_share
 from tableside.loader.states import attach_state
 from tableside.loader.versions import Model
@@ -20,7 +20,7 @@ class Compactions:
         self._model, self._at = model, at
         self._running: subprocess.Popen[str] | None = None
 
-    def look(self, applied: Applied) -> None:
+    def look(self, applied: ApplyResult) -> None:
         """After a batch: starts one where it is time, and tells how the last one ended."""
         if not self._at or not self._has_ended():
             return

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tableside.loader.change_files import SUFFIXES, read_changes, rows_in
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import PAUSE_S, IsStopping, pause, refusing
@@ -33,7 +33,7 @@ class FolderSource:
         if start == "end":
             self._begin = max(self._scan(), default=None)
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
         """As `Source.read`. SourceError: a number is left out, or there twice."""
         position = self._begin if after is None else self._number(after)
         end, found, counted = time.monotonic() + wait_s, list[Path](), 0
@@ -43,7 +43,7 @@ class FolderSource:
                     counted += rows_in(path) or rows  # a file that does not say how many it has is a batch of its own
                 except ChangeError as error:
                     if not found:
-                        return Batch(refusing(error), self.name, path.stem, after, path.stat().st_mtime)
+                        return ChangeBatch(refusing(error), self.name, path.stem, after, path.stat().st_mtime)
                     most = len(found)  # what came before it is applied
                     break
                 position = int(path.stem)
@@ -55,7 +55,7 @@ class FolderSource:
         if not found:
             return None
         changes = itertools.chain.from_iterable(map(self._changes, found))
-        return Batch(changes, self.name, str(position), after, found[0].stat().st_mtime)
+        return ChangeBatch(changes, self.name, str(position), after, found[0].stat().st_mtime)
 
     def content(self, position: str) -> dict[str, str]:
         """The file's path; it stays where it is."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tableside.loader.apply import Applied, ApplySettings, apply
+from tableside.loader.apply import ApplyResult, ApplySettings, apply
 from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.merging import Merges
 from tableside.loader.pack import PackedChanges
@@ -24,7 +24,7 @@ class Step:
     lag_s: from when its oldest change was made to when it became visible; None: the source does not say.
     """
 
-    applied: Applied
+    applied: ApplyResult
     position: str
     read_s: float
     apply_s: float

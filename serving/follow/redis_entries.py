@@ -15,9 +15,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tableside.loader.change_lines import Rows
-from tableside.loader.change_rows import RowRules, changes, narrowed
-from tableside.loader.changes import TableChanges
+from tableside.loader.change_lines import PythonRows
+from tableside.loader.changes import RowRules, TableChanges, changes, narrowed
 
 _NUMERIC = b"0123456789+-.eE,[] \t\r\n"
 _DTYPES: dict[bytes, np.dtype[Any]] = {b"fp32": np.dtype("<f4"), b"fp16": np.dtype("<f2")}
@@ -141,7 +140,7 @@ class _Run:
 
     def _parse_singly(self, rows: list[tuple[str, int, bytes]]) -> TableChanges:
         """As `_parse`, slower; which finds what is wrong where something is."""
-        found = Rows(self._rules, self._table)
+        found = PythonRows(self._rules, self._table)
         for entry, id_, text in rows:
             try:
                 vector = orjson.loads(text)

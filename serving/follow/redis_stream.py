@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
-from tableside.loader.change_rows import RowRules
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, RowRules, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
 from tableside.serving.errors import SourceError
@@ -54,7 +53,7 @@ class RedisStream:
         self._away_since: float | None = None
         self._again_s, self._again_at = _AGAIN_S, 0.0  # while it is away: the next pause, and when it is asked again
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
         end = time.monotonic() + wait_s
         entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
@@ -77,7 +76,7 @@ class RedisStream:
                     added = entries.add(id_, fields)
                 except ChangeError as error:
                     if not first:
-                        return Batch(refusing(error), self.name, id_, after, self._id(id_)[0] / 1000)
+                        return ChangeBatch(refusing(error), self.name, id_, after, self._id(id_)[0] / 1000)
                     room = 0  # what came before it is applied
                     break
                 first, position = first or id_, id_
@@ -95,7 +94,7 @@ class RedisStream:
             changes = entries.changes()
         except ChangeError as error:
             changes = refusing(error)
-        return Batch(changes, self.name, position, after, self._id(first)[0] / 1000)
+        return ChangeBatch(changes, self.name, position, after, self._id(first)[0] / 1000)
 
     def content(self, position: str) -> dict[str, str]:
         """The fields of the entry that was read last, their values in base64; none of another one."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 
 IsStopping = Callable[[], bool]
@@ -16,7 +16,7 @@ class Source(Protocol):
 
     name: str
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
         """The changes behind the position `after`, as they are after `wait_s` seconds or as soon as they are some `rows`, or of
         as many positions as `most`.
 

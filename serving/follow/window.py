@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.errors import ChangeError
 from tableside.loader.pack import PackedChanges
 from tableside.serving.errors import SourceError
@@ -54,9 +54,9 @@ class Window:
         """Whether there is anything to apply, be it a place without changes."""
         return self.position != self.after
 
-    def batch(self, source: Source, kept: str | None) -> Batch:
+    def batch(self, source: Source, kept: str | None) -> ChangeBatch:
         """What `loader.apply` is told beside the packed changes. kept: the place that the model's state has."""
-        return Batch((), source.name, self.position, kept, self.made_at)
+        return ChangeBatch((), source.name, self.position, kept, self.made_at)
 
     def _add(self, source: Source, rows: int, wait_s: float) -> int:
         """Reads some rows and packs them; returns how many. SourceError: what comes next is refused, or cannot be read."""

@@ -10,7 +10,7 @@ from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
 from tableside.quant import RowFormat, Table
 from tableside.quant.ids import RowMap, id_at, set_bits
-from tableside.quant.overlay import Level, Marks, Overlay, filter_bits, filter_words, mark_words
+from tableside.quant.overlay import Marks, Overlay, OverlayLayer, filter_bits, filter_words, mark_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Overlaid:
 
 KINDS = kinds_of_ids(300)
 Changed = tuple[np.ndarray, np.ndarray]
-"""Ids of a level, int64 [n], all different, and which of them are deleted, bool [n]."""
+"""Ids of a layer, int64 [n], all different, and which of them are deleted, bool [n]."""
 
 
 def fill_filter(ids: np.ndarray, words: np.ndarray) -> None:
@@ -55,10 +55,10 @@ def fill_marks(ids: np.ndarray, slots: np.ndarray, marks: Marks) -> None:
     np.cumsum(counts[:-1], out=marks.before[1:])
 
 
-def level_of(
+def layer_of(
     base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray, memory: np.ndarray, numbers: tuple[int, int]
-) -> Level:
-    """A level of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole rows away from those of
+) -> OverlayLayer:
+    """A layer of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole rows away from those of
     `base`, uint8 [slots or more, row_bytes]; numbers: as `Table.row_numbers`, for marks, of which (0, 0) has none."""
     index = built(ids, 4)
     slots = rows_in(index, ids)
@@ -73,7 +73,9 @@ def level_of(
     distance = memory.ctypes.data - base.address
     assert distance % base.row_bytes == 0
     marks = marks_of(*numbers, ids, slots, index.slots) if numbers[1] and ids.size else None
-    return Level(replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes, marks)
+    return OverlayLayer(
+        replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes, marks
+    )
 
 
 def marks_of(
@@ -94,8 +96,8 @@ def overlaid(
     is_above: bool = True,
     is_marked: bool = False,
 ) -> Overlaid:
-    """`base` with a level for each of `changes`, the newest last. plain, numbers: the oracle of `base`. is_above: the levels'
-    rows lie at higher addresses than the table's. is_marked: levels of row numbers have marks."""
+    """`base` with a layer for each of `changes`, the newest last. plain, numbers: the oracle of `base`. is_above: the layers'
+    rows lie at higher addresses than the table's. is_marked: layers of row numbers have marks."""
     default = None if base.row_map is None or base.row_map.default_row is None else len(plain.packed) - 1
     numbers = dict(numbers)
     most = sum(ids.size + ids.size // 16 + 8 for ids, _ in changes)
@@ -108,12 +110,12 @@ def overlaid(
         at, count = id_at(base.row_format, base.dim), row_map.index.slots
         row_map = replace(row_map, index=replace(row_map.index, ids=np.ndarray((count,), "<i8", own, at, (own.shape[1],))))
     moved = replace(base, packed=own, row_map=None)
-    levels, packed, free = [], [plain.packed], base.rows + 1 if is_above else 0  # a row between them is never an id's
+    layers, packed, free = [], [plain.packed], base.rows + 1 if is_above else 0  # a row between them is never an id's
     for n, (ids, deleted) in enumerate(changes):
         rows = tables.table_of(base.row_format, base.dim, max(2, ids.size), seed=100 + n).packed[: ids.size]
         memory = whole[free : free + ids.size + ids.size // 16 + 8]
         free += len(memory)
-        levels.append(level_of(moved, ids, deleted, rows, memory, base.row_numbers if is_marked else (0, 0)))
+        layers.append(layer_of(moved, ids, deleted, rows, memory, base.row_numbers if is_marked else (0, 0)))
         start = sum(map(len, packed))
         packed.append(rows)
         for k, (i, gone) in enumerate(zip(ids.tolist(), deleted.tolist(), strict=True)):
@@ -121,7 +123,7 @@ def overlaid(
                 numbers.pop(i, None)
             else:
                 numbers[i] = start + k
-    table = replace(moved, row_map=replace(row_map, overlay=Overlay(levels[::-1])))
+    table = replace(moved, row_map=replace(row_map, overlay=Overlay(layers[::-1])))
     return Overlaid(table, replace(plain, packed=np.concatenate(packed)), numbers, default)
 
 

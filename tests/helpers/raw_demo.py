@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tableside.loader.header import Header, StoredScorer, plan_tables
-from tableside.loader.model import EvalSpec, Feature
+from tableside.loader.model import EvalSpec, FeatureSpec
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, index_parts, plan_index
 from tableside.loader.versions import Model
@@ -123,7 +123,7 @@ def publish_raw(
     root: Path,
     name: str,
     tables: Mapping[str, DemoTable],
-    features: Sequence[Feature],
+    features: Sequence[FeatureSpec],
     scored: tuple[StoredScorer | None, bytes] = (None, b""),
     evaluation: EvalSpec | None = None,
 ) -> int:
@@ -208,21 +208,21 @@ TABLES = {
     "plain": DemoTable(np.arange(20), whole_rows(20, 8, 8), None, "fp32", is_raw=False),
 }
 FEATURES = (
-    Feature("user", "user", "sum", "fp32"),
-    Feature("clicked", "user", "mean", "fp32"),
-    Feature("item", "item", "sum", "fp32"),
-    Feature("seen", "item", "none", "fp32"),
-    Feature("strict", "strict", "sum", "fp32"),
-    Feature("old", "old", "sum", "fp32"),
-    Feature("chunked", "chunked", "sum", "fp32"),
-    Feature("empty", "empty", "sum", "fp32"),
-    Feature("word", "word", "none", "fp32"),
-    Feature("plain", "plain", "sum", "fp32"),
+    FeatureSpec("user", "user", "sum", "fp32"),
+    FeatureSpec("clicked", "user", "mean", "fp32"),
+    FeatureSpec("item", "item", "sum", "fp32"),
+    FeatureSpec("seen", "item", "none", "fp32"),
+    FeatureSpec("strict", "strict", "sum", "fp32"),
+    FeatureSpec("old", "old", "sum", "fp32"),
+    FeatureSpec("chunked", "chunked", "sum", "fp32"),
+    FeatureSpec("empty", "empty", "sum", "fp32"),
+    FeatureSpec("word", "word", "none", "fp32"),
+    FeatureSpec("plain", "plain", "sum", "fp32"),
 )
 Request = dict[str, list[list[int]]]
 
 
-def draw(seed: int, features: Sequence[Feature] = FEATURES, bags: int = 4) -> Request:
+def draw(seed: int, features: Sequence[FeatureSpec] = FEATURES, bags: int = 4) -> Request:
     """A request: bags of 0, 1, 2 or 4 ids a feature (so that means are exact), half of them missing where a table allows it."""
     rng = np.random.default_rng(seed)
     found: Request = {}
@@ -236,7 +236,7 @@ def draw(seed: int, features: Sequence[Feature] = FEATURES, bags: int = 4) -> Re
     return found
 
 
-def expected(request: Request, features: Sequence[Feature] = FEATURES) -> tuple[dict[str, np.ndarray], dict[str, list[bool]]]:
+def expected(request: Request, features: Sequence[FeatureSpec] = FEATURES) -> tuple[dict[str, np.ndarray], dict[str, list[bool]]]:
     """Vectors and found masks [ids] by feature."""
     of = {f.name: f for f in features}
     oracles = {name: Oracle(TABLES[of[name].table]) for name in request}
@@ -244,7 +244,7 @@ def expected(request: Request, features: Sequence[Feature] = FEATURES) -> tuple[
     return vectors, {name: oracles[name].has([i for bag in bags for i in bag]) for name, bags in request.items()}
 
 
-def unfound(requests: Sequence[Request], features: Sequence[Feature] = FEATURES) -> dict[tuple[str, str], int]:
+def unfound(requests: Sequence[Request], features: Sequence[FeatureSpec] = FEATURES) -> dict[tuple[str, str], int]:
     """(table, reason) -> how many ids of these requests it is counted for, where there are any."""
     counts: dict[tuple[str, str], int] = {}
     for request in requests:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tableside.loader.header import Header, StoredScorer, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.versions import Model
@@ -119,7 +119,7 @@ def publish_tables(
     root: Path,
     tables: Mapping[str, RawTable | DenseTable],
     name: str = "demo",
-    features: tuple[Feature, ...] = (),
+    features: tuple[FeatureSpec, ...] = (),
     scorer: StoredScorer | None = None,
     program: bytes = b"",
 ) -> int:
@@ -133,7 +133,7 @@ def publish_tables(
         shapes.append((n, f"{n}.weight", t.row_format, rows + is_one_more, t.values.shape[1]))
         if stored is not None:
             ids[n] = stored
-    features = features or tuple(Feature(n, n) for n in tables)
+    features = features or tuple(FeatureSpec(n, n) for n in tables)
     model = Model(root, name)
     with model.loading() as version:
         header = Header(name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, scorer=scorer)

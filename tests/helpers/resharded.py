@@ -6,7 +6,7 @@ import numpy as np
 from raw_segments import RawTable
 from support import rows_of
 
-from tableside.loader.reshard import Resharded, ReshardSettings, owner_names, reshard
+from tableside.loader.reshard import ReshardResult, ReshardSettings, owner_names, reshard
 from tableside.loader.segment import Segment
 from tableside.loader.stored import StoredRows
 from tableside.loader.versions import Model
@@ -27,7 +27,7 @@ def attached(root: Path, owners: int) -> list[Segment]:
     return [Model(root, name).attach() for name in owner_names("demo", owners)]
 
 
-def again(root: Path, owners: int, before: int = 1) -> Resharded:
+def again(root: Path, owners: int, before: int = 1) -> ReshardResult:
     """Reshards what so many hold."""
     return reshard(root, "demo", owners, ReshardSettings(before))
 

@@ -18,7 +18,7 @@ from support import rows_of
 from tableside.loader import apply as applying
 from tableside.loader.apply import ApplySettings, apply, position_of
 from tableside.loader.change_files import read_changes
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.delta import Delta
 from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
 from tableside.loader.retention import Retention
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "reference", "fbgemm"])
 def test_changes_are_seen(oracle: Oracle, backend: str) -> None:
-    apply(oracle.model, Batch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
     oracle.check(attach_state(oracle.model), backend)
 
 
@@ -50,7 +50,7 @@ def test_many_batches_are_merged_into_two_deltas(oracle: Oracle) -> None:
     merged, segment = 0, None
     for n in range(30):
         tables = ("raw", "dense", "policy") if n % 3 else ("raw",)
-        applied = apply(oracle.model, Batch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)))
+        applied = apply(oracle.model, ChangeBatch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)))
         merged += applied.is_merged
         assert applied.state == State(1, n + 1)
         segment = attach_state(oracle.model, None, "full", segment)
@@ -63,10 +63,10 @@ def test_many_batches_are_merged_into_two_deltas(oracle: Oracle) -> None:
 def test_a_reader_keeps_the_state_that_it_took(oracle: Oracle) -> None:
     before = attach_state(oracle.model)
     old = dict(oracle.rows)
-    apply(oracle.model, Batch(oracle.change(50)))
+    apply(oracle.model, ChangeBatch(oracle.change(50)))
     first = attach_state(oracle.model, None, "full", before)  # over the same mapping
     middle = dict(oracle.rows)
-    apply(oracle.model, Batch(oracle.change(50)))
+    apply(oracle.model, ChangeBatch(oracle.change(50)))
     oracle.check(attach_state(oracle.model))
     for segment, rows in ((before, old), (first, middle)):
         oracle.rows = rows
@@ -77,7 +77,7 @@ def test_quantized_rows_are_those_of_a_load(root: Path) -> None:
     """A row that was changed is, byte for byte, what a load of its vector writes, but for the id in its padding."""
     oracle = Oracle(root, RowFormat.INT8)
     changes = oracle.change(200, ("dense",))
-    apply(oracle.model, Batch(changes))
+    apply(oracle.model, ChangeBatch(changes))
     table = attach_state(oracle.model).tables["dense"]
     expected = np.zeros((200, table.row_bytes), np.uint8)
     choose().quantize(changes[0].vectors, Source.FP32, RowFormat.INT8, expected)
@@ -91,7 +91,7 @@ def test_quantized_rows_are_those_of_a_load(root: Path) -> None:
 
 def test_half_precision(oracle: Oracle) -> None:
     vectors = rows_of(3, DIM).astype(np.float16)
-    apply(oracle.model, Batch([TableChanges("dense", np.array([1, 2, 3]), vectors)]))
+    apply(oracle.model, ChangeBatch([TableChanges("dense", np.array([1, 2, 3]), vectors)]))
     found = choose().lookup(attach_state(oracle.model).tables["dense"], np.array([1, 2, 3]), pooling=Pooling.NONE)
     np.testing.assert_array_equal(found, vectors.astype(np.float32))
 
@@ -121,7 +121,7 @@ def test_a_change_that_does_not_fit_refuses_the_batch(oracle: Oracle, what: str)
     before = dict(oracle.rows)
     good = oracle.change(10)
     with pytest.raises(ChangeError, match=message):
-        apply(oracle.model, Batch([*good, change]))
+        apply(oracle.model, ChangeBatch([*good, change]))
     oracle.rows = before
     oracle.check(attach_state(oracle.model))
     assert state_of(oracle.model.record()) == State(1)
@@ -141,19 +141,19 @@ def test_an_unknown_table_of_a_file_is_named_with_its_place(name: str, oracle: O
         np.savez(path, **{"other.ids": np.arange(4), "other.vectors": rows_of(4, DIM)})
     place = {"c.jsonl": "line 3", "c.parquet": "row 2", "c.npz": "other.ids: row 0"}[name]
     with pytest.raises(ChangeError, match=rf"{name}: {place}: model 'demo' has no table 'other'; it has: raw"):
-        apply(oracle.model, Batch(read_changes(path, None)))
+        apply(oracle.model, ChangeBatch(read_changes(path, None)))
 
 
 def test_positions_are_kept_with_the_changes(oracle: Oracle) -> None:
     """A batch that does not follow what was applied of its source is refused, and names both places."""
-    apply(oracle.model, Batch(oracle.change(5), "stream", "7"))
-    apply(oracle.model, Batch(oracle.change(5), "other", "a"))
-    apply(oracle.model, Batch(oracle.change(5), "stream", "9", after="7"))
+    apply(oracle.model, ChangeBatch(oracle.change(5), "stream", "7"))
+    apply(oracle.model, ChangeBatch(oracle.change(5), "other", "a"))
+    apply(oracle.model, ChangeBatch(oracle.change(5), "stream", "9", after="7"))
     assert (position_of(oracle.model, "stream"), position_of(oracle.model, "other")) == ("9", "a")
     assert position_of(oracle.model, "none") is None
     for after in (None, "7", "10"):
         with pytest.raises(ChangeError, match=f"follow {after or 'none'}; model 'demo' has them up to 9"):
-            apply(oracle.model, Batch([], "stream", "12", after))
+            apply(oracle.model, ChangeBatch([], "stream", "12", after))
     oracle.model.activate(1, 1)
     assert position_of(oracle.model, "stream") == "7"
 
@@ -162,13 +162,13 @@ def test_going_back_to_a_state_and_on_from_it(oracle: Oracle) -> None:
     """Sequences are never given twice; what followed the state that was gone back to is kept until it is old."""
     kept = {}
     for n in range(1, 5):
-        apply(oracle.model, Batch(oracle.change(20)))
+        apply(oracle.model, ChangeBatch(oracle.change(20)))
         kept[n] = dict(oracle.rows)
     for back in (2, 4, 1):
         oracle.model.activate(1, back)
         oracle.rows = dict(kept[back])
         oracle.check(attach_state(oracle.model))
-    assert apply(oracle.model, Batch(oracle.change(20))).state == State(1, 5)
+    assert apply(oracle.model, ChangeBatch(oracle.change(20))).state == State(1, 5)
     oracle.check(attach_state(oracle.model))
     oracle.rows = kept[3]
     oracle.check(attach_state(oracle.model, State(1, 3)))
@@ -184,7 +184,7 @@ def test_old_states_go(oracle: Oracle) -> None:
     """As many as asked stay beside the live one, with the deltas that they lie over; who has one mapped keeps it."""
     segments, rows = [], []
     for _ in range(12):
-        apply(oracle.model, Batch(oracle.change(40)), ApplySettings(keep=Retention(3)))
+        apply(oracle.model, ChangeBatch(oracle.change(40)), ApplySettings(keep=Retention(3)))
         segments.append(attach_state(oracle.model))
         rows.append(dict(oracle.rows))
     for state, was in zip(range(9, 13), rows[8:], strict=True):
@@ -200,10 +200,10 @@ def test_old_states_go(oracle: Oracle) -> None:
 
 
 def test_a_new_version_begins_without_deltas(oracle: Oracle, root: Path) -> None:
-    apply(oracle.model, Batch(oracle.change(20)))
+    apply(oracle.model, ChangeBatch(oracle.change(20)))
     publish_tables(root, {"raw": RawTable(IDS[:5], rows_of(5, DIM))})
     assert state_of(oracle.model.record()) == State(2)
-    assert apply(oracle.model, Batch([TableChanges("raw", IDS[:2], rows_of(2, DIM))])).state == State(2, 2)
+    assert apply(oracle.model, ChangeBatch([TableChanges("raw", IDS[:2], rows_of(2, DIM))])).state == State(2, 2)
     oracle.model.activate(1)
     assert state_of(oracle.model.record()) == State(1, 1), "a version comes back as it was"
     oracle.check(attach_state(oracle.model))
@@ -219,14 +219,14 @@ def test_a_version_that_becomes_live_meanwhile(oracle: Oracle, root: Path) -> No
         publish_tables(root, {"raw": RawTable(IDS[:5], rows_of(5, DIM))})
 
     with pytest.raises(VersionError, match="state 2 of model 'demo' became live while changes were applied over 1"):
-        apply(oracle.model, Batch(blocks()))
+        apply(oracle.model, ChangeBatch(blocks()))
     assert state_of(oracle.model.record()) == State(2)
     assert not [n for n in os.listdir(oracle.model.folder) if "delta" in n]
 
 
 @pytest.mark.parametrize("at", [100, 5000, -1], ids=["header", "rows", "end"])
 def test_a_damaged_delta_is_refused_whole(oracle: Oracle, at: int) -> None:
-    apply(oracle.model, Batch(oracle.change(300)))
+    apply(oracle.model, ChangeBatch(oracle.change(300)))
     path = oracle.model.folder / "1+1.delta"
     path.chmod(0o600)
     data = bytearray(path.read_bytes())
@@ -242,14 +242,14 @@ def test_a_damaged_delta_is_refused_whole(oracle: Oracle, at: int) -> None:
 
 def test_deltas_of_many_rows_have_marks(oracle: Oracle) -> None:
     """Of tables of row numbers alone; a delta whose marks are of another number of rows is refused."""
-    apply(oracle.model, Batch(oracle.change(100)))
-    apply(oracle.model, Batch(oracle.change(2)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(2)))
     segment = attach_state(oracle.model)
     marked = [{t.name: index.marked for t, index in zip(d.tables.values(), indexes_of(d), strict=True)} for d in segment.deltas]
     assert marked == [{"raw": 0, "dense": 0, "policy": 0}, {"raw": 0, "dense": 1000, "policy": 1000}]
     shorter = replace(segment.tables["dense"], packed=segment.tables["dense"].packed[:900], row_map=None)
     with pytest.raises(SegmentError, match=r"1\+1\.delta: table 'dense' has marks of 1000 rows; those of the version are 900"):
-        segment.deltas[1].level("dense", shorter)
+        segment.deltas[1].layer("dense", shorter)
 
 
 def indexes_of(delta: Delta) -> list[StoredIndex]:
@@ -257,7 +257,7 @@ def indexes_of(delta: Delta) -> list[StoredIndex]:
 
 
 def test_a_delta_under_another_name(oracle: Oracle) -> None:
-    apply(oracle.model, Batch(oracle.change(3)))
+    apply(oracle.model, ChangeBatch(oracle.change(3)))
     (oracle.model.folder / "1+1.delta").rename(oracle.model.folder / "1+3.delta")
     with pytest.raises(SegmentError, match=r"holds delta 1 over version 1; its name says \(1, 3\)"):
         attach_state(oracle.model, State(1, 3))
@@ -265,10 +265,10 @@ def test_a_delta_under_another_name(oracle: Oracle) -> None:
 
 def test_what_a_killed_apply_left_goes(oracle: Oracle) -> None:
     """Unfinished files, and a delta that was renamed and never live. Its number is given again, since nobody saw it."""
-    apply(oracle.model, Batch(oracle.change(3)))
+    apply(oracle.model, ChangeBatch(oracle.change(3)))
     (oracle.model.folder / "1+2.delta").write_bytes(b"x")
     (oracle.model.folder / "1+2.delta.partial").write_bytes(b"x")
-    assert apply(oracle.model, Batch(oracle.change(3))).state == State(1, 2)
+    assert apply(oracle.model, ChangeBatch(oracle.change(3))).state == State(1, 2)
     oracle.check(attach_state(oracle.model))
     assert sorted(n for n in os.listdir(oracle.model.folder) if "delta" in n) == ["1+1.delta", "1+2.delta"]
 
@@ -279,7 +279,7 @@ def test_a_full_file_system_keeps_the_state(oracle: Oracle, monkeypatch: pytest.
     monkeypatch.setattr(memory, "available_bytes", lambda where: 1000)
     before = dict(oracle.rows)
     with pytest.raises(NoSpace, match="has 1,000 bytes free"):
-        apply(oracle.model, Batch(oracle.change(50)))
+        apply(oracle.model, ChangeBatch(oracle.change(50)))
     monkeypatch.undo()
     oracle.rows = before
     oracle.check(attach_state(oracle.model))
@@ -287,7 +287,7 @@ def test_a_full_file_system_keeps_the_state(oracle: Oracle, monkeypatch: pytest.
 
 
 def test_an_overlaid_segment_is_pickled(oracle: Oracle) -> None:
-    apply(oracle.model, Batch(oracle.change(30)))
+    apply(oracle.model, ChangeBatch(oracle.change(30)))
     oracle.check(pickle.loads(pickle.dumps(attach_state(oracle.model))))
 
 

@@ -12,7 +12,7 @@ from support import rows_of
 
 from tableside.loader import compact as compaction
 from tableside.loader.apply import ApplySettings, apply, position_of
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact, delta_share
 from tableside.loader.errors import NoSpace, VersionError
 from tableside.loader.states import State, attach_state, state_of
@@ -37,7 +37,7 @@ def test_a_version_has_the_rows_that_were_live(root: Path, row_format: RowFormat
     """Overwritten, inserted and deleted ones, the ids and default rows of every table, and what checksums say of them."""
     oracle = Oracle(root, row_format)
     for n in range(3):
-        apply(oracle.model, Batch(oracle.change(200), "stream", str(n + 1), str(n) if n else None))
+        apply(oracle.model, ChangeBatch(oracle.change(200), "stream", str(n + 1), str(n) if n else None))
     before = attach_state(oracle.model)
     done = compact(oracle.model)
     assert done is not None and done.state.version == 2
@@ -61,7 +61,7 @@ def test_what_no_version_needs_is_gone(root: Path) -> None:
     publish_tables(root, {"raw": RawTable(IDS, rows_of(IDS.size, DIM), default=MISSING), "dense": DenseTable(rows_of(9, DIM))})
     model = Model(root, "demo")
     change = TableChanges("raw", IDS[:700], rows_of(700, DIM, 3), np.arange(700) < 300)
-    apply(model, Batch([change, TableChanges("dense", np.arange(5), rows_of(5, DIM, 4))]))
+    apply(model, ChangeBatch([change, TableChanges("dense", np.arange(5), rows_of(5, DIM, 4))]))
     assert 0 < delta_share(attach_state(model)) < 2
     done = compact(model)
     assert done is not None and done.state == State(2)
@@ -70,7 +70,7 @@ def test_what_no_version_needs_is_gone(root: Path) -> None:
     table = segment.header.tables[0]
     assert table.ids is not None and table.ids.count == IDS.size - 300
     assert compact(model) is None
-    assert apply(model, Batch([change])).state == State(2, 2)
+    assert apply(model, ChangeBatch([change])).state == State(2, 2)
 
 
 def test_one_byte_for_each_that_a_rebuilt_table_has(root: Path) -> None:
@@ -78,7 +78,7 @@ def test_one_byte_for_each_that_a_rebuilt_table_has(root: Path) -> None:
     values, changed = rows_of(500, DIM), rows_of(40, DIM, 1)
     publish_tables(root, {"t": DenseTable(values, is_plain=True)})
     ids = np.random.default_rng(0).permutation(500)[:40]
-    apply(Model(root, "demo"), Batch([TableChanges("t", ids, changed)]))
+    apply(Model(root, "demo"), ChangeBatch([TableChanges("t", ids, changed)]))
     compact(Model(root, "demo"))
     values[ids] = changed
     publish_tables(root, {"t": DenseTable(values, is_plain=True)}, "rebuilt")
@@ -89,15 +89,15 @@ def test_one_byte_for_each_that_a_rebuilt_table_has(root: Path) -> None:
 @pytest.mark.parametrize("batches", [1, 3])
 def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     """They are applied, seen at once, and still there when the new version is live."""
-    apply(oracle.model, Batch(oracle.change(100)))
-    apply(oracle.model, Batch(oracle.change(2)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(2)))
     write = compaction._CompactTable.write
 
     def slow(self: compaction._CompactTable, *of: object) -> None:
         if self.before.name == "raw":
             for _ in range(batches):
                 changes = oracle.change(400)
-                thread = threading.Thread(target=apply, args=(oracle.model, Batch(changes), ApplySettings(merge_share=0.0)))
+                thread = threading.Thread(target=apply, args=(oracle.model, ChangeBatch(changes), ApplySettings(merge_share=0.0)))
                 thread.start()
                 thread.join()
                 oracle.check(attach_state(oracle.model))
@@ -109,14 +109,14 @@ def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyP
     segment = attach_state(oracle.model)
     assert len(segment.deltas) == 1 and segment.header.version == 2
     oracle.check(segment)
-    apply(oracle.model, Batch(oracle.change(50)))
+    apply(oracle.model, ChangeBatch(oracle.change(50)))
     oracle.check(attach_state(oracle.model))
 
 
 def test_going_back_meanwhile_ends_it(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply(oracle.model, Batch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
     old = dict(oracle.rows)
-    apply(oracle.model, Batch(oracle.change(100)), ApplySettings(merge_share=0.0))
+    apply(oracle.model, ChangeBatch(oracle.change(100)), ApplySettings(merge_share=0.0))
     write = compaction._CompactTable.write
 
     def back(self: compaction._CompactTable, *of: object) -> None:
@@ -136,7 +136,7 @@ STEPS = ("_CompactTable.write", "_Compaction._carry_over", "_Compaction._publish
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_compaction_that_fails_leaves_what_was(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    apply(oracle.model, Batch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
     names = step.split(".")
 
     def fail(*of: object) -> None:
@@ -153,7 +153,7 @@ def test_a_compaction_that_fails_leaves_what_was(oracle: Oracle, monkeypatch: py
 
 
 def test_a_compacted_version_is_gone_back_from(oracle: Oracle) -> None:
-    apply(oracle.model, Batch(oracle.change(100)))
+    apply(oracle.model, ChangeBatch(oracle.change(100)))
     compact(oracle.model)
     oracle.model.activate(1)
     oracle.check(attach_state(oracle.model))

@@ -15,7 +15,7 @@ from campaigns import file_cases
 from campaigns.common import random_of
 from campaigns.files import Child, mutate
 from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.checkpoint.rows import Matrix, Shard
+from tableside.loader.checkpoint.rows import Matrix, RowShard
 from tableside.loader.errors import CheckpointError
 from tableside.quant import Source
 
@@ -213,8 +213,8 @@ def test_a_pt_is_read_without_torch(tmp_path: Path) -> None:
 # ---- shards ----
 
 
-def _grid(rows: int, columns: int, path: Path) -> tuple[Shard, ...]:
-    return tuple(Shard(path, 0, r, 1, c, 1) for r in range(rows) for c in range(columns))
+def _grid(rows: int, columns: int, path: Path) -> tuple[RowShard, ...]:
+    return tuple(RowShard(path, 0, r, 1, c, 1) for r in range(rows) for c in range(columns))
 
 
 def test_shards_are_checked_in_little_time(tmp_path: Path) -> None:
@@ -234,9 +234,9 @@ def test_shards_that_lie_outside_their_file_are_refused(shard: tuple[int, int], 
     """Whatever the format's reader let through: before a row is read, with the file's size."""
     (tmp_path / "x").write_bytes(bytes(64))
     offset, rows = shard
-    assert Matrix("a", 2, 4, Source.FP32, (Shard(tmp_path / "x", 32, 0, 2, 0, 4),)).check(tmp_path)
+    assert Matrix("a", 2, 4, Source.FP32, (RowShard(tmp_path / "x", 32, 0, 2, 0, 4),)).check(tmp_path)
     with pytest.raises(CheckpointError, match="the file at 64; it was truncated or is still being written"):
-        Matrix("a", rows, 4, Source.FP32, (Shard(tmp_path / "x", offset, 0, rows, 0, 4),)).check(tmp_path)
+        Matrix("a", rows, 4, Source.FP32, (RowShard(tmp_path / "x", offset, 0, rows, 0, 4),)).check(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -250,7 +250,7 @@ def test_overlaps_are_those_that_a_plain_comparison_finds(seed: int, tmp_path: P
         row, column = int(rng.integers(0, 12)), int(rng.integers(0, 9))
         rows, columns = int(rng.integers(1, 13 - row)), int(rng.integers(1, 10 - column))
         held[row : row + rows, column : column + columns] += 1
-        shards.append(Shard(tmp_path / "x", 0, row, rows, column, columns))
+        shards.append(RowShard(tmp_path / "x", 0, row, rows, column, columns))
     matrix = Matrix("a", 12, 9, Source.FP32, tuple(shards))
     message = "hold the same values" if held.max() > 1 else "a part of the checkpoint is missing" if held.min() < 1 else None
     if message is None:

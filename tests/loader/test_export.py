@@ -15,7 +15,7 @@ from support import rows_of, run_tableside
 
 from tableside.loader import export as exporting
 from tableside.loader.errors import ModelError
-from tableside.loader.export import SUFFIXES, Exported, export
+from tableside.loader.export import SUFFIXES, ExportResult, export
 from tableside.loader.first_model import first_model
 from tableside.loader.load import Loaded, load
 from tableside.loader.model import RawIds, parse_model
@@ -70,7 +70,7 @@ def test_a_raw_table_is_read_back(
     assert found["ids"].dtype == np.int64 and found["weights"].dtype == np.float32
     assert {int(i): v.tobytes() for i, v in zip(found["ids"], found["weights"], strict=True)} == expected
     assert sorted(expected) == sorted(IDS.tolist())
-    assert exported == Exported(tmp_path / f"t{suffix}", IDS.size, 16, exported.path.stat().st_size)
+    assert exported == ExportResult(tmp_path / f"t{suffix}", IDS.size, 16, exported.path.stat().st_size)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

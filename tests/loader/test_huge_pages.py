@@ -16,7 +16,7 @@ from tableside.loader.errors import NoSpace
 from tableside.loader.huge_pages import free_huge_bytes, huge_page_bytes
 from tableside.loader.load import Loaded
 from tableside.loader.memory import available_bytes
-from tableside.loader.record import Record
+from tableside.loader.record import VersionRecord
 from tableside.loader.versions import Model
 
 PAGE = 2 << 20
@@ -63,7 +63,7 @@ def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Pa
     model = Model(root, "demo")
     kept = model.attach()
     assert publish({"t": second}).segment_bytes == 2 * PAGE
-    assert model.record() == Record(2, 2, (1, 2))
+    assert model.record() == VersionRecord(2, 2, (1, 2))
     held = model.attach()
     assert held.mapping.address % PAGE == 0
     assert held.mapping.huge_fraction() == 1.0
@@ -71,7 +71,7 @@ def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Pa
     for segment, values in ((kept, first), (held, second)):
         assert np.abs(REFERENCE.dequantize(segment.tables["t"]) - values).max() < 0.1
     model.activate(1)
-    assert model.record() == Record(1, 2, (2, 1))
+    assert model.record() == VersionRecord(1, 2, (2, 1))
     model.remove(2)
     assert model.versions() == [1]
     assert {path.name for path in model.folder.iterdir()} == {"1.segment", "current", "current.new", "load.lock", "record.lock"}

@@ -12,7 +12,7 @@ from support import rows_of, run_tableside
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError, ModelError
 from tableside.loader.hps import hps_model, hps_text, is_hps
-from tableside.loader.model import Feature, Missing, RawIds, read_model
+from tableside.loader.model import FeatureSpec, MissingSpec, RawIds, read_model
 from tableside.quant import RowFormat
 
 DIMS = (1, 16)
@@ -60,8 +60,8 @@ def test_a_ps_json_becomes_a_model(tmp_path: Path) -> None:
         ("table1", "wdl0_sparse_2000.model", RawIds()),
         ("table2", "wdl1_sparse_2000.model", RawIds()),
     ]
-    assert [t.missing for t in spec.tables] == [Missing("zero"), Missing("constant", (0.25,) * 16)]
-    assert spec.features == (Feature("table1", "table1", "none"), Feature("table2", "table2", "none"))
+    assert [t.missing for t in spec.tables] == [MissingSpec("zero"), MissingSpec("constant", (0.25,) * 16)]
+    assert spec.features == (FeatureSpec("table1", "table1", "none"), FeatureSpec("table2", "table2", "none"))
     packed = 20_000 * sum(RowFormat.FP32.row_bytes(dim) for dim in DIMS)
     assert notes == [
         f"gpucacheper 0.5: tableside serve --devices 0,1 --hbm-budget {-(-packed // 2 // 2**20)}MiB, and more for the ids",

@@ -12,7 +12,7 @@ from keyed_tables import ids_of, read, small_pieces
 from safetensors.torch import save_file
 from support import rows_of
 
-from tableside.loader.checkpoint import Checkpoint, Matrix, Shard, open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, Matrix, RowShard, open_checkpoint
 from tableside.loader.checkpoint.keyed_flat import FlatRows
 from tableside.loader.checkpoint.rows import Ids
 from tableside.loader.errors import CheckpointError
@@ -153,9 +153,9 @@ def test_ids_of_one_name_are_no_ids(tmp_path: Path) -> None:
 def test_ids_that_are_not_all_there_are_refused(rows: range, tmp_path: Path) -> None:
     """Of a sharded tensor of ids, as of a matrix: a shard is missing, or lies outside."""
     (tmp_path / "x").write_bytes(bytes(400))
-    shards = (Shard(tmp_path / "x", 0, rows.start, len(rows), 0, 1),)
+    shards = (RowShard(tmp_path / "x", 0, rows.start, len(rows), 0, 1),)
     checkpoint = Checkpoint(tmp_path, {}, {})
-    values = Matrix("a", 5, 2, Source.FP32, (Shard(tmp_path / "x", 0, 0, 5, 0, 2),))
+    values = Matrix("a", 5, 2, Source.FP32, (RowShard(tmp_path / "x", 0, 0, 5, 0, 2),))
     with pytest.raises(CheckpointError, match=r"a part of the checkpoint is missing|lies outside"):
         FlatRows(checkpoint, Ids("a.ids", 5, np.dtype("<i8"), shards), values)
 

@@ -18,7 +18,7 @@ from killing import What, run_until
 from campaigns.common import until
 from tableside.loader import apply as applying
 from tableside.loader.apply import ApplySettings, apply, position_of
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.errors import NoSpace
 from tableside.loader.merging import Merges
@@ -48,7 +48,7 @@ class Story:
         done = position_of(model, "story")
         if (number := int(done or 0)) == len(self.batches):
             return False
-        apply(model, Batch(self.batches[number], "story", str(number + 1), done), SETTINGS, merges=merges)
+        apply(model, ChangeBatch(self.batches[number], "story", str(number + 1), done), SETTINGS, merges=merges)
         return True
 
     def check(self, model: Model) -> None:

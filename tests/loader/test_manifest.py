@@ -136,12 +136,12 @@ def test_a_file_saved_without_crc_is_not_damaged(tmp_path: Path, root: Path) -> 
 
 def test_crc_pieces_join_in_any_order() -> None:
     """shift(crc(P), bytes after P), joined by exclusive or, is zlib's CRC-32 of the whole."""
-    from tableside.loader.checkpoint.archive import Record
+    from tableside.loader.checkpoint.archive import ArchiveRecord
     from tableside.loader.checkpoint.crc import _Sum
 
     data = rows_of(100, 99).tobytes()
     cuts = [0, 1, 2, 1000, 1001, 20_000, len(data)]
-    found = _Sum(Path("x"), Record(7, len(data), 0))
+    found = _Sum(Path("x"), ArchiveRecord(7, len(data), 0))
     for begin, end in sorted(pairwise(cuts), key=lambda piece: -piece[1] % 7):
         found.crc ^= found.add(7 + begin, memoryview(data)[begin:end])
     assert found.crc == zlib.crc32(data)

@@ -12,8 +12,8 @@ from changing import Oracle
 from campaigns.common import until
 from tableside.loader import apply as applying
 from tableside.loader import merging
-from tableside.loader.apply import Applied, apply
-from tableside.loader.changes import Batch
+from tableside.loader.apply import ApplyResult, apply
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.compact import compact
 from tableside.loader.errors import NoSpace
 from tableside.loader.merging import Merges
@@ -40,7 +40,7 @@ def files(oracle: Oracle) -> list[str]:
 def begun(oracle: Oracle, merges: Merges) -> str:
     """Applies batches until a merge has begun, and has ended unpublished; the name of its file."""
     for _ in range(100):
-        apply(oracle.model, Batch(oracle.change(300)), merges=merges)
+        apply(oracle.model, ChangeBatch(oracle.change(300)), merges=merges)
         if merges.is_running():
             until(merges.has_ended, what="the merge to end")
             return next((n for n in files(oracle) if n.endswith(".merged")), "")
@@ -49,11 +49,11 @@ def begun(oracle: Oracle, merges: Merges) -> str:
 
 def test_states_while_deltas_are_merged(oracle: Oracle, merges: Merges) -> None:
     """Overwrites of overwrites, deletions and insertions, before, while and after both deltas become one."""
-    applied: list[Applied] = []
+    applied: list[ApplyResult] = []
     segment = None
     for n in range(40):
         tables = ("raw", "dense", "policy") if n % 3 else ("raw",)
-        applied.append(apply(oracle.model, Batch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)), merges=merges))
+        applied.append(apply(oracle.model, ChangeBatch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)), merges=merges))
         segment = attach_state(oracle.model, None, "full", segment)
         assert len(segment.deltas) <= 2 and segment.sequence == applied[-1].state.sequence
         assert applied[-1].entries == sum(d.entries for d in segment.deltas)
@@ -67,7 +67,7 @@ def test_the_merged_delta_is_the_state_that_was_merged(oracle: Oracle, merges: M
     """It keeps that state's rows and positions, under a new sequence, and holds nothing that came after it."""
     begun(oracle, merges)
     rows, positions = dict(oracle.rows), attach_state(oracle.model).change
-    last = apply(oracle.model, Batch(oracle.change(3), "stream", "1"), merges=merges)
+    last = apply(oracle.model, ChangeBatch(oracle.change(3), "stream", "1"), merges=merges)
     assert last.is_merged
     oracle.check(attach_state(oracle.model))
     below = attach_state(oracle.model, State(1, last.state.sequence - 1))
@@ -82,16 +82,16 @@ def test_changes_of_others_meanwhile_are_carried_over(oracle: Oracle, merges: Me
     """They lie over both deltas while these are merged, however many they are, and over the merged one then."""
     file = begun(oracle, merges)
     for rows in (20, 500, 1):
-        assert not apply(oracle.model, Batch(oracle.change(rows))).is_merged
+        assert not apply(oracle.model, ChangeBatch(oracle.change(rows))).is_merged
     assert file in files(oracle)
-    assert apply(oracle.model, Batch(oracle.change(20)), merges=merges).is_merged and file not in files(oracle)
+    assert apply(oracle.model, ChangeBatch(oracle.change(20)), merges=merges).is_merged and file not in files(oracle)
     oracle.check(attach_state(oracle.model))
 
 
 def test_another_process_does_not_merge_what_is_merged_already(oracle: Oracle, merges: Merges) -> None:
     begun(oracle, merges)
     with Merges(oracle.model) as others:
-        apply(oracle.model, Batch(oracle.change(500)), merges=others)
+        apply(oracle.model, ChangeBatch(oracle.change(500)), merges=others)
         assert not others.is_running()
     oracle.check(attach_state(oracle.model))
 
@@ -99,8 +99,8 @@ def test_another_process_does_not_merge_what_is_merged_already(oracle: Oracle, m
 @pytest.mark.parametrize("what", ["compacted", "went back", "went back and on"])
 def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges: Merges, what: str) -> None:
     """Its file goes, and a later merge is published."""
-    apply(oracle.model, Batch(oracle.change(600)), merges=merges)
-    apply(oracle.model, Batch(oracle.change(5)), merges=merges)  # which lies over the first one, as the merged state does
+    apply(oracle.model, ChangeBatch(oracle.change(600)), merges=merges)
+    apply(oracle.model, ChangeBatch(oracle.change(5)), merges=merges)  # which lies over the first one, as the merged state does
     rows = dict(oracle.rows)
     file = begun(oracle, merges)
     if what == "compacted":
@@ -109,12 +109,12 @@ def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges:
         oracle.model.activate(1, 2)
         oracle.rows = rows
     if what == "went back and on":
-        apply(oracle.model, Batch(oracle.change(30)))
-    applied = apply(oracle.model, Batch(oracle.change(20)), merges=merges)
+        apply(oracle.model, ChangeBatch(oracle.change(30)))
+    applied = apply(oracle.model, ChangeBatch(oracle.change(20)), merges=merges)
     assert not applied.is_merged and file not in files(oracle)
     oracle.check(attach_state(oracle.model))
     begun(oracle, merges)
-    assert apply(oracle.model, Batch(oracle.change(20)), merges=merges).is_merged
+    assert apply(oracle.model, ChangeBatch(oracle.change(20)), merges=merges).is_merged
     oracle.check(attach_state(oracle.model))
 
 
@@ -128,15 +128,15 @@ def test_a_merge_that_ends_with_its_process_leaves_nothing(oracle: Oracle, monke
 
 def test_files_of_merges_go_when_nobody_holds_them(oracle: Oracle) -> None:
     """Applies of others and `gc` leave the file of a merge that is under way."""
-    apply(oracle.model, Batch(oracle.change(3)))
+    apply(oracle.model, ChangeBatch(oracle.change(3)))
     path = oracle.model.folder / "1+1.merged"
     with open(path, "wb") as held:
         os.chmod(path, 0o600)
         fcntl.flock(held, fcntl.LOCK_EX)
-        apply(oracle.model, Batch(oracle.change(3)))
+        apply(oracle.model, ChangeBatch(oracle.change(3)))
         oracle.model.collect(0)
         assert path.exists()
-    apply(oracle.model, Batch(oracle.change(3)))
+    apply(oracle.model, ChangeBatch(oracle.change(3)))
     assert not path.exists()
 
 
@@ -150,7 +150,7 @@ def test_a_full_file_system_ends_a_merge(oracle: Oracle, merges: Merges, monkeyp
     assert not begun(oracle, merges), "its file has gone"
     rows, there = dict(oracle.rows), files(oracle)
     with pytest.raises(NoSpace, match="has 1,000 bytes free"):
-        apply(oracle.model, Batch(oracle.change(5)), merges=merges)
+        apply(oracle.model, ChangeBatch(oracle.change(5)), merges=merges)
     oracle.rows = rows
     assert files(oracle) == there
     oracle.check(attach_state(oracle.model))
@@ -160,13 +160,13 @@ def test_a_merge_that_is_slow_is_waited_for(oracle: Oracle, merges: Merges, monk
     """The newest delta outgrows the one below it by a batch at most, however long the merge takes."""
     is_released, write = threading.Event(), merging.write_unsealed
     monkeypatch.setattr(merging, "write_unsealed", lambda *given: is_released.wait(60) and write(*given))
-    apply(oracle.model, Batch(oracle.change(200)), merges=merges)
+    apply(oracle.model, ChangeBatch(oracle.change(200)), merges=merges)
     while not merges.is_running():
-        apply(oracle.model, Batch(oracle.change(30)), merges=merges)
+        apply(oracle.model, ChangeBatch(oracle.change(30)), merges=merges)
     threading.Timer(1.0, is_released.set).start()
     is_merged = False
     while not is_merged:
         sizes = [d.segment.size for d in attach_state(oracle.model).deltas]
         assert sizes[0] < sizes[1] + (1 << 15), sizes
-        is_merged = apply(oracle.model, Batch(oracle.change(30)), merges=merges).is_merged
+        is_merged = apply(oracle.model, ChangeBatch(oracle.change(30)), merges=merges).is_merged
     oracle.check(attach_state(oracle.model))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tableside.loader.errors import ModelError
-from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, TableSpec, parse_model, read_model
+from tableside.loader.model import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec, TableSpec, parse_model, read_model
 from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
@@ -21,17 +21,17 @@ def test_a_whole_description() -> None:
     spec = parse_model(GOOD, Path("/models"))
     assert spec.checkpoint == Path("/models/c.safetensors")
     assert spec.tables == (TableSpec("user", "user.weight", RowFormat.INT4),)
-    assert spec.features == (Feature("clicked", "user", "mean", "fp16"),)
+    assert spec.features == (FeatureSpec("clicked", "user", "mean", "fp16"),)
 
 
 def test_without_features_every_table_is_one() -> None:
     spec = parse_model({**GOOD, "features": {}}, Path())
-    assert spec.features == (Feature("user", "user", "sum", "fp32"),)
+    assert spec.features == (FeatureSpec("user", "user", "sum", "fp32"),)
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     tables = (TableSpec("a", 'odd "key" \\ \n\t\x7f é', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2, dim=8))
-    spec = ModelSpec("m", Path("x.pt"), tables, (Feature("a", "a"), Feature("b:c", "b:c", "none")))
+    spec = ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a", "a"), FeatureSpec("b:c", "b:c", "none")))
     (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix", 'evil\nname = "x"']))
     found = read_model(tmp_path / "model.toml")
     assert (found.tables, found.features) == (spec.tables, spec.features)
@@ -40,7 +40,9 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
 def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) -> None:
     """Each of the optional sections that a first model.toml explains is read once its `#` are taken away."""
     tables = (TableSpec("a:b", "a", RowFormat.INT8), TableSpec("c", "c", RowFormat.FP16))
-    text = write_model(ModelSpec("m", Path("x.pt"), tables, (Feature("a:b", "a:b"), Feature("c", "c"))), [], {"c": "7 rows"})
+    text = write_model(
+        ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a:b", "a:b"), FeatureSpec("c", "c"))), [], {"c": "7 rows"}
+    )
     assert "# 7 rows\n" in text and "# int2, int4, int8, fp8, fp16, fp32\n" in text and "# none, sum, mean\n" in text
     lines = text.splitlines()
     uncommented = [line.removeprefix("# ") for line in lines]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tableside.loader.errors import ModelError
+from tableside.loader.first_model import module_model
 from tableside.loader.model import ModelSpec
-from tableside.loader.module_model import module_model
 from tableside.quant import RowFormat
 
 USERS, THINGS = np.ones((50, 8), np.float32), np.ones((40, 4), np.float32)

@@ -14,7 +14,7 @@ from tableside.loader import shares
 from tableside.loader.header import CHUNK_BYTES, Owner, ScorerInput, StoredScorer
 from tableside.loader.load import load
 from tableside.loader.manifest import write_manifest
-from tableside.loader.model import Feature, parse_model
+from tableside.loader.model import FeatureSpec, parse_model
 from tableside.loader.reshard import owner_names
 from tableside.loader.segment import Segment
 from tableside.loader.versions import Model
@@ -170,7 +170,7 @@ def test_pieces_of_a_copy_are_the_whole(root: Path, monkeypatch: pytest.MonkeyPa
 def test_features_and_scorer_go_with_each_owner(root: Path) -> None:
     """The scorer's archive too, and what the checkpoint was."""
     inputs = (ScorerInput("f", "f", 64), ScorerInput("dense", None, 3))
-    features = (Feature("f", "t", "mean", "fp16"), Feature("g", "t", "none"))
+    features = (FeatureSpec("f", "t", "mean", "fp16"), FeatureSpec("g", "t", "none"))
     program = bytes(range(256)) * 40
     publish_tables(root, {"t": raw()}, features=features, scorer=StoredScorer("program", inputs), program=program)
     again(root, 2)

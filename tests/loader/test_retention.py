@@ -9,7 +9,7 @@ import pytest
 from changing import Oracle
 
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.compact import compact
 from tableside.loader.delta import delta_name
 from tableside.loader.retention import DEFAULT, Retention, collect_states
@@ -27,7 +27,7 @@ def applied(oracle: Oracle, batches: int, keep: Retention = DEFAULT) -> dict[int
     """Applies batches; sequence -> what rows are in that state."""
     rows = {}
     for _ in range(batches):
-        sequence = apply(oracle.model, Batch(oracle.change(5)), ApplySettings(keep=keep)).state.sequence
+        sequence = apply(oracle.model, ChangeBatch(oracle.change(5)), ApplySettings(keep=keep)).state.sequence
         rows[sequence] = dict(oracle.rows)
     return rows
 

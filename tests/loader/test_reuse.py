@@ -19,7 +19,7 @@ from tableside.loader.header import Owner
 from tableside.loader.load import Loaded, LoadSettings, load
 from tableside.loader.model import ModelSpec, parse_model
 from tableside.loader.model_text import write_model
-from tableside.loader.reuse import Reused
+from tableside.loader.reuse import LiveTables
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.versions import Model
 from tableside.quant import Pooling, Table, choose
@@ -130,7 +130,7 @@ def test_a_table_that_is_described_otherwise_is_refused(
         load(spec, root, only("array"))
     assert "without --only" in str(error.value) or "numbers" in str(error.value)
     assert Model(root, "demo").versions() == [1] and not list((root / "demo").glob("*.partial"))
-    Reused(spec, (table,), Model(root, "demo"), choose())
+    LiveTables(spec, (table,), Model(root, "demo"), choose())
 
 
 def test_tables_that_are_not_there_are_refused(root: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from reference import REFERENCE
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, ScorerInput, StoredScorer, check_header, checksum, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.quant import RowFormat, Source
 
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
 def write_golden(path: Path) -> None:
     """The segment of GOLDEN: a table in int8 and one in fp16, fixed values, fixed times."""
     tables = plan_tables([("a", "a.weight", RowFormat.INT8, 3, 8), ("b", "b.weight", RowFormat.FP16, 2, 4)])
-    features = (Feature("a", "a"), Feature("b", "b", "none", "fp16"))
+    features = (FeatureSpec("a", "a"), FeatureSpec("b", "b", "none", "fp16"))
     header = Header("golden", 7, "2026-11-20T00:00:00+00:00", tables, features, {"path": "golden.npz"})
     writer = SegmentWriter(path, header)
     for table in writer.header.tables:
@@ -56,7 +56,7 @@ def test_a_segment_whose_seal_was_cut_short_is_not_finished(tmp_path: Path) -> N
     """After each write but the last one of a seal a reader finds no magic, and after the last one a whole segment."""
     path = tmp_path / "1.segment"
     tables = plan_tables([("a", "a", RowFormat.FP32, 3, 8)])
-    writer = SegmentWriter(path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (Feature("a", "a"),)))
+    writer = SegmentWriter(path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (FeatureSpec("a", "a"),)))
     (table,) = writer.header.tables
     writer.rows(table, 0, 3)[:] = 1
     writer.finish_chunk(table, 0)
@@ -93,7 +93,7 @@ def test_the_format_read_by_hand() -> None:
 
 def test_an_attached_segment_gives_its_tables() -> None:
     segment = Segment(GOLDEN)
-    assert segment.header.features[1] == Feature("b", "b", "none", "fp16")
+    assert segment.header.features[1] == FeatureSpec("b", "b", "none", "fp16")
     np.testing.assert_array_equal(REFERENCE.dequantize(segment.tables["b"]), np.arange(8).reshape(2, 4) / 4)
 
 

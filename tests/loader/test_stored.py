@@ -17,7 +17,7 @@ from reference import REFERENCE, backend_of
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.header import PRELUDE, Header, Owner, check_header, checksum, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredIndex, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Source
@@ -50,7 +50,7 @@ def write_golden(path: Path) -> None:
         ("beside", "beside.weight", RowFormat.INT8, slots["beside"] + 1, 8),
         ("dense", "dense.weight", RowFormat.INT8, 4, 8),
     ]
-    features = tuple(Feature(name, name) for name in ids)
+    features = tuple(FeatureSpec(name, name) for name in ids)
     header = Header("golden", 8, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, {"path": "golden.npz"})
     writer = SegmentWriter(path, header)
     for table in writer.header.tables:

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 from tableside.quant.device.interpreter import InterpretedDevice
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch import LookupResult
-from tableside.quant.gpu.levels import DeviceLevel, level_bytes
+from tableside.quant.gpu.layers import DeviceLayer, layer_bytes
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence import InHost
 from tableside.quant.gpu.tables import DeviceTable
@@ -58,10 +58,10 @@ def placed(backend: GpuBackend, table: Table, where: str) -> DeviceTable:
     return backend.to_cache(table, rows)
 
 
-def without_levels(table: Table, newest: int = 0) -> Table:
+def without_layers(table: Table, newest: int = 0) -> Table:
     """The table with the levels from number `newest` on, or none."""
     assert table.row_map is not None and table.row_map.overlay is not None
-    levels = table.row_map.overlay.levels[newest:] if newest else ()
+    levels = table.row_map.overlay.layers[newest:] if newest else ()
     row_map = replace(table.row_map, overlay=Overlay(levels) if levels else None)
     return replace(table, row_map=None if row_map.is_plain and not levels else row_map)
 
@@ -233,11 +233,11 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
 
 
 @pytest.mark.parametrize("where", ["hbm", "cached", "split", "mapped", "host"])
-def test_states_share_the_table_and_the_levels(where: str) -> None:
+def test_states_share_the_table_and_the_layers(where: str) -> None:
     """A state that adds a level copies that one alone, and finds what the cache held; the states before it answer as ever."""
     made, backend = raw(), new_backend()
-    base = placed(backend, without_levels(made.table), where)
-    older, table = without_levels(made.table, 1), made.table
+    base = placed(backend, without_layers(made.table), where)
+    older, table = without_layers(made.table, 1), made.table
     first = backend.overlay(base, older)
     vectors = [vectors_of(backend, held, np.array(sorted(made.numbers))) for held in (base, first)]
     hot = base.residence.hot()
@@ -246,35 +246,35 @@ def test_states_share_the_table_and_the_levels(where: str) -> None:
     check_rows(backend, second, made, asked_of(made, KINDS["random"]))
     if where != "host":
         assert table.row_map is not None and table.row_map.overlay is not None
-        assert before == level_bytes(table.row_map.overlay.levels[0]) == second.levels[0].bytes
-        assert first.residence is second.residence and second.levels[1:] == first.levels
+        assert before == layer_bytes(table.row_map.overlay.layers[0]) == second.layers[0].bytes
+        assert first.residence is second.residence and second.layers[1:] == first.layers
         assert backend.overlay_bytes(base, table) == 0
     assert set(hot.tolist()) <= set(second.residence.hot().tolist()) and (hot.size > 0) == (where == "cached")
     for held, expected in zip((base, first), vectors, strict=True):
         np.testing.assert_array_equal(vectors_of(backend, held, np.array(sorted(made.numbers))), expected)
-    assert not base.is_overlaid and backend.overlay(base, without_levels(table)).levels == ()
+    assert not base.is_overlaid and backend.overlay(base, without_layers(table)).layers == ()
 
 
 @pytest.mark.parametrize("in_host", [InHost.SOME, InHost.ALL])
 def test_a_level_in_host_memory(in_host: InHost) -> None:
     """Its rows, or all of it, take no HBM; states share such a level too."""
     made, backend = raw(), new_backend()
-    base = placed(backend, without_levels(made.table), "cached")
+    base = placed(backend, without_layers(made.table), "cached")
     held = backend.overlay(base, made.table, in_host=in_host)
     check_rows(backend, held, made, asked_of(made, KINDS["random"]))
     again = backend.overlay(base, made.table)
-    assert again.levels == held.levels and all(level.in_host is in_host for level in held.levels)
+    assert again.layers == held.layers and all(level.in_host is in_host for level in held.layers)
     assert made.table.row_map is not None and made.table.row_map.overlay is not None
-    for level, kept in zip(held.levels, made.table.row_map.overlay.levels, strict=True):
+    for level, kept in zip(held.layers, made.table.row_map.overlay.layers, strict=True):
         rows = (kept.index.slots + 1) * made.table.row_bytes
-        assert level.bytes == level_bytes(kept, in_host) == (0 if in_host is InHost.ALL else level_bytes(kept) - rows)
+        assert level.bytes == layer_bytes(kept, in_host) == (0 if in_host is InHost.ALL else layer_bytes(kept) - rows)
 
 
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:
     made, backend = raw(), new_backend()
-    base = backend.to_hbm(without_levels(made.table))
-    first, second = backend.overlay(base, without_levels(made.table, 1)), backend.overlay(base, made.table)
-    older, newer = weakref.ref(second.levels[1]), weakref.ref(second.levels[0])
+    base = backend.to_hbm(without_layers(made.table))
+    first, second = backend.overlay(base, without_layers(made.table, 1)), backend.overlay(base, made.table)
+    older, newer = weakref.ref(second.layers[1]), weakref.ref(second.layers[0])
     del second
     gc.collect()
     assert newer() is None and older() is not None
@@ -289,9 +289,9 @@ def test_numbers_lead_to_the_rows_of_a_level(is_above: bool, dim: int) -> None:
     """They are negative, and never -1, wherever table and level lie."""
     made = raw(RowFormat.INT8, dim)
     assert made.table.row_map is not None and made.table.row_map.overlay is not None
-    level, row_bytes = made.table.row_map.overlay.levels[0], made.table.row_bytes
+    level, row_bytes = made.table.row_map.overlay.layers[0], made.table.row_bytes
     for table_at in (16 if is_above else 2**47, made.table.address):
-        held = DeviceLevel(level, table_at, InterpretedDevice())
+        held = DeviceLayer(level, table_at, InterpretedDevice())
         for slot in (0, level.index.slots - 1):
             number = held.native.first_row + slot
             assert -(2**63) <= number < -(2**62)
@@ -302,13 +302,13 @@ def test_numbers_lead_to_the_rows_of_a_level(is_above: bool, dim: int) -> None:
 def test_nothing_more_is_launched_without_overlays() -> None:
     """A table's state without one, and a batch of such, take the kernels that they took before there were any."""
     made, backend = dense(default=False), new_backend()
-    base = backend.to_hbm(without_levels(made.table))
+    base = backend.to_hbm(without_layers(made.table))
     lookups: Any = [Lookup(base, Pooling.NONE, 0, 3, 0)]
     assert backend.plan(lookups).layout.resolved == ()
     over = backend.overlay(base, made.table)
     (resolved,) = backend.plan([Lookup(over, Pooling.NONE, 0, 3, 0)]).layout.resolved
     assert resolved.is_overlaid
-    default = backend.to_hbm(without_levels(dense().table))
+    default = backend.to_hbm(without_layers(dense().table))
     (resolved,) = backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)]).layout.resolved
     assert not resolved.is_overlaid
 
@@ -316,7 +316,7 @@ def test_nothing_more_is_launched_without_overlays() -> None:
 def test_a_level_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states that were there answer on."""
     made, backend = raw(), new_backend()
-    base = backend.to_hbm(without_levels(made.table))
+    base = backend.to_hbm(without_layers(made.table))
 
     def full(*size: Any, **how: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("none left")

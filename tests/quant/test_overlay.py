@@ -37,7 +37,7 @@ def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
 def test_raw_ids_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: int, is_above: bool) -> None:
-    """Rows overwritten, inserted and deleted by two levels, at addresses above and below the table's."""
+    """Rows overwritten, inserted and deleted by two layers, at addresses above and below the table's."""
     made = raw(row_format, dim, is_above=is_above)
     check(backend, made, asked_of(made, KINDS["random"]))
 
@@ -128,14 +128,14 @@ def test_row_numbers_from_another_first_id_on(backend: CpuBackend) -> None:
 
 
 @pytest.mark.parametrize("part", ["before", "slots"])
-def test_marks_that_lie_lead_to_rows_of_their_level(backend: CpuBackend, part: str) -> None:
-    """Whatever a file holds, nothing outside a level's rows is read."""
+def test_marks_that_lie_lead_to_rows_of_their_layer(backend: CpuBackend, part: str) -> None:
+    """Whatever a file holds, nothing outside a layer's rows is read."""
     made = dense(default=False, is_marked=True)
     row_map = made.table.row_map
     assert row_map is not None and isinstance(row_map.overlay, Overlay)
-    for level in row_map.overlay.levels:
-        assert level.marks is not None
-        getattr(level.marks, part)[:] = 2**32 - 1
+    for layer in row_map.overlay.layers:
+        assert layer.marks is not None
+        getattr(layer.marks, part)[:] = 2**32 - 1
     numbers = made.expected_rows(np.arange(300))
     found = backend.lookup(made.table, np.arange(300), pooling=Pooling.NONE)
     own = numbers < 300
@@ -144,7 +144,7 @@ def test_marks_that_lie_lead_to_rows_of_their_level(backend: CpuBackend, part: s
     assert {row.tobytes() for row in found[~own]} <= {row.tobytes() for row in there}
 
 
-def test_marks_are_for_levels_of_more_rows_than_they_take_memory() -> None:
+def test_marks_are_for_layers_of_more_rows_than_they_take_memory() -> None:
     assert are_marks_worth_it(10_000_000, 375_000, 80)
     assert not are_marks_worth_it(10_000_000, 374_999, 80)
     assert not are_marks_worth_it(10_000_000, 0, 80)
@@ -155,7 +155,7 @@ FILTERED["random"] = np.random.default_rng(0).integers(-(2**63), 2**63, 10_000)
 
 
 @pytest.mark.parametrize("ids", FILTERED.values(), ids=FILTERED)
-def test_the_filter_lets_all_ids_of_a_level_pass_and_few_others(ids: np.ndarray) -> None:
+def test_the_filter_lets_all_ids_of_a_layer_pass_and_few_others(ids: np.ndarray) -> None:
     words = np.zeros(filter_words(ids.size), np.uint64)
     fill_filter(ids, words)
 

@@ -22,7 +22,7 @@ from servers import Server
 from support import rows_of
 
 from tableside.loader.apply import apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.versions import Model
 from tableside.quant import choose
 from tableside.serving import device_calls
@@ -64,7 +64,7 @@ def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path)
     on_cpu: list[tuple[Request, bytes]] = []
     for state in range(2):
         if state:
-            apply(Model(root, "ctr"), Batch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
+            apply(Model(root, "ctr"), ChangeBatch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
         for engine, requests in zip(engines, (on_device, on_cpu), strict=True):
             engine.swap(engine.attach(as_successor=True))
             requests += [a.of({"ctr": engine.served()}) for a in asked]

@@ -26,10 +26,10 @@ from scorers import Ctr, exported
 from support import is_running, rows_of, run_tableside, until
 
 from tableside.loader.apply import apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.memory import processes_below
-from tableside.loader.model import EvalSpec, Feature, ModelSpec, ScorerSpec, parse_model, read_model
+from tableside.loader.model import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec, parse_model, read_model
 from tableside.loader.scorer import stored_scorer
 from tableside.loader.states import State
 from tableside.loader.versions import Model
@@ -165,7 +165,7 @@ def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: 
 def publish_raw_ids(root: Path, folder: Path, missing: str) -> dict[str, np.ndarray]:
     """The same model with tables of raw ids, whose default row is zero unless ids that are missing are refused; its ids."""
     (folder / "scorer.pt2").write_bytes(exported(Sharp(8, 4, 3), user=8, clicked=4, context=3))
-    features = (Feature("user", "user", "sum", "fp32"), Feature("clicked", "item", "mean", "fp32"))
+    features = (FeatureSpec("user", "user", "sum", "fp32"), FeatureSpec("clicked", "item", "mean", "fp32"))
     ids = {name: random_ids(len(rows), seed) for seed, (name, rows) in enumerate(TABLES.items())}
     default = {name: None if missing == "error" else np.zeros(rows.shape[1], np.float32) for name, rows in TABLES.items()}
     demo = {n: DemoTable(ids[n], rows, default[n], "fp32", missing=missing) for n, rows in TABLES.items()}
@@ -238,7 +238,7 @@ def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> N
     changed["user"][:250] = rows_of(250, 8, 9)
     for n, rows in enumerate((changed["user"], rows_of(500, 8, 4))):
         change = TableChanges("user", np.arange(500), rows)
-        assert apply(Model(root, "ctr"), Batch([change])).state.sequence == n + 1
+        assert apply(Model(root, "ctr"), ChangeBatch([change])).state.sequence == n + 1
     out = tmp_path / "out"
     after = evaluate(root, "ctr@1+1", path, "--out", out, "--against", "ctr@1+0", "--max-ne-increase", 0.001)
     assert after.returncode == 3, after.stderr

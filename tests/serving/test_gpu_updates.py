@@ -12,7 +12,7 @@ from changing import DIM, IDS, MISSING, Oracle
 
 from tableside.loader import apply as applying
 from tableside.loader.apply import apply
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.compact import compact
 from tableside.loader.states import State, state_of
 from tableside.quant import Pooling, choose
@@ -49,7 +49,7 @@ class Worker:
         return self.engine.served()
 
     def change(self, rows: int = 100) -> None:
-        apply(self.oracle.model, Batch(self.oracle.change(rows)))
+        apply(self.oracle.model, ChangeBatch(self.oracle.change(rows)))
 
     def rows(self) -> dict[str, np.ndarray]:
         """What a lookup of each table must give now."""
@@ -167,13 +167,13 @@ def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
     worker.change(150)
     served = worker.take()
     assert "1+1.delta are read in host memory" in caplog.text
-    assert all(level.in_host is InHost.SOME for table in served.placed.on_gpu.values() for level in table.levels)
+    assert all(level.in_host is InHost.SOME for table in served.placed.on_gpu.values() for level in table.layers)
     assert served.placed.hbm_bytes - served.placed.base.hbm_bytes < 20_000
     worker.check(served, worker.rows())
     worker.placer._budget += 1 << 20
     worker.change()
     later = worker.take()
-    assert not any(table.levels[0].in_host for table in later.placed.on_gpu.values())
+    assert not any(table.layers[0].in_host for table in later.placed.on_gpu.values())
     worker.check(later, worker.rows())
 
 

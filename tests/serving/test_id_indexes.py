@@ -12,7 +12,7 @@ from reference import REFERENCE
 from tables import expected_of, values_of
 
 from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Table
@@ -51,7 +51,9 @@ def attach(root: Path) -> Callable[[dict[str, Table]], Segment]:
     def run(held: dict[str, Table]) -> Segment:
         root.mkdir(exist_ok=True)
         path = root / f"segment-{len(list(root.iterdir()))}"
-        writer = SegmentWriter(path, Header("demo", 1, "now", stored_of(held), (Feature("f", next(iter(held)), "none", "fp32"),)))
+        writer = SegmentWriter(
+            path, Header("demo", 1, "now", stored_of(held), (FeatureSpec("f", next(iter(held)), "none", "fp32"),))
+        )
         for stored in writer.header.tables:
             table = held[stored.name]
             writer.rows(stored, 0, stored.rows)[:] = table.packed

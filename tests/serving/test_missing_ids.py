@@ -20,11 +20,11 @@ from support import end, run_tableside
 
 from benchmarks import wire
 from tableside.loader.header import ScorerInput, StoredScorer
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.serving.client import AsyncClient, Client, ClientError, LookedUp
 
 Answer = tuple[dict[str, Any], dict[str, Any]]
-PAIR = (Feature("old", "old", "sum", "fp32"), Feature("chunked", "chunked", "sum", "fp32"))
+PAIR = (FeatureSpec("old", "old", "sum", "fp32"), FeatureSpec("chunked", "chunked", "sum", "fp32"))
 
 
 @pytest.fixture(scope="module", params=["native", "fbgemm"])

@@ -14,7 +14,7 @@ from served import engine_of
 from support import until
 
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.errors import SegmentError
 from tableside.loader.retention import Retention
@@ -45,7 +45,7 @@ class Changing:
     def change(self) -> None:
         value = len(self.values) + 1
         changes = [TableChanges("word", np.array([7]), np.full((1, 16), value, np.float32))]
-        state = apply(self.model, Batch(changes), ApplySettings(keep=Retention(0))).state
+        state = apply(self.model, ChangeBatch(changes), ApplySettings(keep=Retention(0))).state
         self.values[state] = value
         if value % 20 == 0:
             compact(self.model)

@@ -11,7 +11,7 @@ import pytest
 from support import until
 
 from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.load import load
 from tableside.loader.model import parse_model
 from tableside.loader.retention import Retention
@@ -40,7 +40,7 @@ class Writer:
         for table, (rows, dim) in ROWS.items():
             ids = np.unique(np.concatenate([[1, 2, 3], self.rng.integers(0, rows, rows // 3)]))
             changes.append(TableChanges(table, ids, np.full((ids.size, dim), self.sequence + 1, np.float32)))
-        self.sequence = apply(self.model, Batch(changes), ApplySettings(keep=Retention(2))).state.sequence
+        self.sequence = apply(self.model, ChangeBatch(changes), ApplySettings(keep=Retention(2))).state.sequence
         return self.sequence
 
 

@@ -12,7 +12,7 @@ from changing import Oracle
 from support import run_tableside, until
 
 from tableside.loader.apply import apply
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.loader.states import State, state_of
 
 Start = Callable[..., Any]
@@ -22,7 +22,7 @@ Start = Callable[..., Any]
 def oracle(root: Path) -> Oracle:
     made = Oracle(root)
     for n in range(3):
-        apply(made.model, Batch(made.change(50), "stream", str(n + 1), str(n) if n else None, made_at=1e9))
+        apply(made.model, ChangeBatch(made.change(50), "stream", str(n + 1), str(n) if n else None, made_at=1e9))
     return made
 
 
@@ -63,7 +63,7 @@ def test_compact_and_gc(oracle: Oracle, root: Path) -> None:
 def test_metrics_and_models(oracle: Oracle, start: Start) -> None:
     """The lag is from when the oldest change of the batch was made."""
     server = start()
-    apply(oracle.model, Batch(oracle.change(10), "stream", "4", "3", made_at=1e9))
+    apply(oracle.model, ChangeBatch(oracle.change(10), "stream", "4", "3", made_at=1e9))
 
     def shown() -> Any:
         return server.get("/v1/models").json()["models"][0]
@@ -84,7 +84,7 @@ def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -
     server = start("--max-behind-s", "0.3")
     assert httpx.get(f"{server.url}/v2/health/ready").status_code == 200
     name = oracle.model.folder / "1+4.delta"
-    apply(oracle.model, Batch(oracle.change(10)))
+    apply(oracle.model, ChangeBatch(oracle.change(10)))
     oracle.model.activate(1, 3)
     until(lambda: server.get("/v1/models").json()["models"][0]["sequence"] == 3, what="the state before it")
     name.chmod(0o600)

@@ -12,7 +12,7 @@ from raw_tables import raw_table
 from served import Sum, engine_of
 from support import rows_of
 
-from tableside.loader.model import Feature
+from tableside.loader.model import FeatureSpec
 from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.quant import Lookup, Place, Planner, Pooling, RowFormat, choose
@@ -35,7 +35,7 @@ def test_a_version_is_warmed_up_with_ids_that_its_tables_have(root: Path, monkey
         **{name: raw_demo.TABLES[name] for name in ("strict", "old", "empty", "word", "plain")},
         "nothing": raw_demo.DemoTable(raw_demo.random_ids(0, 1), raw_demo.whole_rows(0, 8, 1)),
     }
-    raw_demo.publish_raw(root, "demo", tables, [Feature(name, name, "sum", "fp32") for name in tables])
+    raw_demo.publish_raw(root, "demo", tables, [FeatureSpec(name, name, "sum", "fp32") for name in tables])
     placer = Placer(ServerSettings(), choose())
     seen: dict[str, set[int]] = {}
     look_up = Request.look_up

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tableside.loader.changes import Batch
+from tableside.loader.changes import ChangeBatch
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
 from tableside.serving.follow.sources import open_source
@@ -32,7 +32,7 @@ def opened(folder: Path, start: str = "start") -> Any:
     return open_source(str(folder), None, None, start, lambda: False)
 
 
-def ids(batch: Batch | None) -> list[int]:
+def ids(batch: ChangeBatch | None) -> list[int]:
     assert batch is not None
     return [int(i) for c in batch.changes for i in c.ids]
 

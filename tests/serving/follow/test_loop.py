@@ -10,7 +10,7 @@ import pytest
 from campaigns.follows import rows_now
 from tableside.loader import memory
 from tableside.loader.apply import apply, position_of
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.compact import compact
 from tableside.loader.versions import Model
 from tableside.serving.errors import SourceError
@@ -26,11 +26,11 @@ class Counting:
         self.asked: list[str | None] = []
         self._before = before
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> Batch | None:
+    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
         self.asked.append(after)
         number = int(after or 0) + 1
         self._before(number)
-        return Batch(self._changes(number), self.name, str(number), after, 1e9)
+        return ChangeBatch(self._changes(number), self.name, str(number), after, 1e9)
 
     def _changes(self, number: int) -> list[TableChanges]:
         return [TableChanges("user", np.array([number]), np.full((1, 4), number, np.float32))]
@@ -121,7 +121,7 @@ def test_another_state_becomes_live_meanwhile(model: Model) -> None:
     """As one does when an operator goes back by a file that was applied, in the moment before the batch is visible: the batch
     lies over that state."""
     run(model, Counting(), 1)
-    apply(model, Batch([TableChanges("user", np.array([9]), np.ones((1, 4), np.float32))]))
+    apply(model, ChangeBatch([TableChanges("user", np.array([9]), np.ones((1, 4), np.float32))]))
 
     class Crossed(Counting):
         def _changes(self, number: int) -> Any:

@@ -14,7 +14,7 @@ import torch
 from module_tables import ROWS
 
 from tableside.loader.apply import apply
-from tableside.loader.changes import Batch, TableChanges
+from tableside.loader.changes import ChangeBatch, TableChanges
 from tableside.loader.states import State
 from tableside.loader.versions import Model
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
@@ -102,7 +102,7 @@ def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:
         assert module.version == 1
         ids = rng.choice(ROWS, 100, replace=False)
         changes = [TableChanges("user", ids, rng.standard_normal((100, 16)).astype(np.float32))]
-        assert apply(Model(Path(model), "ads"), Batch(changes)).state == State(1, state + 1)
+        assert apply(Model(Path(model), "ads"), ChangeBatch(changes)).state == State(1, state + 1)
         assert module.refresh() and host.refresh()
         assert not torch.equal(host(told)["user_sum"], expected["user_sum"])
     wrong = IDS.clone()
