@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.[ch])
 
-.PHONY: help setup dev demo serve minilm dlrm torchrec live test quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
+.PHONY: help setup dev demo serve minilm dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign clean
 
 help:            ## what there is
@@ -50,43 +50,42 @@ torchrec: dev    ## a TorchRec DLRM, trained, its tables published and swapped i
 live: dev        ## a trainer whose rows reach a server through Redis while it answers: lag and AUC over time, drawn
 	@$(BIN)/python examples/live/run.py
 
-test: dev        ## all tests
-	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# DRAW=SEED, which every run prints, draws the same tests again (tests/helpers/drawing.py).
+# One thread of torch each: threads that wait for one another spin, which is slow where other work has the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+MARKED = $(shell grep -rlw 'mark\.$(1)' tests)
 
-QUICK := tests/test_rooms.py tests/quant/test_row_format.py tests/loader/test_segment.py tests/loader/test_model.py \
-	tests/loader/test_folder.py tests/loader/test_checkpoints.py tests/loader/test_program.py tests/loader/test_manifest.py \
-	tests/serving/test_validation.py tests/serving/test_client.py tests/serving/test_client_forms.py \
-	tests/serving/test_client_reading.py tests/serving/test_templates.py tests/serving/test_admission.py tests/serving/test_watch.py
+test: dev        ## the tests that a change has to pass, in five minutes
+	@$(PYTEST)
+
+test-all: dev    ## all tests
+	@$(PYTEST) --all
+	@$(MAKE) --no-print-directory test-sanitized
+
+REST ?= 0.4
+test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.4 of them
+	@$(PYTEST) --rest $(REST)
+
 quick: dev       ## a part of the tests, in under two minutes
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(QUICK)
+	@$(PYTEST) -m quick $(call MARKED,quick)
 
-GPU_TESTS := tests/quant tests/loader/test_registration.py tests/loader/test_shared_registration.py $(addprefix tests/serving/,test_gpu.py test_batching.py test_score.py \
-	test_eval.py)
 test-gpu:        ## all tests that a GPU can run, on this machine's first GPU, with the torch that is here
-	@$(PYTHON) -m pytest --device cuda:0 $(GPU_TESTS)
+	@$(PYTHON) -m pytest --device cuda:0 --all -m gpu $(call MARKED,gpu)
 
 # Every tensor is an allocation of its own then, so that what lies beside it is not its memory. initcheck looks at what kernels
 # read: a buffer that is copied whole may have bytes that nobody wrote.
 SANITIZER := $(or $(shell command -v compute-sanitizer),/usr/local/cuda/bin/compute-sanitizer)
 SANITIZER_OPTIONS := --error-exitcode 9 --target-processes application-only --show-backtrace no --print-limit 20
-CACHE_EVERY_ID := tests/quant/test_cache.py::test_every_id_yields_its_row
-SANITIZED_GPU_TESTS := "$(CACHE_EVERY_ID)[Policy.LFU-7000-1024-2-2]" "$(CACHE_EVERY_ID)[Policy.LRU-60000-2048-1-2]" \
-	$(addprefix tests/quant/test_cache.py::test_,a_ticket_that_is_let_go_is_released rows_in_use_are_not_evicted \
-		forgotten_rows_are_gone warm_rows_are_there_before_they_are_asked_for) \
-	$(addprefix tests/quant/test_cache_lookups.py::test_,lookups_through_the_cache_are_the_same prefetched_and_forwarded) \
-	$(addprefix tests/quant/test_gpu_lookup.py::test_,every_format_and_width_in_one_launch starts_of_bags_are_those_of_the_reference \
-		requests_of_a_batch_are_answered_each_on_its_own tables_of_host_and_device_in_one_plan) \
-	"tests/quant/test_gpu_lookup.py::test_few_long_bags[True-int8]" "tests/quant/test_gpu_lookup.py::test_split_tables[300-int8]" \
-	$(addprefix tests/quant/test_stash.py::test_,tables_that_are_served_leave_and_come_back two_batches_before_either_backward)
 test-gpu-sanitized:  ## small shapes of lookups, cache and stashing under compute-sanitizer: memcheck, racecheck, initcheck
 	@for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do \
 		echo "compute-sanitizer --tool $$tool"; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool $(SANITIZER_OPTIONS) \
-			$(PYTHON) -m pytest -q -p no:faulthandler --device cuda:0 $(SANITIZED_GPU_TESTS) || exit 1; \
+			$(PYTHON) -m pytest -q -p no:faulthandler --device cuda:0 --all -m sanitized_gpu \
+			$(call MARKED,sanitized_gpu) || exit 1; \
 	done
 
 # no:faulthandler: it would take the signals that the sanitizers report.
-WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 -p no:faulthandler
+WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 --all -p no:faulthandler
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py

@@ -138,7 +138,7 @@ def folders() -> Iterator[tuple[Path, Path]]:
 
 
 def until(
-    condition: Callable[[], object], deadline_s: float = 20.0, what: str = "the condition", pause_s: float = 0.005
+    condition: Callable[[], object], deadline_s: float = 300.0, what: str = "the condition", pause_s: float = 0.005
 ) -> float:
     """Waits for a condition; seconds that it took. TimeoutError: it is not met at the deadline."""
     started = time.monotonic()

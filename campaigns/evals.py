@@ -44,17 +44,17 @@ GOALS: Mapping[str, Goal] = {
 
 
 def run(seconds: float, seed: int, kills: int | None = None) -> dict[str, float]:
-    """Disturbs and resumes evaluations until `kills` kills, or for `seconds`; counts by name."""
+    """Disturbs and resumes evaluations until `kills` kills and a flip, or for `seconds`; counts by name."""
     found: Counter[str] = Counter(dict.fromkeys((*GOALS, *(f"kills of {v}" for v in VICTIMS), "runs", "reports", "refusals"), 0))
     chance, end = random_of(seed, "evals"), time.monotonic() + seconds
     with folders() as (root, files):
         data = _publish(root, files, chance)
         calm = _Evaluation(root, data, files / "calm")
         calm.start()
-        calm.process.wait(120)
+        calm.process.wait(300)
         wanted = calm.figures()
         evaluation = _Evaluation(root, data, files / "out")
-        while time.monotonic() < end and (kills is None or found["kills"] < kills):
+        while time.monotonic() < end and (kills is None or found["kills"] < kills or not found["flips"]):
             evaluation.flip(chance, found)
             evaluation.start()
             try:
@@ -170,13 +170,13 @@ def _disturb(evaluation: _Evaluation, chance: random.Random, found: Counter[str]
                 continue
             found["kills"] += 1
             found[f"kills of {victim}"] += 1
-    process.wait(120)
+    process.wait(300)
 
 
 def _judge(evaluation: _Evaluation, wanted: Any, found: Counter[str]) -> None:
     """Compares what a run left with what it should have; begins anew after a report."""
     try:
-        until(lambda: not any(evaluation.processes().values()), 20, what="the end of its processes")
+        until(lambda: not any(evaluation.processes().values()), 300, what="the end of its processes")
     except TimeoutError:
         found["processes left"] += 1
     text = evaluation.log.read_text()

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import pickle
-import pickletools
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -233,7 +232,11 @@ def _of_record(good: bytes | bytearray, record: bytes) -> int:
 
 def value(v: Any) -> bytes:
     """The instructions that push a plain value, and leave the memo as it is."""
-    return pickletools.optimize(pickle.dumps(v, 2))[2:-1]
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written, 2)
+    pickler.fast = True  # without a memo
+    pickler.dump(v)
+    return written.getvalue()[2:-1]
 
 
 def name(module: str, what: str) -> bytes:

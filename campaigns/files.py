@@ -38,7 +38,7 @@ from tableside.loader.segment import Segment
 
 BEYOND_BYTES = 4 << 30
 GROWTH_BYTES = 1 << 30  # the most that one file may cost
-DEADLINE_S = 30
+DEADLINE_S = 300
 _LOADED = 4  # matrices of a file that are loaded
 _SPECIAL = (0, 1, 0x7F, 0x80, 0xFF)
 

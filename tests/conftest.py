@@ -14,30 +14,11 @@ import tables
 from tableside.loader.load import Loaded, LoadSettings, load
 from tableside.loader.model import parse_model
 
+pytest_plugins = ["drawing"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="interpreter", help="what GPU kernels run on: cuda:0, or Triton's interpreter")
-
-
-# Files that take longest. They are handed out first, so that no core waits for the last one at the end (make test).
-LONG = (
-    *("serving/test_eval.py", "serving/test_gpu.py", "quant/test_gpu_lookup.py", "quant/test_backends.py"),
-    *("serving/modules/test_operators.py", "campaigns/test_campaigns.py", "serving/test_score_limits.py", "serving/test_cli.py"),
-    *("serving/modules/test_device.py", "quant/test_cache_kernels.py", "quant/test_cache.py", "serving/test_processes.py"),
-    *("loader/test_raw_load.py", "loader/test_damaged_checkpoints.py", "loader/test_load.py", "quant/test_stash_torchrec.py"),
-    *(
-        "serving/test_docs_page.py",
-        "serving/test_limits.py",
-        "serving/test_eval_kills.py",
-        "serving/test_supervisor.py",
-        "serving/test_metrics_files.py",
-    ),
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path, len(LONG)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -76,7 +76,7 @@ def is_editable() -> bool:
 
 def python(*arguments: str, cwd: Path = TOP, **variables: str) -> subprocess.CompletedProcess[str]:
     command, environment = [sys.executable, *arguments], {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment, check=False)
 
 
 # ---- without extras ----

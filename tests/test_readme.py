@@ -135,7 +135,7 @@ def test_python_and_curl(server: Server, root: Path, monkeypatch: pytest.MonkeyP
     curls = [c for c in commands() if c[0] == "curl"]
     assert len(curls) == 1
     for _, _, url, _, body in curls:
-        answer = httpx.post(url.replace(URL, server.url), content=body, timeout=10)
+        answer = httpx.post(url.replace(URL, server.url), content=body, timeout=300)
         assert answer.status_code == 200, answer.text
         assert len(answer.json()["vectors"]["user"]) == 2
 

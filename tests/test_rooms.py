@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 TOP = Path(__file__).parent.parent
 ROOMS = ("quant", "loader", "serving")
 ALLOWED = {"quant": {"quant"}, "loader": {"quant", "loader"}, "serving": {"quant", "loader", "serving"}}

@@ -56,6 +56,7 @@ def call(library: Path, reports: Path, what: str) -> tuple[int, str]:
     return code, "".join(report.read_text() for report in reports.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "report"),
     [
@@ -74,6 +75,7 @@ def test_a_planted_bug_ends_the_process_and_is_reported(planted: Path, tmp_path:
     assert re.search(r"planted\.c:\d+", found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["past_the_end(b'abc', 3)", "overflow(5)", "shift(3)", "misaligned(b'abcdefghi', 0)"])
 def test_what_is_no_bug_is_not_reported(planted: Path, tmp_path: Path, what: str) -> None:
     """A bytes object ends with a zero that is its own."""

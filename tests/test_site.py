@@ -52,6 +52,7 @@ class _Loaded(HTMLParser):
             self.urls.append(found.get("href") or "")
 
 
+@pytest.mark.thorough
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     """Scripts, styles, fonts and images are files of the site; every one of them is there."""
     pages = sorted(site.glob("*.html"))
@@ -76,6 +77,7 @@ def test_every_page_is_in_the_navigation_and_limits_come_first() -> None:
     assert files[:2] == ["index.md", "limits.md"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -2,9 +2,12 @@
 
 import pytest
 from redis_servers import needs_redis
+from support import LONGEST_S
 
 from campaigns.common import Result
 from campaigns.goals import CAMPAIGNS
+
+pytestmark = pytest.mark.thorough
 
 SEED = 1
 WAYS = ("attached", "by a module", "over HTTP", "by evaluations")
@@ -33,7 +36,11 @@ def test_a_short_run(name: str) -> None:
     if name == "redis_lies":
         pytest.importorskip("redis", reason="the redis extra brings Redis's client")
     seconds, did = SHORT[name]
-    result = Result(name, seconds, SEED, CAMPAIGNS[name].run(seconds, SEED), CAMPAIGNS[name].goals)
+    measured = CAMPAIGNS[name].run(seconds, SEED)
+    while not all(measured[figure] > 0 for figure in did) and seconds < LONGEST_S:  # other work has the cores
+        seconds *= 4
+        measured = CAMPAIGNS[name].run(seconds, SEED)
+    result = Result(name, seconds, SEED, measured, CAMPAIGNS[name].goals)
     missed = [row for row in result.rows() if row[3] == "MISSED" and result.goals[row[0]].kind == "must"]
     assert not missed, f"seed {SEED}: {missed}"
     assert all(result.measured[figure] > 0 for figure in did), result.measured

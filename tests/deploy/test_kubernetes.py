@@ -82,7 +82,7 @@ def test_kustomizations_name_every_file() -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl has kustomize")
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in FOLDER.rglob("kustomization.yaml")))
 def test_kustomize_builds(name: str) -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=60, check=False)
+    built = subprocess.run(["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=300, check=False)
     assert built.returncode == 0, built.stderr
     objects = [d for d in yaml.safe_load_all(built.stdout) if d["kind"] not in CUSTOM]
     for document in objects:
@@ -222,7 +222,7 @@ def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"]
     url, process = pod
     container = CONTAINERS["Deployment"]
     paths = {p: container[f"{p}Probe"]["httpGet"]["path"] for p in ("startup", "readiness", "liveness")}
-    until(lambda: process.poll() is not None or status(url + paths["startup"]) == 200, 60, "the startup probe")
+    until(lambda: process.poll() is not None or status(url + paths["startup"]) == 200, what="the startup probe")
     assert process.poll() is None, (tmp_path / "log").read_text()
     assert [status(url + path) for path in paths.values()] == [200, 200, 200]
     asked = httpx.post(f"{url}/v1/lookup", json={"model": "ads", "features": {"user": [[1]]}}, trust_env=False)
@@ -231,7 +231,7 @@ def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"]
     assert "tableside_requests_total{" in httpx.get(url + endpoint["path"], trust_env=False).text
     process.send_signal(signal.SIGTERM)
     seen = set()
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < end_s:
         seen.add((status(url + paths["readiness"]), status(url + paths["liveness"])))
         time.sleep(0.02)
@@ -241,6 +241,6 @@ def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"]
 
 def status(url: str) -> int:
     try:
-        return httpx.get(url, trust_env=False, timeout=5).status_code
+        return httpx.get(url, trust_env=False, timeout=300).status_code
     except httpx.TransportError:
         return 0

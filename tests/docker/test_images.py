@@ -50,7 +50,7 @@ def container(request: pytest.FixtureRequest, buildah: Any) -> Iterator[tuple[st
 
 def said(buildah: Any, container: str, *command: str) -> subprocess.CompletedProcess[str]:
     full = buildah.command("run", container, "--", *command)
-    return subprocess.run(full, capture_output=True, text=True, timeout=120, env=buildah.environment, check=False)
+    return subprocess.run(full, capture_output=True, text=True, timeout=300, env=buildah.environment, check=False)
 
 
 def test_what_an_image_has(buildah: Any, container: tuple[str, str]) -> None:
@@ -108,7 +108,7 @@ def test_an_image_loads_and_serves_confined(buildah: Any, container: tuple[str, 
             (found,) = httpx.post(f"{url}/v1/lookup", json=body, trust_env=False).json()["vectors"]["user"]
             np.testing.assert_allclose(found, values[3] + values[5], rtol=1e-6)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, (tmp_path / "log").read_text()
+            assert process.wait(300) == 0, (tmp_path / "log").read_text()
         finally:
             process.kill()
             process.wait()

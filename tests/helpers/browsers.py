@@ -19,7 +19,7 @@ def _run(url: str, *options: str, wait_ms: int) -> str:
         command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "--no-first-run"]
         command += [f"--virtual-time-budget={wait_ms}", *options, url]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "HOME": profile}
+            command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "HOME": profile}
         )
     assert done.returncode == 0, done.stderr
     return done.stdout

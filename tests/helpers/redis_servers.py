@@ -37,7 +37,7 @@ class RedisServer:
         kept = ["--appendonly", "yes", "--appendfsync", "always"] if self.keeps else ["--appendonly", "no"]
         command = [COMMAND, "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", "", *kept]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while not self.is_up():
             assert self.process.poll() is None and time.monotonic() < deadline, "redis-server did not come up"
             time.sleep(0.01)
@@ -54,7 +54,7 @@ class RedisServer:
     def end(self, how: signal.Signals = signal.SIGTERM) -> None:
         if self.process is not None:
             self.process.send_signal(how)
-            self.process.wait(20)
+            self.process.wait(300)
             self.process = None
 
     def wipe(self) -> None:

@@ -54,7 +54,7 @@ class Server:
         return [p for p in processes_below(self.process.pid) if _maps_segment(p, self.root)]
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10)
+        return httpx.get(self.url + path, timeout=300)
 
 
 def _name(pid: int) -> str:
@@ -96,7 +96,7 @@ def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo"
     text = log.read_text()
     log.unlink()
     if not found:
-        process.wait(10)
+        process.wait(300)
         pytest.fail(f"the server did not start: {text}")
     return Server(found[0], process, root)
 

@@ -11,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+LONGEST_S = 300.0  # how long a test waits for what has to come, on however busy a machine
+
 
 def rows_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
     """Values whose every row is different: fp32 [rows, dim]."""
     return np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
 
 
-def until(condition: Callable[[], object], deadline_s: float = 20.0, what: str = "the condition") -> None:
+def until(condition: Callable[[], object], deadline_s: float = LONGEST_S, what: str = "the condition") -> None:
     """Waits for a condition; fails at the deadline."""
     end = time.monotonic() + deadline_s
     while not condition():
@@ -34,14 +36,14 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = LONGEST_S) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     environment = {**os.environ, **({"TABLESIDE_ROOT": str(root)} if root else {})}
     command = [sys.executable, "-m", "tableside", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
 
-def end(process: subprocess.Popen[str], deadline_s: float = 20) -> int:
+def end(process: subprocess.Popen[str], deadline_s: float = LONGEST_S) -> int:
     """SIGTERM, then the exit code; SIGKILL and a failure at the deadline."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)

@@ -79,7 +79,7 @@ class Proxy:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(300)
         for one in self._open:
             one.close()
 

@@ -33,7 +33,7 @@ def run_ranks(body: Callable[..., Any], *arguments: Any) -> list[Any]:
         for process in started:
             process.start()
         for process in started:
-            process.join(120)
+            process.join(300)
         late = [process for process in started if process.is_alive()]
         for process in late:
             process.kill()

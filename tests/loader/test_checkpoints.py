@@ -17,6 +17,8 @@ from support import rows_of
 from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.errors import CheckpointError
 
+pytestmark = pytest.mark.quick
+
 DCP = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
 
 

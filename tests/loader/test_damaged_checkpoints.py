@@ -36,6 +36,7 @@ def test_honest_files_load(kind: str, child: Child, tmp_path: Path) -> None:
     assert child.ask(file_cases.HONEST[kind](tmp_path)).outcome == "true"
 
 
+@pytest.mark.drawn(60)
 @pytest.mark.parametrize("name", CASES)
 def test_a_lie_is_refused(name: str, child: Child, tmp_path: Path) -> None:
     """One line, no other rows, no traceback, signal or hang; a few megabytes on disk take at most 512 MiB of memory."""

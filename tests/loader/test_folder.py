@@ -18,6 +18,8 @@ from tableside.loader.load import Loaded, LoadSettings
 from tableside.loader.segment import Segment
 from tableside.loader.versions import Model, models
 
+pytestmark = pytest.mark.quick
+
 Publish = Callable[..., Loaded]
 STRANGER = 12345  # a user of this machine who is neither root nor the one that runs the tests
 

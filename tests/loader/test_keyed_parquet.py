@@ -274,7 +274,7 @@ with open_checkpoint(Path({str(path)!r})) as found:
     rows = sum(len(block.ids) for block in table.blocks(0))
     print(rows, most_kib() - before, table.buffer_bytes)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     rows, grown_kib, buffer_bytes = map(int, found.stdout.split())
     assert rows == count and grown_kib << 10 < 2 * buffer_bytes < 100 << 20, grown_kib
 
@@ -288,7 +288,9 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     )
     top = Path(__file__).parent.parent.parent
     environment = {**os.environ, "WITHOUT": "pyarrow", "PYTHONPATH": f"{without}{os.pathsep}{top}"}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
     assert "install tableside[eval]" in found.stderr.splitlines()[-1]
 
 

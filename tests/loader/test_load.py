@@ -227,7 +227,7 @@ def test_a_load_killed_at_each_publishing_step(step: str, publish: Publish, root
     """The version before it stays live and whole; the next load succeeds, and gc leaves nothing behind."""
     publish({"t": rows_of(100, 64)})
     process = _start_load(_model_file(tmp_path), root, STEPS[step])
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL
     model = Model(root, "demo")
     assert model.current() == 1
@@ -245,13 +245,14 @@ def test_a_version_that_was_about_to_be_live_goes_with_the_next_load(publish: Pu
     """A load that is killed between the rename and the flip leaves a version that nobody asked for; gc is not needed."""
     publish({"t": rows_of(100, 64)})
     process = _start_load(_model_file(tmp_path), root, STEPS["flipping"])
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     model = Model(root, "demo")
     assert (process.returncode, model.versions(), model.current()) == (-signal.SIGKILL, [1, 2], 1)
     publish({"t": rows_of(100, 64)})
     assert (model.versions(), model.current()) == ([1, 3], 3)
 
 
+@pytest.mark.thorough
 def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path: Path) -> None:
     """Whenever it dies, some version is live and whole, and what it left is collectable."""
     seed = random.randrange(2**32)
@@ -266,7 +267,7 @@ def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path
         until(lambda p=process, f=partial: p.poll() is not None or list(f.glob("*.partial")), what="the load to begin")
         time.sleep(instants.uniform(0, 0.06))
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         killed += process.returncode == -signal.SIGKILL
         rows = Segment(model.path(model.current())).tables["t"].rows
         assert rows in (100, 400_000)
@@ -285,7 +286,7 @@ def test_two_loads_at_once(publish: Publish, root: Path, tmp_path: Path) -> None
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 1
     assert "another load of model 'demo' is under way" in second.stderr
-    first.communicate(timeout=60)
+    first.communicate(timeout=300)
     assert (first.returncode, model.current()) == (0, 1)
 
 

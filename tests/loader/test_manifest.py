@@ -21,6 +21,8 @@ from tableside.loader.model import parse_model
 from tableside.loader.verification import summary
 from tableside.loader.versions import Model
 
+pytestmark = pytest.mark.quick
+
 DCP = Path(__file__).parent.parent / "fixtures" / "torchrec_dcp"
 
 

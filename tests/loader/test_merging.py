@@ -159,7 +159,7 @@ def test_a_full_file_system_ends_a_merge(oracle: Oracle, merges: Merges, monkeyp
 def test_a_merge_that_is_slow_is_waited_for(oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest delta outgrows the one below it by a batch at most, however long the merge takes."""
     is_released, write = threading.Event(), merging.write_unsealed
-    monkeypatch.setattr(merging, "write_unsealed", lambda *given: is_released.wait(60) and write(*given))
+    monkeypatch.setattr(merging, "write_unsealed", lambda *given: is_released.wait(300) and write(*given))
     apply(oracle.model, ChangeBatch(oracle.change(200)), merges=merges)
     while not merges.is_running():
         apply(oracle.model, ChangeBatch(oracle.change(30)), merges=merges)

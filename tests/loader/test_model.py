@@ -9,6 +9,8 @@ from tableside.loader.model import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec,
 from tableside.loader.model_text import write_model
 from tableside.quant import RowFormat
 
+pytestmark = pytest.mark.quick
+
 GOOD = {
     "name": "ads",
     "checkpoint": "c.safetensors",

@@ -23,6 +23,8 @@ from tableside.loader.program import Program, ProgramInput, read_program, write_
 from tableside.loader.program.run import Runner, weight_tensors
 from tableside.loader.versions import Model
 
+pytestmark = pytest.mark.quick
+
 Change = Callable[[dict[str, Any]], None]
 
 

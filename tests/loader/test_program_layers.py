@@ -228,6 +228,7 @@ def test_layers_that_take_much_memory_are_left_to_torch(monkeypatch: pytest.Monk
 # ---- what the kernel computes ----
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 13, 63, 64, 65, 130])
 @pytest.mark.parametrize("function", RECOGNIZED)
 def test_scores_are_within_the_bound_of_any_fp32_sum(
@@ -239,6 +240,7 @@ def test_scores_are_within_the_bound_of_any_fp32_sum(
     assert (np.abs(run(PackedLayers(found), inputs) - scores) <= off).all()
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 31, 32, 33, 48, 49, 100])
 @pytest.mark.parametrize("depth", [1, 3, 64])
 def test_layers_of_any_width_and_depth(width: int, depth: int, isa: str) -> None:

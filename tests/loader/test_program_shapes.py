@@ -176,6 +176,7 @@ def test_calls_that_kernels_do_not_check(case: str) -> None:
         CHECKS[name]({**{k: v for k, v in defaults.items() if k not in ("step", "m", "rounding_mode")}, **arguments}, 1 << 30)
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("target", sorted(OPERATORS))
 def test_listed_operators_write_nothing_and_draw_nothing(target: str) -> None:
     """They are there, change no argument, and take no generator that would be used."""

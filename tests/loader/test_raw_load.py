@@ -232,7 +232,7 @@ def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path)
         print(peak - idle)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) < 32 << 20
     assert attached(root, "t", "big").row_map.count == count  # type: ignore[union-attr]
@@ -261,7 +261,7 @@ def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> No
     )
     command = ["load", str(tmp_path / "model.toml"), "--root", str(root)]
     script = f"{STEPS[step]}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     model = Model(root, "demo")
     assert model.current() == 1

@@ -19,6 +19,8 @@ from tableside.loader.registration import MAPPED, PORTABLE, READ_ONLY, Registrat
 from tableside.loader.segment import Segment
 from tableside.loader.versions import Model
 
+pytestmark = pytest.mark.gpu
+
 Publish = Callable[..., Any]
 on_gpu = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")
 
@@ -150,7 +152,7 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
     assert second.stdout and not select.select([second.stdout], [], [], 2)[0]  # it cannot begin
     first.kill()
     first.communicate()
-    assert second.communicate("go\n", timeout=20)[0] == "began\nended\n"
+    assert second.communicate("go\n", timeout=300)[0] == "began\nended\n"
 
 
 def test_nobody_waits_for_ever_for_its_turn(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,8 @@ from tableside.loader.model import FeatureSpec
 from tableside.loader.segment import Segment, SegmentWriter
 from tableside.quant import RowFormat, Source
 
+pytestmark = pytest.mark.quick
+
 GOLDEN = Path(__file__).parent.parent / "fixtures" / "golden.segment"
 
 

@@ -14,7 +14,7 @@ from support import rows_of
 
 from tableside.loader.versions import Model
 
-pytestmark = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")]
 
 DEADLINE_S = 120  # of an answer; the first one imports torch and compiles kernels
 WORKER = """

@@ -17,6 +17,8 @@ from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import compile_all, kernels_of
 from tableside.quant.gpu.wanted import KernelKey, WantedKernels
 
+pytestmark = pytest.mark.gpu
+
 INT8 = KernelKey(1 << 2)
 WANTED = WantedKernels(INT8, pooled=False, unpooled=True, has_maps=True, is_indirect=(False,))
 LAUNCHES = "Triton's launches"  # what is compiled once where CUDA's driver is

@@ -31,6 +31,8 @@ from tableside.quant import (
 from tableside.quant.cpu import _native
 from tableside.quant.errors import Problem
 
+pytestmark = pytest.mark.gpu
+
 ISAS = _native.isas()
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in ISAS)]
 DIMS = [4, 8, 12, 20, 32, 36, 64, 72, 100, 128, 200, 256, 384]
@@ -59,6 +61,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield from _cpu(request.param)
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 136])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 50.0, 1e-12])
@@ -95,6 +98,7 @@ def test_bf16_sources_are_read_exactly(quantizer: CpuBackend) -> None:
     np.testing.assert_array_equal(packed.view(np.float32), exact)
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 5, 63, 71])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
@@ -141,6 +145,7 @@ def case_of(row_format: RowFormat, dim: int, pooling: Pooling, half: bool, lengt
     return Case(table, ids, bags, tuple(found))
 
 
+@pytest.mark.drawn(64)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
 @pytest.mark.parametrize(
@@ -173,6 +178,7 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
     _native.use(ISAS[0])
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("dim", [4, 20, 128, 200])
 @pytest.mark.parametrize("row_format", [f for f in RowFormat if not f.has_scale], ids=lambda f: f.label)
 def test_the_sum_of_one_row_is_that_row_bit_for_bit(backend: Backend, row_format: RowFormat, dim: int) -> None:
@@ -212,6 +218,7 @@ def test_tiny_tables_and_no_ids(backend: Backend, rows: int) -> None:
     assert backend.lookup(table, np.zeros(1, np.int64), pooling=Pooling.NONE).shape == (1, 16)
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("value", [-1, 200, 2**31, 2**32 + 5, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("position", [0, 17, 19])
 def test_ids_outside_the_table_are_refused(backend: Backend, value: int, position: int) -> None:

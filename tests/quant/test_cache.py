@@ -16,13 +16,15 @@ from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.interpreter import InterpretedDevice
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize(
     ("policy", "budget", "page_bytes", "held", "threads"),
     [
         (Policy.LRU, 7_000, 1024, 0, 0),
-        (Policy.LFU, 7_000, 1024, 2, 2),
-        (Policy.LRU, 60_000, 2048, 1, 2),
+        pytest.param(Policy.LFU, 7_000, 1024, 2, 2, marks=pytest.mark.sanitized_gpu),
+        pytest.param(Policy.LRU, 60_000, 2048, 1, 2, marks=pytest.mark.sanitized_gpu),
         (Policy.LFU, 60_000, 2048, 0, 0),
     ],
 )
@@ -102,6 +104,7 @@ def test_a_scan(policy: Policy, stay: bool) -> None:
     assert (t.hits() - before == hot.size) is stay
 
 
+@pytest.mark.sanitized_gpu
 def test_rows_in_use_are_not_evicted() -> None:
     """While a ticket is out that uses every slot, others get none; once it is released, they do."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
@@ -117,6 +120,7 @@ def test_rows_in_use_are_not_evicted() -> None:
     assert t.cache.statistics(wait=True).evicted == 20
 
 
+@pytest.mark.sanitized_gpu
 def test_a_ticket_that_is_let_go_is_released() -> None:
     """The next batch may evict what it used: as many rows as it admits, whichever they are."""
     t = CachedTables(9_000, settings(), {"a": (1000, 48)})
@@ -183,6 +187,7 @@ def test_another_size_of_rows_gets_its_pages() -> None:
     assert t.cache.statistics(wait=True).tables[number].hits > 0
 
 
+@pytest.mark.sanitized_gpu
 def test_forgotten_rows_are_gone() -> None:
     """The next table gets the number of the last one, and none of its rows."""
     t = CachedTables(30_000, settings(), {"a": (100, 48)})
@@ -203,6 +208,7 @@ def test_hot_ids_come_hottest_first() -> None:
     assert set(hot[:10]) == set(range(30, 40)) and set(hot[:20]) == set(range(20, 40)) and len(hot) == 25
 
 
+@pytest.mark.sanitized_gpu
 def test_warm_rows_are_there_before_they_are_asked_for() -> None:
     """What is hot in one table is admitted for another, also where the cache is full of rows with better
     scores.

@@ -12,6 +12,8 @@ from tableside.quant.cache import cache
 from tableside.quant.cache.kernels.state import occupied_at
 from tableside.quant.cache.settings import Policy
 
+pytestmark = pytest.mark.gpu
+
 
 def hits_of(t: CachedTables, ids: np.ndarray) -> int:
     """How many of these ids of table 0 are hits."""

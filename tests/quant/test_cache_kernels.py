@@ -21,6 +21,8 @@ from tableside.quant.cache.kernels.state import ID_BITS, UNIT_BYTES, BatchArray,
 from tableside.quant.cache.settings import Policy
 from tableside.quant.cache.tickets import InFlightBatch, Ticket
 
+pytestmark = pytest.mark.gpu
+
 Ids = dict[int, np.ndarray]
 
 

@@ -16,7 +16,10 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
 
+pytestmark = pytest.mark.gpu
 
+
+@pytest.mark.sanitized_gpu
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
 def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     """Two formats and widths, weights, several requests of which one is wrong; twice, so that rows are
@@ -62,6 +65,7 @@ def staged(lookup: TensorLookup, ids: torch.Tensor) -> StagedLookup:
     return lookup.stage_each([TensorInput(ids, None, 0, 0, None)])
 
 
+@pytest.mark.sanitized_gpu
 def test_prefetched_and_forwarded() -> None:
     """Two batches ahead: each call reads what its own ticket brought."""
     backend = GpuBackend(tables.DEVICE, choose())

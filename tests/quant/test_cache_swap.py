@@ -15,6 +15,8 @@ from tableside.quant.errors import QuantError
 from tableside.quant.ids import RowMap
 from tableside.quant.unchanged import successors
 
+pytestmark = pytest.mark.gpu
+
 ROWS = 300
 
 

@@ -12,6 +12,8 @@ from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.elsewhere import Copy, DeviceRange, Elsewhere, gaps
 
+pytestmark = pytest.mark.gpu
+
 ROWS, DIM, IDS, BAGS = 200, 20, 12, 3
 TABLES = [table_of(RowFormat.INT8, DIM, ROWS, seed) for seed in (0, 1)]
 RNG = np.random.default_rng(3)

@@ -18,6 +18,8 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.follower import FILL_BLOCK, Fills, FollowerInputs, FollowerTensor
 from tableside.quant.gpu.job import FillField
 
+pytestmark = pytest.mark.gpu
+
 DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 WIDE, NARROW = table_of(RowFormat.INT8, 32), table_of(RowFormat.INT4, 12, seed=1)
 CONTEXT = 5  # numbers of a row's dense tensor

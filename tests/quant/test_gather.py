@@ -13,6 +13,8 @@ from gates import gate, is_held, let_others_run
 from tableside.quant.cache.settings import Policy
 from tableside.quant.device.gather import HostGather
 
+pytestmark = pytest.mark.gpu
+
 ON_GPU = "__import__('tables').DEVICE != 'interpreter'"
 needs_gpu = pytest.mark.skipif(f"not ({ON_GPU})", reason="needs a GPU's streams")
 HEAD = 2

@@ -27,6 +27,8 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.job import JobField, LookupJob
 from tableside.quant.gpu.launch_config import LaunchConfigs
 
+pytestmark = pytest.mark.gpu
+
 IDS = np.array([3, 199, 0, 3, 7, 11, 150], np.int64)
 LENGTHS = np.array([2, 0, 5], np.int32)
 
@@ -59,6 +61,7 @@ def test_bf16_vectors() -> None:
         choose("native").plan([summed(table, Precision.BF16)])
 
 
+@pytest.mark.sanitized_gpu
 def test_every_format_and_width_in_one_launch() -> None:
     """One plan over all formats, widths that fill words and that do not, pooled and not."""
     held = [table_of(f, dim) for f in RowFormat for dim in (4, 12, 100)]
@@ -76,6 +79,7 @@ def test_every_format_and_width_in_one_launch() -> None:
         expect(table, IDS, lengths, pooling=lk.pooling).check(found)
 
 
+@pytest.mark.sanitized_gpu
 def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
     """Right ones, one with a bad id, one with bad lengths, and one with no ids, in one batch."""
     table = table_of(RowFormat.INT4, 32)
@@ -100,6 +104,7 @@ def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
         expect(table, ids, LENGTHS, pooling=Pooling.SUM).check(found)
 
 
+@pytest.mark.sanitized_gpu
 def test_tables_of_host_and_device_in_one_plan() -> None:
     """A bad id of either is found, by the number that its lookup has in the plan."""
     table = table_of(RowFormat.INT8, 20)
@@ -236,7 +241,11 @@ def test_the_rows_of_many_ids_are_gathered() -> None:
     assert gathers(70_000) == [(0, 65_536 * 16), (65_536 * 16, (70_000 - 65_536) * 16)]
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.INT2, RowFormat.FP16], ids=lambda f: f.label)
+@pytest.mark.parametrize(
+    "row_format",
+    [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.INT2, RowFormat.FP16],
+    ids=lambda f: f.label,
+)
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
     """Walked by several threads each: of one length and of their own, an empty one among them, and with a bad id in the last."""
@@ -253,7 +262,9 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
     assert (caught.value.position, caught.value.value) == (599, 200)
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.FP16], ids=lambda f: f.label)
+@pytest.mark.parametrize(
+    "row_format", [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.FP16], ids=lambda f: f.label
+)
 @pytest.mark.parametrize("share", [1, 300, 1023])
 def test_split_tables(row_format: RowFormat, share: int) -> None:
     """Some rows of every block on the device, the others on the host: pooled, not pooled, more ids than would be gathered."""
@@ -328,6 +339,7 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
     assert out.tolist() == wanted
 
 
+@pytest.mark.sanitized_gpu
 @pytest.mark.parametrize(
     ("lengths", "ids"),
     [([2, 0, 5], 7), ([2, 0, 5], 8), ([3, -1, 5], 7), ([], 0), ([1] * 3000, 3000), ([2**31 - 1] * 3, 3 * (2**31 - 1))],

@@ -20,6 +20,8 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.layout import Layout
 from tableside.quant.gpu.placed import LOCKED_FROM, BatchLayout, Copy, NativeBatchLayout, batch_layout
 
+pytestmark = pytest.mark.gpu
+
 needs_interpreter = pytest.mark.skipif(
     "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
 )

@@ -31,6 +31,8 @@ from tableside.quant.gpu.residence import InHost
 from tableside.quant.gpu.tables import DeviceTable
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 
+pytestmark = pytest.mark.gpu
+
 PLACES = ["hbm", "stashable", "mapped", "cached", "split", "host"]
 LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT4, 24), (RowFormat.FP16, 32)]  # the last has no room for ids in its rows
 

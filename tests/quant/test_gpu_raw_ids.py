@@ -23,6 +23,8 @@ from tableside.quant.gpu.residence import InHost
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 from tableside.quant.ids import DirectoryField, pilots_for
 
+pytestmark = pytest.mark.gpu
+
 COUNT = 300
 IDS = random_ids(COUNT)
 BACKFILLED = IDS[5:25]

@@ -31,6 +31,8 @@ from tableside.quant.contract import lookup_at
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.moves import Move, as_bytes, move, move_all
 
+pytestmark = pytest.mark.gpu
+
 
 def outcome(plan: Any, inputs: bytes, out_bytes: int) -> bytes | str:
     out = np.full(out_bytes, 0xEE, np.uint8)

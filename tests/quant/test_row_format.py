@@ -6,6 +6,8 @@ from reference import REFERENCE
 
 from tableside.quant import QuantError, RowFormat, Source, Table
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("row_format", "dim", "expected"),

@@ -17,6 +17,8 @@ from tableside.quant import Lookup, Pooling, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.stash import Restore, StashError, points, registry, stash_embedding_weights
 
+pytestmark = pytest.mark.gpu
+
 ROWS, DIM = 2000, 64
 
 
@@ -192,6 +194,7 @@ def test_no_room_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert holds(model, before)
 
 
+@pytest.mark.sanitized_gpu
 def test_two_batches_before_either_backward() -> None:
     """The hook of the first batch's stash finds the weights away with the second's, and brings those back."""
     torch.manual_seed(0)
@@ -317,6 +320,7 @@ def test_points_by_measured_times() -> None:
     assert points([1, 1], [1, 1], 9.0) == (1, 1)
 
 
+@pytest.mark.sanitized_gpu
 @pytest.mark.parametrize("restores", [False, True])
 def test_tables_that_are_served_leave_and_come_back(restores: bool) -> None:
     """Their rows lie with the host: nothing is copied out; the next lookup finds them, asked for before or not."""

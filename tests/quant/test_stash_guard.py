@@ -13,6 +13,8 @@ import torch
 
 from tableside.quant.gpu.stash import StashError, registry, stash_embedding_weights
 
+pytestmark = pytest.mark.gpu
+
 ROWS, DIM = 50, 4
 REFUSED = r"weights of Embedding, 800 bytes, are stashed, and cannot be copied or pickled; call what stash_embedding_weights"
 

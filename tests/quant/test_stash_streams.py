@@ -22,7 +22,7 @@ from tableside.quant.gpu.stash_registry import Weights
 from tableside.quant.gpu.stash_training import TrainingStash
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 
-pytestmark = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")]
 
 ROWS, DIM = 1 << 16, 64  # 16 MiB: the allocator gives such memory a block of its own
 

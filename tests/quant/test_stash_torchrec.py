@@ -77,6 +77,7 @@ def runs() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     return {kind: [rank[n] for rank in by_rank] for n, kind in enumerate(KINDS)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_training_gives_the_same_bits(runs: Any, kind: str) -> None:
     """Table-, row- and column-wise and data-parallel bags, table- and row-wise sequences, Adagrad inside FBGEMM; two ranks.
@@ -89,6 +90,7 @@ def test_a_sharded_training_gives_the_same_bits(runs: Any, kind: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(stashed["weights"], plain["weights"], strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_all_weights_of_all_lookups_are_away_between_forward_and_backward(runs: Any, kind: str) -> None:
     """In each step, watched or at its points; and in their place after the backward."""
@@ -98,6 +100,7 @@ def test_all_weights_of_all_lookups_are_away_between_forward_and_backward(runs: 
         assert stashed["found"] == [([0] * len(full), full)] * STEPS
 
 
+@pytest.mark.thorough
 def test_the_points_are_found_and_what_needed_the_weights_first(runs: Any) -> None:
     """A lookup's output had its gradient; on each rank the lookups that have a shard there."""
     for _, stashed in runs["ddp"]:
@@ -109,6 +112,7 @@ def test_the_points_are_found_and_what_needed_the_weights_first(runs: Any) -> No
     assert [len(stashed["lookups"]) for _, stashed in runs["ddp"]] == [5, 5]
 
 
+@pytest.mark.thorough
 def test_a_pipeline_stashes_each_lookup_of_each_batch(runs: Any) -> None:
     for _, stashed in runs["pipeline"]:
         assert stashed["found"] == [STEPS * len(stashed["lookups"])]
@@ -148,6 +152,7 @@ def away(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_is_done_to_a_sharded_model_while_its_weights_are_away() -> None:
     """Copies and pickles are errors that leave them away; saving, loading and a lookup bring them back, and no bit is lost."""
     for found in run_ranks(away):

@@ -10,6 +10,8 @@ from tableside.quant.gpu.stash import StashError, registry
 from tableside.quant.gpu.stash_training import StashPoints, StepTimes, TrainingStash, _points_of
 from tableside.quant.gpu.stash_transfers import Transfer
 
+pytestmark = pytest.mark.gpu
+
 ROWS, DIM = 500, 16
 
 

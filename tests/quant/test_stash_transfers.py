@@ -14,6 +14,8 @@ from tableside.quant.gpu import stash_transfers
 from tableside.quant.gpu.stash import StashError, registry, stash_embedding_weights
 from tableside.quant.gpu.stash_transfers import StashCounts, Transfer
 
+pytestmark = pytest.mark.gpu
+
 TOP = Path(__file__).parent.parent.parent
 
 
@@ -123,7 +125,7 @@ WITHOUT_MEMORY = """
 def test_a_host_without_memory_for_the_copies_is_an_error_and_loses_nothing() -> None:
     """A real limit of the process. The copy that it had room for is let go, so that stashing less succeeds."""
     code = textwrap.dedent(WITHOUT_MEMORY)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TOP, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TOP, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     said, counts, stashed = done.stdout.splitlines()
     assert said.startswith("the host has no 134,217,728 bytes to page-lock for embedding weights (")

@@ -23,6 +23,8 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.tensors import TensorInput, TensorLookup
 
+pytestmark = pytest.mark.gpu
+
 COUNT = 300
 STRANGER = -(2**62)
 

@@ -10,9 +10,9 @@ from support import end, is_running, until
 from tableside.loader.memory import processes_below
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server with two workers over the demo model, for all tests of a module."""
+    """One server with two workers over the demo model, for all tests that change nothing of it."""
     with running(tmp_path_factory.mktemp("demo"), "--workers", 2) as one:
         yield one
 

@@ -26,6 +26,8 @@ from tableside.serving.http.connection import limited_protocol
 from tableside.serving.http.traffic import Traffic
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.quick
+
 Start = Callable[..., Any]
 
 

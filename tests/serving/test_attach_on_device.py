@@ -60,13 +60,13 @@ def test_rows_are_verified_while_they_are_placed(engine: Engine, publish: Publis
 
     def slow_verify(self: Segment, threads: int = 1) -> None:
         verifying.set()
-        assert placing.wait(10)
+        assert placing.wait(300)
         verify(self, threads)
         verified.append(threads)
 
     def slow_place(self: Placer, *arguments: Any) -> Any:
         placing.set()
-        assert verifying.wait(10)
+        assert verifying.wait(300)
         return place(self, *arguments)
 
     monkeypatch.setattr(Segment, "verify", slow_verify)

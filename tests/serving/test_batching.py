@@ -30,6 +30,8 @@ from tableside.serving.scorer import Scorer
 from tableside.serving.scores import Scoring
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.gpu
+
 Publish = Callable[..., Any]
 
 
@@ -116,7 +118,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     batcher = Batcher(device, 2)  # type: ignore[arg-type]
 
     def go_on(requests: list[Any]) -> Any:
-        assert failed.wait(20)  # until the error was told
+        assert failed.wait(300)  # until the error was told
         return Device().answer(requests)
 
     def fail_once(requests: list[Any]) -> Any:
@@ -208,7 +210,7 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
     go_on = threading.Semaphore(0)
 
     def wait(requests: list[Any]) -> Any:
-        assert go_on.acquire(timeout=20)
+        assert go_on.acquire(timeout=300)
         return [(np.zeros(4, np.uint8), None) for _ in requests], None
 
     device.wait = wait  # type: ignore[method-assign]
@@ -240,7 +242,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
         batcher = Batcher(device, 2, tell=tell)  # type: ignore[arg-type]
         batcher.submit_all([(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
         await asyncio.sleep(0)  # the threads are woken
-        assert all_told.wait(20)  # while the event loop does nothing
+        assert all_told.wait(300)  # while the event loop does nothing
         batcher.close()
 
     asyncio.run(run())

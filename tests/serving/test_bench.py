@@ -129,7 +129,7 @@ def scripted(answer: Callable[[socket.socket, bytes], None], connections: int = 
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         accepting.join()
     for thread in threads:
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()
 
 

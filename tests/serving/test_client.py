@@ -9,6 +9,8 @@ import torch
 
 from tableside.serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged
 
+pytestmark = pytest.mark.quick
+
 
 def test_lists_arrays_and_jagged_give_the_same(server: Any) -> None:
     with Client(server.url) as client:

@@ -15,6 +15,8 @@ from tableside.serving.client.found import cut, take_masks
 from tableside.serving.client.messages import Response
 from tableside.serving.client.named import NamedForm
 
+pytestmark = pytest.mark.quick
+
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4", "FP16": "<f2"}
 
 

@@ -66,7 +66,7 @@ class Script:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(20)
+            thread.join(300)
 
 
 def received(connection: socket.socket) -> bytes:
@@ -295,7 +295,7 @@ def test_threads_share_a_client() -> None:
 
         def ask(number: int) -> None:
             for i in range(20):
-                round_of_all.wait(10)
+                round_of_all.wait(300)
                 found = client.metadata(f"{number}-{i}")["name"]
                 if found != f"/v2/models/{number}-{i}":
                     wrong.append((number, i, found))
@@ -316,7 +316,7 @@ def test_connections_that_were_idle_for_long_are_closed(monkeypatch: pytest.Monk
     def handle(script: Script, connection: socket.socket) -> None:
         while path := script.read(connection):
             if path.endswith(b"both"):
-                both.wait(20)
+                both.wait(300)
             connection.sendall(MODELS)
 
     with scripted(handle) as script, Client(script.url) as client:
@@ -339,7 +339,7 @@ def test_a_client_that_is_closed_during_a_call() -> None:
 
     def handle(script: Script, connection: socket.socket) -> None:
         while script.read(connection):
-            closed.wait(20)
+            closed.wait(300)
             connection.sendall(MODELS)
 
     with scripted(handle) as script:
@@ -349,7 +349,7 @@ def test_a_client_that_is_closed_during_a_call() -> None:
         until(lambda: script.heads, what="the request")
         client.close()
         closed.set()
-        thread.join(20)
+        thread.join(300)
         assert found == [[]]
         until(lambda: script.connections[0].fileno() == -1, what="the connection to be closed")
 

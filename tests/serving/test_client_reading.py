@@ -8,6 +8,8 @@ from tableside.serving.client.address import Address
 from tableside.serving.client.http import ResponseReader
 from tableside.serving.client.messages import Request, Response
 
+pytestmark = pytest.mark.quick
+
 OK = b"HTTP/1.1 200 OK\r\n"
 
 

@@ -292,7 +292,7 @@ def infer_error(server: Server, inputs: Any, outputs: Any = (), content: bytes |
     """The error of an infer request that is refused with 400, once by the slow path and once more."""
     request = {"inputs": inputs, **({"outputs": outputs} if outputs else {})}
     for _ in range(2):
-        reply = httpx.post(f"{server.url}/v2/models/demo/infer", content=content or json.dumps(request), timeout=10)
+        reply = httpx.post(f"{server.url}/v2/models/demo/infer", content=content or json.dumps(request), timeout=300)
         assert reply.status_code == 400, reply.text
     return str(reply.json()["error"])
 

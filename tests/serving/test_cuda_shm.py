@@ -278,7 +278,7 @@ def test_a_successor_of_the_engine_opens_what_is_registered(server: Server, clie
     before = region.get(client.infer("demo", request[0], outputs=request[1]), "user", 512)
     (engine,) = server.engines()
     os.kill(engine, signal.SIGKILL)
-    until(lambda: server.engines() not in ([], [engine]), 60, "a successor")
+    until(lambda: server.engines() not in ([], [engine]), what="a successor")
     region.memory.put(np.zeros(256, np.uint8), 512)
     np.testing.assert_array_equal(region.get(client.infer("demo", request[0], outputs=request[1]), "user", 512), before)
     if tables.DEVICE == "interpreter":
@@ -294,7 +294,7 @@ def test_a_server_without_a_gpu_says_so(start: Callable[..., Server]) -> None:
     handle = {"raw_handle": {"b64": base64.b64encode(bytes(64)).decode()}, "device_id": 0, "byte_size": 64}
 
     def told(server: Server) -> str:
-        answer = httpx.post(f"{server.url}/v2/cudasharedmemory/region/r/register", json=handle, timeout=20)
+        answer = httpx.post(f"{server.url}/v2/cudasharedmemory/region/r/register", json=handle, timeout=300)
         assert answer.status_code == 400
         return str(answer.json()["error"])
 

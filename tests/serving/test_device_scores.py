@@ -151,7 +151,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(root: Path, tmp_path: P
     scorer = both.device["ctr"].scorer
     assert scorer is not None and scorer.calls is not None
     run = scorer.calls._run
-    scorer.calls._run = lambda inputs: began.set() or (let_go.wait(20) and run(inputs))  # type: ignore[func-returns-value]
+    scorer.calls._run = lambda inputs: began.set() or (let_go.wait(300) and run(inputs))  # type: ignore[func-returns-value]
     scorer.limits = ScorerLimits(timeout_s=60.0)
 
     async def ask() -> None:
@@ -315,7 +315,7 @@ def infer(server: Server, names: Sequence[str] | None, values: np.ndarray) -> di
     head = orjson.dumps(header)
     body = head + b"".join(a.tobytes() for _, _, a in tensors)
     url, headers = f"{server.url}/v2/models/ctr/infer", {"Inference-Header-Content-Length": str(len(head))}
-    reply = httpx.post(url, content=body, headers=headers, timeout=30)
+    reply = httpx.post(url, content=body, headers=headers, timeout=300)
     assert reply.status_code == 200, reply.text
     start = int(reply.headers["Inference-Header-Content-Length"])
     found = {}
@@ -349,7 +349,7 @@ def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, t
             found, expected = (client.score("cosine", ids, compact=True) for client in (gpu, cpu))
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT.tolist()}}
-        scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=30).json()["scores"] for s in (on_gpu, on_cpu)]
+        scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=300).json()["scores"] for s in (on_gpu, on_cpu)]
         np.testing.assert_allclose(*scores, rtol=1e-5)
         for client in (gpu, cpu):
             with pytest.raises(ClientError, match=r"400.*feature 'clicked': id 100 at position 2"):

@@ -41,7 +41,7 @@ class Reader:
 @pytest.fixture
 def connection(server: Any) -> Iterator[socket.socket]:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as made:
+    with socket.create_connection((host, int(port)), timeout=300) as made:
         yield made
 
 

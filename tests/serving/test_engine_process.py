@@ -60,11 +60,11 @@ class Load:
     def go_on(self) -> None:
         """Waits for more answers."""
         count = self.answered
-        until(lambda: self.answered > count + 6 or bool(self.wrong), 60, "answers")
+        until(lambda: self.answered > count + 6 or bool(self.wrong), what="answers")
 
     def _ask(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
-        with Client(self._url, retries=0, timeout_s=60) as client:
+        with Client(self._url, retries=0, timeout_s=300) as client:
             while not self._stop.is_set():
                 ids = rng.integers(0, 50, (2, 3))
                 try:
@@ -88,7 +88,7 @@ def test_an_engine_that_is_killed_is_replaced_while_doors_keep_connections(start
         for _ in range(2):
             (engine,), doors = server.engines(), server.workers()
             os.kill(engine, signal.SIGKILL)
-            until(lambda gone=engine: server.engines() not in ([], [gone]), 60, "a successor")
+            until(lambda gone=engine: server.engines() not in ([], [gone]), what="a successor")
             load.go_on()
             assert server.workers() == doors
     assert not load.wrong
@@ -104,7 +104,7 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     until(lambda: counted(server, "ids") >= 180 and counted(server, "fetched_rows") >= 60, what="counts of the cache")
     fetched, engines, (door,) = counted(server, "fetched_rows"), server.engines(), server.workers()
     os.kill(door, signal.SIGKILL)
-    until(lambda: server.workers() not in ([], [door]), 60, "another door")
+    until(lambda: server.workers() not in ([], [door]), what="another door")
     with Client(server.url, retries=20) as client:
         np.testing.assert_array_equal(client.lookup("demo", ids)["user"], before["user"])
     until(lambda: counted(server, "ids") >= 240, what="counts of the cache")
@@ -118,7 +118,7 @@ def test_an_engine_that_hangs_is_replaced(start: Start) -> None:
     server = start(*on_gpu())
     (engine,) = server.engines()
     os.kill(engine, signal.SIGSTOP)
-    with Client(server.url, retries=0, timeout_s=60) as client:
+    with Client(server.url, retries=0, timeout_s=300) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
     assert server.engines() != [engine]
 
@@ -131,18 +131,18 @@ def test_while_there_is_no_engine_the_server_is_not_ready(start: Start) -> None:
     until(lambda: server.get("/v2/health/ready").status_code == 503, what="not ready")
     with Client(server.url, retries=0) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
-    until(lambda: server.get("/v2/health/ready").status_code == 200, 60, "ready again")
+    until(lambda: server.get("/v2/health/ready").status_code == 200, what="ready again")
 
 
 def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -> None:
     """The engine attaches them; one that is not published is refused; after the engine was replaced they are there again."""
     server = start(*on_gpu())
     publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
-    until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, 60, "version 2")
+    until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
 
     def ask(version: int) -> httpx.Response:
         inputs = [{"name": "text.values", "datatype": "INT64", "shape": [1], "data": [7]}]
-        return httpx.post(f"{server.url}/v2/models/demo/versions/{version}/infer", json={"inputs": inputs}, timeout=60)
+        return httpx.post(f"{server.url}/v2/models/demo/versions/{version}/infer", json={"inputs": inputs}, timeout=300)
 
     wanted = TABLES["word"].astype(np.float16)[7]
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -
         assert refused.status_code == 404 and "version 9 of model 'demo' is not published" in refused.text
         (engine,) = server.engines()
         os.kill(engine, signal.SIGKILL)
-        until(lambda gone=engine: server.engines() not in ([], [gone]), 60, "a successor")
+        until(lambda gone=engine: server.engines() not in ([], [gone]), what="a successor")
 
 
 def test_answers_that_nobody_reads_make_the_next_ones_wait_and_then_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:

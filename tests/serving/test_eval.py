@@ -41,6 +41,8 @@ from tableside.serving.evaluation.run import EvalSettings, _job
 from tableside.serving.evaluation.work import Candidate, Evaluator, attach_or_publish
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.gpu
+
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
 ROWS = 5000
 
@@ -297,15 +299,15 @@ def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
     columns = data(40_000)
     path, out = write(tmp_path, columns), tmp_path / "out"
     process = begin(root, "ctr", path, "--out", out, "--workers", 2, "--shard-rows", 400, "--batch", 8)
-    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
+    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, what="some shards")
     victims = workers_of(process, root)
     begun, others = out / "parts" / f"00099.partial-{victims[0]}", out / "parts" / "00098.partial-1"
     begun.touch()
     others.touch()
     os.kill(victims[0], signal.SIGKILL)
-    until(lambda: set(workers_of(process, root)) - set(victims), 60, what="a replacement")
+    until(lambda: set(workers_of(process, root)) - set(victims), what="a replacement")
     assert not begun.exists() and others.exists()
-    error = process.communicate(timeout=200)[1]
+    error = process.communicate(timeout=300)[1]
     assert process.returncode == 0, error
     assert "ended with -9" in error and "it is replaced" in error
     found = parts(out)
@@ -324,12 +326,12 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would this one's
     process = begin(root, *arguments)
     signal.signal(signal.SIGINT, before)
-    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, 60, what="some shards")
+    until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, what="some shards")
     below = processes_below(process.pid)
     process.send_signal(how)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode in (130, -9)
-    until(lambda: not any(map(is_running, below)), 20, what="its processes to end")
+    until(lambda: not any(map(is_running, below)), what="its processes to end")
     kept = {p: p.stat().st_mtime_ns for p in (out / "parts").glob("*.parquet")}
     assert 3 < len(kept) < 50
     result = evaluate(root, *arguments[:4], *arguments[4:6], "--batch", 4096, "--workers", 2)

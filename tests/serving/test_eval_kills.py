@@ -20,13 +20,14 @@ from tableside.loader.memory import processes_below
 TOP = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_killed_and_resumed_evaluations_give_the_same_report() -> None:
     """A short campaign: kills and flips at random instants; it says how many, and finds no difference, file or process left."""
     seed = int(time.time()) % 1000
     print(f"seed {seed}")
-    code = "import sys, json; from campaigns.evals import run; print(json.dumps(run(100, int(sys.argv[1]), 8)))"
+    code = "import sys, json; from campaigns.evals import run; print(json.dumps(run(float('inf'), int(sys.argv[1]), 8)))"
     command = [sys.executable, "-c", code, str(seed)]
-    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kills"] >= 8 and found["flips"] >= 1, found
@@ -46,8 +47,7 @@ def command(root: Path, tmp_path: Path) -> list[str]:
 def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:
     """Kills the process that workers are forked from as soon as it is there, that many times over; how many were killed."""
     killed: set[int] = set()
-    end = time.monotonic() + 60
-    while process.poll() is None and len(killed) < times and time.monotonic() < end:
+    while process.poll() is None and len(killed) < times:
         for pid in set(processes_below(process.pid)) - killed:
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -65,7 +65,7 @@ def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int
     """Once: it is started again. Each time: lines that say what failed, and the last one where and the remedy."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     killed = kill_forkservers(process, times)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=300)
     assert killed >= min(times, 3) and "Traceback" not in error, error
     if times == 1:
         assert process.returncode == 0 and "2 rows in" in out, error
@@ -81,7 +81,7 @@ def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_pa
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert found.returncode == 1 and "Traceback" not in found.stderr
     assert (
         f"AF_UNIX path too long); is there enough memory, and is the folder of temporary files, TMPDIR ({folder})" in found.stderr
@@ -103,16 +103,16 @@ def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path
     pq.write_table(pa.table({"user": ids, "item": ids, "label": ids}), tmp_path / "data.parquet")
     process = subprocess.Popen([*command, "--batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: forked(process)[0], 60, what="a worker")
+        until(lambda: forked(process)[0], what="a worker")
         (worker,), (forkserver,) = forked(process)
-        until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), 60, what="its model")
+        until(lambda: "towers" in Path(f"/proc/{worker}/maps").read_text(), what="its model")
         os.kill({"main": process.pid, "forkserver": forkserver}[victim], signal.SIGKILL)
-        until(lambda: not is_running(worker), 60, what="the worker to end")
+        until(lambda: not is_running(worker), what="the worker to end")
         assert not list((tmp_path / "out" / "parts").glob("*.parquet"))
         if victim == "forkserver":
-            until(lambda: set(forked(process)[0]) - {worker}, 60, what="a replacement")
+            until(lambda: set(forked(process)[0]) - {worker}, what="a replacement")
             process.kill()
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=300)
         assert ("it is replaced" in error) == (victim == "forkserver")
     finally:
         process.kill()

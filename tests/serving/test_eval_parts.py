@@ -151,7 +151,7 @@ def test_flips_between_the_last_shard_and_the_report(root: Path, tmp_path: Path,
     calm, out = tmp_path / "calm", tmp_path / "out"
     assert run_tableside("eval", "towers", data, "--out", calm, *OPTIONS, root=root).returncode == 0
     command = [sys.executable, "-c", FLIPPED_BEFORE_THE_REPORT, str(root), str(data), str(out), str(times)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "00005.parquet is made again: its checksum is" in found.stderr
     if times == 1:
         assert found.returncode == 0, found.stderr
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_is_a_line_with_the_remedy(root: Path, tmp_path: Pat
     out = tmp_path / "out"
     wide = [sys.executable, "-m", "tableside", "eval", "towers", data, "--out", out, "--root", root, *OPTIONS]
     command = [*on_small_tmpfs(out, "size=64k"), *map(str, wide)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 1 and len(found.stderr.splitlines()) == 1, found.stderr
     assert ".parquet cannot be written (No space left on device); free some space, and give the same command" in found.stderr
     assert Model(root, "towers").versions() == [1]

@@ -206,7 +206,7 @@ class Stuck(Scorer):
 
     def run(self, arrays: list[Floats]) -> Floats:
         self.began.set()
-        self.let_go.wait(20)
+        self.let_go.wait(300)
         return arrays[0][:, 0]
 
 

@@ -44,7 +44,7 @@ def test_models_come_and_go(server: Server, root: Path, tmp_path: Path) -> None:
     assert served(server) == []
     assert server.get("/v2/health/ready").status_code == 200
     publish_demo(root, tmp_path, USER, "first")
-    until(lambda: served(server) == ["first"], 60, "the first model")
+    until(lambda: served(server) == ["first"], what="the first model")
     workers = server.workers()
     publish_demo(root, tmp_path, USER, "second")
     with Client(server.url, retries=0) as client:
@@ -54,10 +54,10 @@ def test_models_come_and_go(server: Server, root: Path, tmp_path: Path) -> None:
             np.testing.assert_array_equal(client.lookup("first", {"user": [[3]]})["user"], expected)
             return served(server) == models
 
-        until(lambda: shown(["first", "second"]), 60, "the second model")
+        until(lambda: shown(["first", "second"]), what="the second model")
         assert run_tableside("remove", "second", "--all", root=root).returncode == 0
-        until(lambda: shown(["first"]), 60, "the end of the second model")
-        until(lambda: refusal(client, "second") == 404, 60, "the end of the second model at every worker")
+        until(lambda: shown(["first"]), what="the end of the second model")
+        until(lambda: refusal(client, "second") == 404, what="the end of the second model at every worker")
     assert server.workers() == workers
 
 
@@ -112,12 +112,12 @@ def test_models_come_and_go_on_a_gpu(start: Callable[..., Server], root: Path, t
     """An engine process that takes another one's place serves those that there are now, and needs none that went."""
     server = start("--all", "--devices", tables.serve_device(), "--gpu-from-ids", 0, models=())
     publish_demo(root, tmp_path, USER, "second")
-    until(lambda: served(server) == ["demo", "second"], 60, "the second model")
+    until(lambda: served(server) == ["demo", "second"], what="the second model")
     assert run_tableside("remove", "demo", "--all", root=root).returncode == 0
-    until(lambda: served(server) == ["second"], 60, "the end of the first model")
+    until(lambda: served(server) == ["second"], what="the end of the first model")
     (engine,), workers = server.engines(), server.workers()
     os.kill(engine, signal.SIGKILL)
-    with Client(server.url, retries=0, timeout_s=60) as client:
+    with Client(server.url, retries=0, timeout_s=300) as client:
         assert client.lookup("second", {"user": [[3]]})["user"].shape == (1, 64)
     assert server.engines() != [engine] and server.workers() == workers
 

@@ -28,6 +28,8 @@ from tableside.serving.settings import ServerSettings
 from tableside.serving.supervisor import Supervisor
 from tableside.serving.worker import WorkerConfig, WorkerProcess, make_application
 
+pytestmark = pytest.mark.gpu
+
 Start = Callable[..., Any]
 
 
@@ -142,7 +144,7 @@ def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root
         for t in threads:
             t.start()
         in_flight = re.compile(r"tableside_in_flight_requests 1[23]\.0")  # this look may be the thirteenth
-        until(lambda: in_flight.search(server.get("/metrics").text), 60, "all requests to have come")
+        until(lambda: in_flight.search(server.get("/metrics").text), what="all requests to have come")
     finally:
         os.kill(engine, signal.SIGCONT)
     for t in threads:
@@ -181,7 +183,7 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str
     until(lambda: len(answered) > 10, what="load")
     before, engines = set(server.workers()), server.engines()
     os.kill(max(before), signal.SIGKILL)
-    until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, 60, what="a replacement")
+    until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, what="a replacement")
     count = len(answered)
     until(lambda: len(answered) > count + 10, what="load after the replacement")
     stop.set()
@@ -197,7 +199,7 @@ def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path, option
     with Client(server.url) as client:
         first = client.lookup("demo", REQUEST)
         publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
-        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, 60, "version 2")
+        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
         second = client.lookup("demo", REQUEST)
     assert_close(second, expected(root, REQUEST, 2))
     assert not np.allclose(first["user"], second["user"])
@@ -261,7 +263,7 @@ def test_a_version_that_is_taken_is_warm(start: Start, root: Path, tmp_path: Pat
             client.lookup("demo", {"user": [hot]})
         before = cache_counts(server, client, "user")
         publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
-        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, 60, "version 2")
+        until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
         assert_close(client.lookup("demo", {"user": [hot]}), expected(root, {"user": [hot]}, 2))
         after = cache_counts(server, client, "user")
     # Of 42 rows 21 were brought: the first and the last, which the warm-ups use most, and 19 of the hot ones or more.

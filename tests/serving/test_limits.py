@@ -29,7 +29,7 @@ def connect(tight: Server) -> Iterator[Callable[[], socket.socket]]:
     opened: list[socket.socket] = []
 
     def run() -> socket.socket:
-        opened.append(socket.create_connection(("127.0.0.1", tight.port), timeout=10))
+        opened.append(socket.create_connection(("127.0.0.1", tight.port), timeout=300))
         return opened[-1]
 
     yield run

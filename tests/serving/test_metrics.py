@@ -132,18 +132,18 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     assert [count("v2", "ok"), count("v1", "ok"), count("v1", "refused"), count("v2", "refused")] == [7, 3, 1, 1]
     assert count("http", "ok") >= 4  # the scrapes
     body, before = json.dumps(asked).encode(), count("v1", "ok", "sum")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as late:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as late:
         late.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.4)
         late.sendall(body)
         assert late.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: count("v1", "ok") == 4, what="the late one to be counted")
     assert count("v1", "ok", "sum") - before > 0.35
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as gone:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as gone:
         gone.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         time.sleep(0.1)
     until(lambda: count("v1", "aborted") == 1, what="the one that left to be counted")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as wrong:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as wrong:
         wrong.sendall(b"NONSENSE\r\n\r\n")
         assert wrong.recv(100).startswith(b"HTTP/1.1 400")
     until(lambda: count("http", "refused") == 1, what="what was no request to be counted")
@@ -159,7 +159,7 @@ def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
     until(lambda: now("workers") == now("ready_workers") == 2, what="both to tell")
     assert now("worker_restarts_total") == now("waiting_requests") == 0 and now("max_connections") == 2048
     begun = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
-    opened = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(20)]
+    opened = [socket.create_connection(("127.0.0.1", server.port), timeout=300) for _ in range(20)]
     for one in opened[:12]:
         one.sendall(begun)
     until(lambda: now("open_connections") >= 20 and now("in_flight_requests") >= 12, what="all to be seen")

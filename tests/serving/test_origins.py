@@ -90,7 +90,7 @@ def test_regions_are_not_registered_by_text_of_a_page(kind: bytes) -> None:
 
 
 def ask(server: Server, method: str, path: str, body: bytes, *lines: str, host: str = "localhost") -> tuple[int, bytes]:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=300) as connection:
         head = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}", "Connection: close", *lines]
         connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
         found = connection.makefile("rb").read()

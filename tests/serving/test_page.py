@@ -60,7 +60,7 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "page_figures.js", tmp_path)
     (tmp_path / "before.txt").write_text(before)
     (tmp_path / "now.txt").write_text(now)
-    done = subprocess.run(["node", "page_figures.js"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+    done = subprocess.run(["node", "page_figures.js"], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     shown, model = found["overview"], found["model"]
@@ -76,6 +76,7 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     assert [len(s) for s in found["segments"]] == [1, 2] and found["segments"][1][-1][0] == 300
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_browser_shows_what_the_server_says(server: Any) -> None:
     """Models, tables with format, rows, dim, bytes and place, errors, workers; and charts that grow without a reload."""
@@ -92,6 +93,7 @@ def test_a_browser_shows_what_the_server_says(server: Any) -> None:
     assert charts and max(chart.count("L") for chart in charts) >= 3
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_light_and_dark(server: Any, tmp_path: Path) -> None:
     """The page follows what the user prefers."""
@@ -105,6 +107,7 @@ def test_light_and_dark(server: Any, tmp_path: Path) -> None:
     assert corners["light"] > 0.9 and corners["dark"] < 0.15
 
 
+@pytest.mark.thorough
 @needs_chromium
 def test_a_server_that_is_gone_is_told(tmp_path: Path) -> None:
     """Where nothing answers, the page says so: here its files are served by one that has no models and metrics."""

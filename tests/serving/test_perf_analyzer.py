@@ -57,6 +57,6 @@ def test_its_calls(server: Any) -> None:
 def test_the_program_itself(server: Any, tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text(json.dumps({"data": [DATA]}))
     command = ["perf_analyzer", "-m", "demo", "-u", f"127.0.0.1:{server.port}", "-p", "500", "-s", "90", "-r", "5"]
-    done = subprocess.run([*command, "--input-data", str(tmp_path / "data.json")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--input-data", str(tmp_path / "data.json")], capture_output=True, text=True, timeout=300)
     found = re.search(r"Successful request count: (\d+)", done.stdout)
     assert found and int(found[1]) > 10, done.stdout + done.stderr

@@ -75,7 +75,7 @@ class Asking:
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
 
     def _run(self) -> None:
-        with Client(self._url, retries=0, timeout_s=60) as client:
+        with Client(self._url, retries=0, timeout_s=300) as client:
             while not self._ending.is_set():
                 try:
                     vectors = client.lookup("demo", {"text": [[7]]})["text"]
@@ -87,7 +87,7 @@ class Asking:
 
     def go_on(self) -> None:
         count = len(self.found)
-        until(lambda: len(self.found) > count + 10 or self.refused, 60, "answers")
+        until(lambda: len(self.found) > count + 10 or self.refused, what="answers")
 
     def __enter__(self) -> "Asking":
         for thread in self._threads:
@@ -142,11 +142,11 @@ def test_requests_without_a_version_are_answered(start: Callable[..., Any], root
         for _ in range(2 if device else 0):  # a request that three engines end over is refused
             (engine,) = server.engines()
             os.kill(engine, signal.SIGKILL)
-            until(lambda gone=engine: server.engines() not in ([], [gone]), 60, "a successor")
+            until(lambda gone=engine: server.engines() not in ([], [gone]), what="a successor")
             asking.go_on()
         changed = len(changing.values)
-        until(lambda: len(changing.values) > changed + 10, 60, "changes")
-        until(lambda: len({state for state, _ in asking.found[:]} & set(changing.values)) > 3, 60, "answers of several states")
+        until(lambda: len(changing.values) > changed + 10, what="changes")
+        until(lambda: len({state for state, _ in asking.found[:]} & set(changing.values)) > 3, what="answers of several states")
     assert [str(error) for error in asking.refused] == []
     wrong = [(state, value) for state, value in asking.found if changing.values.get(state, value) != value]
     assert wrong == []

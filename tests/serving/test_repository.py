@@ -37,7 +37,7 @@ def both(start: Start, root: Path, tmp_path: Path) -> Server:
 def answers(server: Server, model: str, count: int = 30) -> list[int]:
     """The statuses of lookups over connections of their own, so that every worker is asked."""
     asked = {"model": model, "features": {"user": [[1]]}}
-    return [httpx.post(f"{server.url}/v1/lookup", json=asked, timeout=10).status_code for _ in range(count)]
+    return [httpx.post(f"{server.url}/v1/lookup", json=asked, timeout=300).status_code for _ in range(count)]
 
 
 def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
@@ -180,7 +180,7 @@ def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -
     server = start(*device, "--admin-token", TOKEN)
     with Client(server.url) as client:
         for _ in range(2):
-            assert httpx.post(f"{server.url}/v2/repository/models/other/load", headers=OPERATOR, timeout=60).status_code == 200
+            assert httpx.post(f"{server.url}/v2/repository/models/other/load", headers=OPERATOR, timeout=300).status_code == 200
             for model, values in (("demo", TABLES), ("other", OTHER), ("demo", TABLES)):
                 found = client.lookup(model, {"user": [[7], [11]]})["user"]
                 np.testing.assert_allclose(found, values["user"][[7, 11]], atol=0.05)

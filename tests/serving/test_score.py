@@ -21,6 +21,8 @@ from tableside.quant import Pooling, choose
 from tableside.serving.client import AsyncClient, Client, ClientError
 from tableside.serving.scorers import open_scorer
 
+pytestmark = pytest.mark.gpu
+
 TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
 FEATURES = {
     "user": {"table": "user"},
@@ -89,7 +91,7 @@ def test_workers_share_what_opening_a_scorer_imports(served: Server) -> None:
 
 def ask(server: Server, **change: Any) -> httpx.Response:
     body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT}, **change}
-    return httpx.post(f"{server.url}/v1/score", json=body, timeout=10)
+    return httpx.post(f"{server.url}/v1/score", json=body, timeout=300)
 
 
 def test_json_scores(served: Server) -> None:
@@ -135,7 +137,7 @@ def infer(server: Server, model: str, inputs: list[dict[str, Any]], outputs: lis
     body: dict[str, Any] = {"inputs": inputs}
     if outputs is not None:
         body["outputs"] = [{"name": o} for o in outputs]
-    return httpx.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=10)
+    return httpx.post(f"{server.url}/v2/models/{model}/infer", json=body, timeout=300)
 
 
 USER = {"name": "user", "datatype": "INT64", "shape": [2, 1], "data": [[1], [2]]}

@@ -73,11 +73,11 @@ def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_p
     publish_scored(root, tmp_path, exported(Logarithm(), user=8, context=2))
     server = start()
     body = {"model": "demo", "features": {"user": [[1], [2], [3]]}, "dense": {"context": [[1, 1], [1, 0], [2, 2]]}}
-    answer = httpx.post(f"{server.url}/v1/score", json=body, timeout=10)
+    answer = httpx.post(f"{server.url}/v1/score", json=body, timeout=300)
     assert answer.status_code == 500
     assert answer.json()["error"] == "the score of row 1 is -inf, from demo version 1; expected a finite number"
     body["dense"] = {"context": [[-1, 1], [1, 1], [2, 2]]}
-    assert "the score of row 0 is nan" in httpx.post(f"{server.url}/v1/score", json=body, timeout=10).json()["error"]
+    assert "the score of row 0 is nan" in httpx.post(f"{server.url}/v1/score", json=body, timeout=300).json()["error"]
     with Client(server.url) as client:
         features, dense = request(3)
         dense["context"][2, 1] = np.inf
@@ -104,11 +104,11 @@ def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, t
     publish_scored(root, tmp_path, exported(Squares(20), user=8, context=2))
     server = start("--workers", 1, "--scorer-timeout-s", 1, "--shutdown-timeout-s", 1)
     (before,) = server.workers()
-    with Client(server.url, timeout_s=60, retries=0) as client:
+    with Client(server.url, timeout_s=300, retries=0) as client:
         with pytest.raises(ClientError, match=r"503.*demo version 1 took longer than 1 s"):
             client.score("demo", *request(8192))
-        until(lambda: server.workers() and before not in server.workers(), what="a replacement", deadline_s=30)
-        until(lambda: httpx.get(f"{server.url}/v2/health/ready", timeout=10).status_code == 200, what="readiness")
+        until(lambda: server.workers() and before not in server.workers(), what="a replacement")
+        until(lambda: httpx.get(f"{server.url}/v2/health/ready", timeout=300).status_code == 200, what="readiness")
         assert client.score("demo", *request(3)).shape == (3,)
         assert 'tableside_errors_total{kind="scorer_timeout",model="demo"} 1.0' in client.metrics()
 
@@ -134,7 +134,7 @@ def test_a_call_that_blocks_the_event_loop_ends_the_worker(timeout_s: float, tak
     """Nobody could be answered: the process ends at once, to be replaced. One in time goes on."""
     code = STUCK.format(timeout_s=timeout_s, takes_s=takes_s)
     environment = {**os.environ, "TABLESIDE_METRICS": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == status, done.stderr
     assert ("done" in done.stdout) == (status == 0)
     assert ("the scorer of demo version 3 runs for more than 0.2 s" in done.stderr) == (status != 0)

@@ -29,6 +29,8 @@ from tableside.serving.region_registry import RegionRegistry
 from tableside.serving.regions import Regions
 from tableside.serving.version import ServedVersion
 
+pytestmark = pytest.mark.quick
+
 Publish = Callable[..., Any]
 FEATURES = {
     "user": {"table": "t"},

@@ -18,6 +18,8 @@ from tableside.loader.header import PRELUDE, checksum
 from tableside.loader.versions import Model
 from tableside.serving.client import Client, ClientError
 
+pytestmark = pytest.mark.quick
+
 Start = Callable[..., Any]
 
 

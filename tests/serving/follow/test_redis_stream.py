@@ -188,7 +188,7 @@ def test_what_was_read_before_a_server_went_is_not_lost(server: RedisServer, mon
 def test_a_follower_that_shall_stop_does_not_wait(server: RedisServer) -> None:
     began = time.monotonic()
     assert opened(server, is_stopping=lambda: True).read(None, 9, 3600) is None
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
 
 
 def test_what_is_no_stream(server: RedisServer) -> None:

@@ -135,7 +135,7 @@ def test_workers_of_data_loaders_call_modules(model: str, method: str, tables: T
 def follow_in_a_child(module: Embeddings, published: Any, answers: Any) -> None:
     """Says its version before and after the parent published another one."""
     answers.put(module({"user_ids": IDS})["user_ids"].tolist())
-    published.wait(30)
+    published.wait(300)
     while module.version == 1:
         module({"user_ids": IDS})
     answers.put(module({"user_ids": IDS})["user_ids"].tolist())
@@ -150,12 +150,12 @@ def test_a_forked_child_follows_versions(model: str, publish_again: Callable[...
     child = context.Process(target=follow_in_a_child, args=(module, published, answers))
     child.start()
     try:
-        assert answers.get(timeout=30) == first.tolist()
+        assert answers.get(timeout=300) == first.tolist()
         publish_again({name: 2 * values for name, values in tables.items()})
         published.set()
-        assert answers.get(timeout=30) == (2 * first).tolist()
+        assert answers.get(timeout=300) == (2 * first).tolist()
     finally:
-        child.join(10)
+        child.join(300)
         if child.is_alive():
             child.kill()
             child.join()

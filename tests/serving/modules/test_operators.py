@@ -60,6 +60,7 @@ def fresh() -> None:
     torch._dynamo.utils.counters.clear()
 
 
+@pytest.mark.thorough
 def test_modules_compile_whole(model: str) -> None:
     """fullgraph=True over a dict of features; other batches and numbers of ids compile no further graph."""
     towers = Towers(model)
@@ -128,7 +129,7 @@ def in_a_process(root: str, code: str) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "TABLESIDE_ROOT": root},
     )
