@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*.[ch] loader/program/*.[ch] serving/http/*.[ch])
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/program/native/*.[ch] serving/http/v2/native/*.[ch])
 
 .PHONY: help setup dev demo serve minilm dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign clean
@@ -88,12 +88,12 @@ test-gpu-sanitized:  ## small shapes of lookups, cache and stashing under comput
 WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 --all -p no:faulthandler
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
-	@$(WATCHED) -k "native or a_plan_gives" tests/quant/test_native_jobs.py tests/quant/test_backends.py
-	@$(WATCHED) -k native tests/quant/test_bags.py
-	@$(WATCHED) tests/quant/test_gpu_merge.py
-	@$(WATCHED) -k "native or builder" tests/quant/test_raw_lookups.py tests/quant/test_index_builder.py
-	@$(WATCHED) -k "not fbgemm" tests/quant/test_overlay.py tests/loader/test_apply.py tests/loader/test_compact.py
-	@$(WATCHED) tests/serving/test_templates.py tests/serving/test_validation.py tests/loader/test_program_layers.py
+	@$(WATCHED) -k "native or a_plan_gives" tests/quant/cpu/test_native_jobs.py tests/quant/cpu/test_backends.py
+	@$(WATCHED) -k native tests/quant/cpu/test_bags.py
+	@$(WATCHED) tests/quant/gpu/test_merge.py
+	@$(WATCHED) -k "native or builder" tests/quant/cpu/test_raw_lookups.py tests/quant/cpu/test_index_builder.py
+	@$(WATCHED) -k "not fbgemm" tests/quant/rows/test_overlay.py tests/loader/deltas/test_apply.py tests/loader/deltas/test_compact.py
+	@$(WATCHED) tests/serving/http/test_templates.py tests/serving/http/test_validation.py tests/loader/program/test_program_layers.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -129,4 +129,4 @@ campaign: dev    ## kills, damage, hostile requests and files, overload, a soak:
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
-	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so
+	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so serving/http/v2/*.so

@@ -21,8 +21,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
 
-from tableside.loader.registration import Registration
-from tableside.loader.versions import Model
+from tableside.loader.segment.registration import Registration
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Table, choose
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings, Policy

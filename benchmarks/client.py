@@ -16,7 +16,7 @@ import numpy as np
 from common import report, shared_folder
 from make_model import publish_random
 
-from tableside.loader.versions import Model
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import AsyncClient, Client, Jagged

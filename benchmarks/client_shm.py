@@ -35,9 +35,9 @@ from make_model import publish_random
 from numpy.typing import NDArray
 from triton_calls import Tensors, TritonCalls, tensors, triton_calls
 
-from tableside.serving.cli import bench
-from tableside.serving.cli.bench import HEADER_LENGTH
-from tableside.serving.cli.generator import run
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
+from tableside.serving.cli.commands.generator import run
 
 DIM, ROWS = 128, 200_000
 CASE = Case(26, 32, 20)

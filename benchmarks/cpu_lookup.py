@@ -26,12 +26,12 @@ from common import alternate, console, report, shared_folder
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from make_model import publish_random
 
-from tableside.loader.memory import available_bytes
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import available_bytes
+from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.fbgemm import operator
-from tableside.serving.cli.bench import draw_ids
+from tableside.serving.cli.commands.bench import draw_ids
 
 IDS = 20
 CASES = [("int8", 64), ("int4", 64), ("int8", 128), ("int2", 64), ("fp8", 64), ("fp16", 64)]

@@ -28,10 +28,10 @@ import pyarrow.parquet as pq
 import torch
 from common import console, report, shared_folder
 
-from tableside.loader.load import load
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.model import parse_model
-from tableside.loader.versions import Model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.versions.versions import Model
 
 NUMBERS, BATCH, SHARD_ROWS = 13, 4096, 16_384
 

@@ -30,9 +30,9 @@ from common import console, report, shared_folder
 from gpu_server import DIM, FEATURES, ROWS, gpus, mean_stages, serve, stage_sums
 from make_model import publish_random
 
-from tableside.loader.versions import Model
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.cli.bench import HEADER_LENGTH
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
 
 BAGS, IDS = 4096, 20
 COUNT = FEATURES * BAGS * IDS

@@ -20,9 +20,9 @@ from common import console, report, shared_folder
 from gpu_server import BATCH, DESCRIBED, DIM, FEATURES, IDS, ROWS, check_placed, gpus, mean_stages, serve, stage_sums
 from make_model import publish_random
 
-from tableside.loader.memory import processes_below
-from tableside.serving.cli import bench
-from tableside.serving.cli.generator import Load, merged, run, run_at_rate
+from tableside.loader.segment.memory import processes_below
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.generator import Load, merged, run, run_at_rate
 from tableside.serving.engine_process.main import NAME
 
 WORKERS, CONNECTIONS, GENERATORS = 4, 64, 4

@@ -25,8 +25,8 @@ import torch
 from common import console, report, shared_folder
 from eval_pool import BATCH, make, plain
 
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.versions.versions import Model
 from tableside.serving.evaluation.run import EvalSettings, evaluate
 from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, shards_at_once

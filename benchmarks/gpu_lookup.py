@@ -25,14 +25,14 @@ from common import console, report, shared_folder
 from device_lookup import DeviceLookup
 from make_model import publish_random
 
-from tableside.loader.segment import Segment
-from tableside.loader.tbe import TbeTable, bind, init_tbe
-from tableside.loader.versions import Model
+from tableside.loader.segment.segment import Segment
+from tableside.loader.tbe.tbe import TbeTable, bind, init_tbe
+from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
-from tableside.quant.gpu.tables import DeviceTable
-from tableside.serving.cli.bench import draw_ids
+from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs
+from tableside.quant.gpu.residence.tables import DeviceTable
+from tableside.serving.cli.commands.bench import draw_ids
 
 TABLES, ROWS, IDS = 26, 500_000, 20
 SECTOR = 32

@@ -21,7 +21,7 @@ from common import console, report, shared_folder
 from gpu_server import BATCH, DIM, FEATURES, IDS, ROWS, check_placed, gpus, hbm_used, serve
 from make_model import publish_random
 
-from tableside.loader.memory import processes_below, pss_bytes
+from tableside.loader.segment.memory import processes_below, pss_bytes
 from tableside.serving.client import Client
 
 DOORS = (1, 4)

@@ -21,11 +21,11 @@ from common import console, report, shared_folder
 from device_lookup import DeviceLookup
 from raw_tables import distinct_ids, raw_table_in_shm
 
-from tableside.loader.registration import Registration
+from tableside.loader.segment.registration import Registration
 from tableside.quant import choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.residence import InHost
+from tableside.quant.gpu.residence.residence import InHost
 
 WARM, TIMED = 60, 30  # batches
 INDEX_BYTES = 24  # of a slot of the cache, beside its row

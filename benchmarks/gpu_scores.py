@@ -35,12 +35,12 @@ from gpu_server import gpus, mean_stages, serve, stage_sums
 from http_cases import Server, line
 from numpy.typing import NDArray
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.versions import Model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.cli.bench import HEADER_LENGTH, request_bytes
-from tableside.serving.cli.generator import Load, run
+from tableside.serving.cli.commands.bench import HEADER_LENGTH, request_bytes
+from tableside.serving.cli.commands.generator import Load, run
 
 FEATURES, IDS, ROWS, DIM = 26, 20, 100_000, 64
 WIDTHS = (FEATURES * DIM, 1024, 1024, 256, 1)

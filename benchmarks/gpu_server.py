@@ -25,11 +25,11 @@ from common import console, report, shared_folder
 from http_cases import CASES, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving, warm_up
 from make_model import publish_random
 
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.cli import bench
-from tableside.serving.cli.generator import Load, merged, run
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.generator import Load, merged, run
 from tableside.serving.client import Client
 
 FEATURES, IDS, BATCH, DIM, ROWS = 26, 20, 32, 128, 500_000

@@ -19,11 +19,11 @@ from common import console, report, shared_folder
 from device_lookup import DeviceLookup
 from make_model import publish_random
 
-from tableside.loader.registration import Registration
-from tableside.loader.versions import Model
+from tableside.loader.segment.registration import Registration
+from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.stash import points, stash_embedding_weights
+from tableside.quant.stash.stash import points, stash_embedding_weights
 
 DEVICE = torch.device("cuda:0")
 TABLES, ROWS, DIM = 12, 2 << 20, 128

@@ -30,8 +30,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from make_model import publish_random
 from process_memory import memory_together
 
-from tableside.loader.memory import pss_bytes
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import pss_bytes
+from tableside.loader.versions.versions import Model
 from tableside.quant.cache.settings import Policy
 from tableside.torch import EmbeddingBags
 

@@ -31,19 +31,19 @@ from common import console, report, shared_folder
 from device_lookup import DeviceLookup
 from raw_tables import distinct_ids, raw_table_in_shm
 
-from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.registration import Registration
-from tableside.loader.retention import Retention
-from tableside.loader.segment import Segment
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.registration import Registration
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Precision, choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.tables import DeviceTable
+from tableside.quant.gpu.residence.tables import DeviceTable
 
 TABLES, IDS_OF_TABLE, DIM, IDS, BAG = 26, 500_000, 128, 4096 * 20, 20
 WARM, TIMED, ROUNDS = 60, 20, 5  # batches

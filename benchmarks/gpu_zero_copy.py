@@ -21,12 +21,12 @@ import torch
 from common import console, report, shared_folder
 from make_model import publish_random
 
-from tableside.loader.registration import Registration
-from tableside.loader.tbe import TbeTable, bind, init_tbe
-from tableside.loader.versions import Model
+from tableside.loader.segment.registration import Registration
+from tableside.loader.tbe.tbe import TbeTable, bind, init_tbe
+from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Plan, Pooling, Precision, RowFormat, choose
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch import LookupResult
+from tableside.quant.gpu.batch.batch import LookupResult
 
 DIM, CALLS = 128, (500, 2_000, 5_000, 20_000, 500_000)
 TARGETS = {20_000: 2.0, 500_000: 3.0}

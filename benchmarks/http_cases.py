@@ -19,12 +19,12 @@ import orjson
 from make_model import publish_random
 from numpy.typing import NDArray
 
-from tableside.loader.memory import processes_below
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import processes_below
+from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Plan, Pooling, choose
-from tableside.serving.cli import bench
-from tableside.serving.cli.bench import HEADER_LENGTH
-from tableside.serving.cli.generator import run
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
+from tableside.serving.cli.commands.generator import run
 
 DIM, MAX_ROWS, MODEL_BYTES = 64, 200_000, 1 << 30
 WARM_UP_REQUESTS = 200

@@ -31,8 +31,8 @@ from typing import Any
 from common import HERE, console, report, shared_folder
 from http_cases import CASES, DIM, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving, warm_up
 
-from tableside.serving.cli import bench
-from tableside.serving.cli.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
 
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 FEW, MANY = 4, 16  # connections

@@ -19,8 +19,8 @@ import orjson
 from http_cases import CASES, DIM, Case
 
 from tableside.serving.http.asgi import AsgiResponse, Receive, Response, Scope, Send, holding, read_body
-from tableside.serving.server import serve
 from tableside.serving.settings import ServerSettings
+from tableside.serving.workers.server import serve
 
 
 def make_echo(settings: ServerSettings) -> Any:
@@ -58,7 +58,7 @@ class Operator:
         from fbgemm_gpu.split_embedding_configs import SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 
-        from tableside.loader.versions import Model
+        from tableside.loader.versions.versions import Model
 
         self._segment = Model(root, case.model).attach(verify="header")
         tables = list(self._segment.tables.values())
@@ -116,7 +116,7 @@ def run_peer(root: Path) -> int:
     import torch
     import uvicorn
 
-    import tableside.serving.preload  # noqa: F401  (the same allocator settings as Tableside's workers)
+    import tableside.serving.workers.preload  # noqa: F401  (the same allocator settings as Tableside's workers)
 
     import fbgemm_gpu  # noqa: F401, isort: skip  (registers the operator)
 

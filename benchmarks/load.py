@@ -24,11 +24,11 @@ import numpy as np
 from common import console, report, shared_folder
 from safetensors.numpy import save_file
 
-from tableside.loader.load import PIECE_BYTES, load
-from tableside.loader.manifest import write_manifest
-from tableside.loader.model import ModelSpec, parse_model
-from tableside.loader.verification import summary
-from tableside.loader.versions import Model
+from tableside.loader.load.load import PIECE_BYTES, load
+from tableside.loader.load.manifest import write_manifest
+from tableside.loader.load.verification import summary
+from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 
 DIM, TABLES, ROUNDS = 64, 4, 5

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import FeatureSpec
-from tableside.loader.segment import SegmentWriter
-from tableside.loader.versions import Model
+from tableside.loader.model.model import FeatureSpec
+from tableside.loader.segment.header import Header, plan_tables
+from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 
 

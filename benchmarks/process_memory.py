@@ -6,7 +6,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tableside.loader.memory import pss_bytes
+from tableside.loader.segment.memory import pss_bytes
 
 
 def memory_together(

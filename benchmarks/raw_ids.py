@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from common import console, report
 
-from tableside.loader.memory import reserve
+from tableside.loader.segment.memory import reserve
 from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
 from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
-from tableside.quant.ids import IdIndex, RowMap
+from tableside.quant.rows.ids import IdIndex, RowMap
 
 DIM, BUCKETS, LENGTH = 64, 1024, 20
 SHAPES = ((26, 32), (1, 4096))

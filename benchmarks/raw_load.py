@@ -19,8 +19,8 @@ import numpy as np
 from common import console, report, shared_folder
 
 from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.quant import RowFormat, choose
 
 DIM, GROUP = 16, 1 << 20

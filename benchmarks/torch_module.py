@@ -19,7 +19,7 @@ import torch
 from common import alternate, report, shared_folder
 from make_model import publish_random
 
-from tableside.loader.tbe import TbeTable, bind, init_tbe
+from tableside.loader.tbe.tbe import TbeTable, bind, init_tbe
 from tableside.quant import LookupKind, Place, Pooling
 from tableside.serving.modules.lookups import BASE, MEMORY
 from tableside.torch import Bags, EmbeddingBags

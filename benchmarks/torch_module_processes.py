@@ -25,7 +25,7 @@ from common import report, shared_folder
 from make_model import publish_random
 from process_memory import memory_together
 
-from tableside.loader.versions import Model
+from tableside.loader.versions.versions import Model
 from tableside.torch import EmbeddingBags
 
 with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import tritonclient.http as triton
 from numpy.typing import NDArray
 from tritonclient.utils import shared_memory
 
-from tableside.serving.cli.bench import HEADER_LENGTH
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
 
 REGION = "triton"
 Tensors = list[tuple[str, str, NDArray[Any]]]  # name, datatype and values of each input

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from update_reads import DIM, published
 from updates import redis_server
 
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 
 ROWS, EVERY_S = 4_000_000, 1.0

@@ -18,18 +18,18 @@ import numpy as np
 from common import console, report, shared_folder
 from http_cases import Server, line, serving, warm_up
 
-from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.compact import compact
-from tableside.loader.header import Header, plan_tables
-from tableside.loader.model import FeatureSpec
-from tableside.loader.retention import Retention
-from tableside.loader.segment import Segment, SegmentWriter
-from tableside.loader.states import State, attach_state
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.compact import compact
+from tableside.loader.model.model import FeatureSpec
+from tableside.loader.segment.header import Header, plan_tables
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import State, attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, RowFormat, Source, Table, choose
-from tableside.serving.cli import bench
-from tableside.serving.cli.generator import run
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.generator import run
 
 DIM, BAG, FEATURES, BATCH = 64, 20, 26, 32
 BAGS = FEATURES * BATCH

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from common import console, report, shared_folder
 
-from tableside.loader.apply import apply
-from tableside.loader.change_files import read_changes
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.change_files import read_changes
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, RowFormat, Source, choose
 from tableside.serving.follow.loop import Step, follow
 from tableside.serving.follow.sources import open_source

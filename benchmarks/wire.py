@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.serving.cli.bench import HEADER_LENGTH
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
 from tableside.serving.client.features import Array, Ids, array, columns
 from tableside.serving.client.messages import DTYPES
 from tableside.serving.client.named import NamedForm

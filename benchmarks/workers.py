@@ -23,14 +23,14 @@ import numpy as np
 from common import console, report, shared_folder
 from make_model import publish_random
 
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.versions import Model
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client
-from tableside.serving.hbm_plan import Placement
-from tableside.serving.placement import Placements
-from tableside.serving.request import FeatureInput
-from tableside.serving.version import ServedVersion
+from tableside.serving.model.hbm_plan import Placement
+from tableside.serving.model.placement import Placements
+from tableside.serving.model.request import FeatureInput
+from tableside.serving.model.version import ServedVersion
 
 DIM, TABLES, IDS, BATCH = 64, 8, 20, 256
 MEMORY_TARGET, SCALING_TARGET = 0.02, 1.8

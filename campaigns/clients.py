@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import wire
 from campaigns.common import descriptors, folders, publish, random_of, standalone, version_told, workers_of
-from tableside.serving.cli.bench import request_bytes
+from tableside.serving.cli.commands.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import AsyncClient, Client, ClientError, Jagged
 

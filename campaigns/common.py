@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from tableside.loader.load import LoadSettings, load
-from tableside.loader.memory import processes_below
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.memory import processes_below
 
 console = Console(highlight=False, soft_wrap=True, width=150)
 Run = Callable[[float, int], Mapping[str, float]]

@@ -35,7 +35,7 @@ import numpy as np
 
 from campaigns.common import DIM, ROWS, folders, publish, random_of, standalone, until, version_told, workers_of
 from campaigns.kills import CLIENTS, Board, ask, publish_until
-from tableside.loader.memory import processes_below
+from tableside.loader.segment.memory import processes_below
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.device.architecture import architectures
 from tableside.serving.cli.local import local_server

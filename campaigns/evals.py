@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from campaigns.common import Goal, Result, at_least, folders, none, random_of, show, until
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 
 ROWS, SHARD_ROWS, DIM = 12_000, 60, 8
 SHARDS = ROWS // SHARD_ROWS

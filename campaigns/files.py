@@ -29,12 +29,12 @@ import numpy as np
 
 from campaigns import file_cases
 from campaigns.common import console, folders, random_of
-from tableside.loader.change_files import read_changes, rows_in
 from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.deltas.change_files import read_changes, rows_in
 from tableside.loader.errors import LoaderError
-from tableside.loader.load import LoadSettings, load
-from tableside.loader.model import parse_model
-from tableside.loader.segment import Segment
+from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.segment import Segment
 
 BEYOND_BYTES = 4 << 30
 GROWTH_BYTES = 1 << 30  # the most that one file may cost

@@ -25,11 +25,11 @@ import numpy as np
 
 from campaigns.common import console, folders, random_of
 from tableside.loader.errors import LoaderError
-from tableside.loader.load import LoadSettings, load
-from tableside.loader.manifest import write_manifest
-from tableside.loader.model import parse_model
-from tableside.loader.segment import Segment
-from tableside.loader.versions import Model
+from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.manifest import write_manifest
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.versions import Model
 
 OUTCOMES = ("found", "harmless", "silent", "broken")
 _TRUNCATED = 10  # each tenth change cuts the file

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from campaigns.common import DIM, ROWS, TABLES, Goal, at_least, folders, none, publish, random_of, standalone, told, until
-from tableside.loader import apply as applying
-from tableside.loader.apply import ApplySettings, position_of
-from tableside.loader.compact import compact
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.deltas import apply as applying
+from tableside.loader.deltas.apply import ApplySettings, position_of
+from tableside.loader.deltas.compact import compact
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.follow.loop import follow
 from tableside.serving.follow.skipped import Skipped

@@ -31,8 +31,8 @@ import numpy as np
 
 from benchmarks import wire
 from campaigns.common import TABLES, folders, publish, standalone, told, workers_of
-from tableside.loader.memory import pss_bytes
-from tableside.serving.cli.bench import request_bytes
+from tableside.loader.segment.memory import pss_bytes
+from tableside.serving.cli.commands.bench import request_bytes
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client, Jagged
 

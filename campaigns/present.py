@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 
 from campaigns.common import Goal, at_least, folders, none, random_of, standalone, until, workers_of
 from campaigns.engines import device
-from tableside.loader.apply import ApplySettings, apply
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.compact import compact
-from tableside.loader.load import load
-from tableside.loader.memory import processes_below
-from tableside.loader.model import parse_model
-from tableside.loader.retention import Retention
-from tableside.loader.states import State, kept_states, state_of
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.compact import compact
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.memory import processes_below
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import State, kept_states, state_of
+from tableside.loader.versions.versions import Model
 from tableside.quant.contract import INTERPRETER
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client, ClientError, Jagged

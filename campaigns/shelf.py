@@ -22,8 +22,8 @@ import numpy as np
 
 from campaigns.common import DIM, ROWS, TABLES, told, version_told, write_checkpoint
 from tableside.loader.errors import LoaderError
-from tableside.loader.segment import Segment
-from tableside.loader.versions import Model
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.versions import Model
 from tableside.serving.cli import cli
 
 VALUES, SMALL_BYTES, CRASHED, DEADLINE_S = 16, 4096, 99, 30.0

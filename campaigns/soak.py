@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks import wire
 from campaigns.common import ROWS, descriptors, folders, publish, random_of, standalone, version_told, workers_of
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.versions import Model
-from tableside.serving.cli.bench import HEADER_LENGTH
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.versions.versions import Model
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Jagged
 

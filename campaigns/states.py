@@ -28,15 +28,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from campaigns.common import Goal, at_least, folders, none, random_of, standalone, until
-from tableside.loader.apply import ApplySettings, apply, position_of
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.compact import compact
+from tableside.loader.deltas.apply import ApplySettings, apply, position_of
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import LoaderError
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.retention import Retention
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.cli.local import local_server
 

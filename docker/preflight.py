@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError, VersionError
-from tableside.loader.header import plan_tables
-from tableside.loader.memory import available_bytes
-from tableside.loader.model import ModelSpec
-from tableside.loader.versions import DEFAULT_ROOT, Model
+from tableside.loader.model.model import ModelSpec
+from tableside.loader.segment.header import plan_tables
+from tableside.loader.segment.memory import available_bytes
+from tableside.loader.versions.versions import DEFAULT_ROOT, Model
 from tableside.quant import QuantError
-from tableside.serving.cli.models import described
+from tableside.serving.cli.commands.models import described
 
 MIB = 1 << 20
 

@@ -22,13 +22,13 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from tableside.loader.load import Loaded, load
-from tableside.loader.memory import processes_below, pss_bytes
-from tableside.loader.model import ModelSpec, read_model
-from tableside.loader.segment import Segment
-from tableside.loader.stored import StoredTable
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.segment.memory import processes_below, pss_bytes
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
 from tableside.quant import RowFormat, choose
-from tableside.serving.cli import bench, generator
+from tableside.serving.cli.commands import bench, generator
 from tableside.serving.cli.local import local_server
 from tableside.serving.cli.output import mb, progress_bar
 from tableside.serving.client import Client, Jagged

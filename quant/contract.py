@@ -3,7 +3,7 @@
 Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is checked before a
 row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that is `row_format`.
 
-An id is a row number, or becomes one as the table's `RowMap` says (`quant.ids`), before anything else looks at it. A missing id
+An id is a row number, or becomes one as the table's `RowMap` says (`quant.rows.ids`), before anything else looks at it. A missing id
 that has a default row counts as any other: that row is added to a bag, and the bag's length counts it.
 
     pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError
-from tableside.quant.ids import RowMap
 from tableside.quant.row_format import RowFormat
+from tableside.quant.rows.ids import RowMap
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 

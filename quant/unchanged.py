@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
-from tableside.quant.ids import RowMap
+from tableside.quant.rows.ids import RowMap
 
 _AT_ONCE_BYTES = 8 << 20  # of rows that are compared
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from tableside.loader.nearest import did_you_mean
-from tableside.loader.versions import DEFAULT_ROOT
+from tableside.loader.model.nearest import did_you_mean
+from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER, Precision
 from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes

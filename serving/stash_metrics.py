@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tableside.quant.gpu.stash import registry
-from tableside.quant.gpu.stash_registry import StashRegistry
+from tableside.quant.stash.registry import StashRegistry
+from tableside.quant.stash.stash import registry
 
 _COUNTERS = {
     "stashes": ("tableside_stash_stashes", "Stashes of weights begun."),

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.states import State
+from tableside.loader.versions.states import State
 from tableside.quant import QuantError
-from tableside.serving.engine import Engine
 from tableside.serving.errors import Kind, ServingError
-from tableside.serving.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
+from tableside.serving.metrics.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
+from tableside.serving.model.engine import Engine
 
 logger = logging.getLogger("tableside")
 

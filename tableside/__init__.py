@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tableside.loader.errors import LoaderError as LoaderError
-    from tableside.loader.load import LoadSettings as LoadSettings
-    from tableside.loader.load import load as load
-    from tableside.loader.model import parse_model as parse_model
-    from tableside.loader.model import read_model as read_model
-    from tableside.loader.segment import Segment as Segment
-    from tableside.loader.versions import Model as Model
+    from tableside.loader.load.load import LoadSettings as LoadSettings
+    from tableside.loader.load.load import load as load
+    from tableside.loader.model.model import parse_model as parse_model
+    from tableside.loader.model.model import read_model as read_model
+    from tableside.loader.segment.segment import Segment as Segment
+    from tableside.loader.versions.versions import Model as Model
     from tableside.quant import Pooling as Pooling
     from tableside.quant import QuantError as QuantError
     from tableside.quant import RowFormat as RowFormat
     from tableside.quant import Table as Table
-    from tableside.quant.gpu.stash import stash_embedding_weights as stash_embedding_weights
+    from tableside.quant.stash.stash import stash_embedding_weights as stash_embedding_weights
     from tableside.serving.client import AsyncClient as AsyncClient
     from tableside.serving.client import Client as Client
     from tableside.serving.client import ClientError as ClientError
@@ -53,18 +53,18 @@ _HOMES = {
     "Jagged": "serving.client",
     "KeyedVectors": "serving.client",
     "LookedUp": "serving.client",
-    "LoadSettings": "loader.load",
+    "LoadSettings": "loader.load.load",
     "LoaderError": "loader.errors",
-    "Model": "loader.versions",
+    "Model": "loader.versions.versions",
     "Pooling": "quant",
     "QuantError": "quant",
     "RowFormat": "quant",
-    "Segment": "loader.segment",
+    "Segment": "loader.segment.segment",
     "Table": "quant",
-    "load": "loader.load",
-    "parse_model": "loader.model",
-    "read_model": "loader.model",
-    "stash_embedding_weights": "quant.gpu.stash",
+    "load": "loader.load.load",
+    "parse_model": "loader.model.model",
+    "read_model": "loader.model.model",
+    "stash_embedding_weights": "quant.stash.stash",
 }
 
 __all__ = [*_HOMES]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tables
 
-from tableside.loader.load import Loaded, LoadSettings, load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import Loaded, LoadSettings, load
+from tableside.loader.model.model import parse_model
 
 pytest_plugins = ["drawing"]
 

@@ -187,7 +187,7 @@ def test_a_redis_stream_without_its_client_names_the_extra(tmp_path: Path, root:
 
 def test_fbgemm_modules_and_stashing_name_their_extras() -> None:
     path = os.pathsep.join([str(FIXTURES / "without"), str(TOP)])
-    script = "from tableside.loader.tbe import init_tbe; init_tbe([])"
+    script = "from tableside.loader.tbe.tbe import init_tbe; init_tbe([])"
     found = python("-c", script, PYTHONPATH=path, WITHOUT="fbgemm_gpu")
     assert found.stderr.splitlines()[-1].endswith("is not installed; install tableside[fbgemm]")
     found = python("-c", "from tableside import stash_embedding_weights", PYTHONPATH=path, WITHOUT="torch")

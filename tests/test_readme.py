@@ -22,8 +22,8 @@ from scorers import exported
 from servers import Server, start_server
 from support import end, rows_of, run_tableside
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 
 TOP = Path(__file__).parent.parent
 TEXT = (TOP / "README.md").read_text()

@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 from safetensors.torch import save_file
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.quant import RowFormat
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.serving.cli.local import local_server
 from tableside.serving.client import Client
 from tableside.serving.evaluation.quality import quality

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.segment import Segment
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.segment import Segment
 from tableside.quant import RowFormat, choose
 from tableside.serving.cli.local import local_server
 from tableside.serving.cli.output import mb

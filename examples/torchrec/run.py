@@ -23,8 +23,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.inference.modules import quantize_embeddings
 from torchrec.models.dlrm import DLRM
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.serving.evaluation.quality import quality
 from tableside.torch import swap_embeddings
 

@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from tableside.loader.checkpoint import dcp, keyed_folders, numpy_files, safetensors, torch_files
-from tableside.loader.checkpoint.keyed_pairs import Pairs
+from tableside.loader.checkpoint import dcp, numpy_files, safetensors, torch_files
+from tableside.loader.checkpoint.keyed import folders as keyed_folders
+from tableside.loader.checkpoint.keyed.pairs import Pairs
 from tableside.loader.checkpoint.rows import Checkpoint
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
@@ -49,7 +50,7 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def _parquet(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
     try:
-        from tableside.loader.checkpoint import keyed_parquet
+        from tableside.loader.checkpoint.keyed import parquet as keyed_parquet
     except ImportError as error:
         raise CheckpointError(
             f"{path}: Parquet is read by pyarrow, which does not import ({error}); install tableside[eval]"

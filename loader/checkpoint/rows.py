@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.archive import ArchiveRecord
-from tableside.loader.checkpoint.keyed import KeyedRows, KeyedTables
+from tableside.loader.checkpoint.keyed.keyed import KeyedRows, KeyedTables
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
@@ -254,3 +254,13 @@ def some(names: Iterable[str]) -> str:
     """The first names in their order, for people."""
     listed = sorted(names)
     return (", ".join(listed[:10]) or "none") + (" ..." if len(listed) > 10 else "")
+
+
+def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """Values as fp32 or fp16, which they may be already, and the place of the first one that fp32 does not hold; -1: it does."""
+    if values.dtype in (np.float32, np.float16):
+        return values.astype(values.dtype.newbyteorder("="), copy=False), -1
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = np.isinf(narrow) & np.isfinite(values)
+    return narrow, int(bad.argmax()) if bad.any() else -1

@@ -1,4 +1,4 @@
-"""Builds id indexes (`quant.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each
+"""Builds id indexes (`quant.rows.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each
 bucket.
 
 The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the
@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 
 from tableside.quant.cpu import _native
 from tableside.quant.errors import QuantError
-from tableside.quant.ids import NO_ROW_MAP, DirectoryField, IdIndex, RowMap, native_row_map, pilots_for, slots_for
-from tableside.quant.overlay import Marks
+from tableside.quant.rows.ids import (
+    NO_ROW_MAP,
+    DirectoryField,
+    IdIndex,
+    RowMap,
+    native_row_map,
+    pilots_for,
+    slots_for,
+)
+from tableside.quant.rows.overlay import Marks
 
 RECORD_BYTES = 16  # an id, and the number of its row in the source
 KEEP = {"error": 0, "first": 1, "last": 2}
@@ -143,7 +151,7 @@ def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -
 
 
 def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
-    """Sets the bits of ids [n] in a filter, as `quant.overlay` specifies it."""
+    """Sets the bits of ids [n] in a filter, as `quant.rows.overlay` specifies it."""
     _native.fill_filter(np.ascontiguousarray(ids), words)
 
 

@@ -29,9 +29,9 @@ from tableside.quant.contract import (
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_table, host_tables, not_representable
 from tableside.quant.errors import BadIds, Problem
-from tableside.quant.ids import NativeRowMap
-from tableside.quant.overlay import NativeLayer
 from tableside.quant.row_format import RowFormat, Source
+from tableside.quant.rows.ids import NativeRowMap
+from tableside.quant.rows.overlay import NativeLayer
 
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
 

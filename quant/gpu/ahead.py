@@ -24,9 +24,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.follower import FILL_BLOCK
-from tableside.quant.gpu.resolve import RESOLVE_BLOCK
-from tableside.quant.gpu.wanted import WantedKernels
+from tableside.quant.gpu.batch.follower import FILL_BLOCK
+from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
+from tableside.quant.gpu.kernels.wanted import WantedKernels
 
 if TYPE_CHECKING:
     from tableside.quant.device.launch import Kernel
@@ -47,7 +47,7 @@ class CompiledKernel(NamedTuple):
 
 def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
     """All of them, by names that say what they are for. MissingBackend: Triton does not import."""
-    from tableside.quant.gpu import kernels
+    from tableside.quant.gpu.kernels import compiled as kernels
 
     found: dict[str, Kernel] = _lookups(wanted, of_tensors=False)
     if wanted.pooled:
@@ -63,8 +63,8 @@ def kernels_of(wanted: WantedKernels) -> "dict[str, Kernel]":
 
 
 def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
-    from tableside.quant.gpu import kernels
-    from tableside.quant.gpu.launch_config import LaunchConfigs
+    from tableside.quant.gpu.kernels import compiled as kernels
+    from tableside.quant.gpu.kernels.launch_config import LaunchConfigs
 
     configs = LaunchConfigs()
     kinds = [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)] if wanted.pooled else []
@@ -83,7 +83,7 @@ def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
 def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
     """What makes the jobs of kernels before the lookup, for every number of features."""
     from tableside.quant.cache.jobs import PROBE_BLOCK
-    from tableside.quant.gpu import kernels
+    from tableside.quant.gpu.kernels import compiled as kernels
 
     kinds = [("ids", True, RESOLVE_BLOCK)]  # without maps as well, as a delta brings one
     kinds += [("cache", False, PROBE_BLOCK)] if wanted.cached_row_bytes else []

@@ -1,7 +1,7 @@
-"""Lookups on a GPU: one launch of `quant.gpu.lookup_kernel` serves all tables of all waiting requests.
+"""Lookups on a GPU: one launch of `quant.gpu.kernels.lookup` serves all tables of all waiting requests.
 
 One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one more, unpooled
-features one more. One copy brings the vectors back. What reads them on the device (`quant.gpu.follower`) takes one launch more.
+features one more. One copy brings the vectors back. What reads them on the device (`quant.gpu.batch.follower`) takes one launch more.
 
 Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table is split.
 Random reads over a large span are slow that way, because of address translation and not of bytes (docs/log.md). From
@@ -36,24 +36,24 @@ from tableside.quant.errors import MissingBackend, QuantError
 try:
     import triton
 
-    from tableside.quant.gpu import lookup_kernel
+    from tableside.quant.gpu.kernels import lookup as lookup_kernel
 except ImportError as error:
     raise MissingBackend(f"triton does not import ({error}); install tableside[gpu]") from error
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.device.devices import open_device
-from tableside.quant.gpu.batches import Batches
-from tableside.quant.gpu.launch_config import LaunchConfig, LaunchConfigs
-from tableside.quant.gpu.launcher import Launcher
-from tableside.quant.gpu.layers import DeviceLayers
-from tableside.quant.gpu.layout import lay_out
-from tableside.quant.gpu.plan import GpuPlan, SteadyPlanner
-from tableside.quant.gpu.residence import Cached, InHbm, InHost, Mapped, Residence, Split
-from tableside.quant.gpu.row_map import DeviceRowMap
-from tableside.quant.gpu.stashable import Stashable
-from tableside.quant.gpu.steady import are_steady
-from tableside.quant.gpu.tables import DeviceTable, by_row_number, on_device
-from tableside.quant.gpu.wanted import KernelKey
+from tableside.quant.gpu.batch.batches import Batches
+from tableside.quant.gpu.batch.launcher import Launcher
+from tableside.quant.gpu.batch.layout import lay_out
+from tableside.quant.gpu.batch.plan import GpuPlan, SteadyPlanner
+from tableside.quant.gpu.batch.steady import are_steady
+from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs
+from tableside.quant.gpu.kernels.wanted import KernelKey
+from tableside.quant.gpu.residence.layers import DeviceLayers
+from tableside.quant.gpu.residence.residence import Cached, InHbm, InHost, Mapped, Residence, Split
+from tableside.quant.gpu.residence.row_map import DeviceRowMap
+from tableside.quant.gpu.residence.stashable import Stashable
+from tableside.quant.gpu.residence.tables import DeviceTable, by_row_number, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # For devices on which a program takes milliseconds, whatever its width.
@@ -101,7 +101,7 @@ class GpuBackend(Backend):
 
     # ---- tables ----
 
-    # A table's row map is copied to HBM with it (`quant.gpu.row_map`), but for what of its index is `in_host`: the ids that are
+    # A table's row map is copied to HBM with it (`quant.gpu.residence.row_map`), but for what of its index is `in_host`: the ids that are
     # kept for rows are then read in the memory that `rows` is a view of.
 
     def to_hbm(

@@ -1,6 +1,6 @@
 """What the kernels of tensor lookups tell the host of ids and offsets that are wrong, without anybody waiting for the device.
 
-The record lies in page-locked memory that the kernels write to (`quant.gpu.tensor_bags.report`); where nothing is wrong it costs
+The record lies in page-locked memory that the kernels write to (`quant.gpu.kernels.tensor_bags.report`); where nothing is wrong it costs
 the host one read of its own memory. A captured call tells in its replays too.
 """
 
@@ -12,8 +12,8 @@ import torch
 
 from tableside.quant.contract import RowSource
 from tableside.quant.errors import BadIds, Problem
-from tableside.quant.gpu.job import ReportField
-from tableside.quant.gpu.launcher import Launcher
+from tableside.quant.gpu.batch.launcher import Launcher
+from tableside.quant.gpu.kernels.job import ReportField
 
 
 class WrongInput(NamedTuple):

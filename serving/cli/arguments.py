@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tableside.loader.errors import VersionError
-from tableside.loader.retention import Retention
-from tableside.loader.states import parse_state
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import parse_state
 from tableside.serving.client.address import Address
 from tableside.serving.sizes import parse_bytes
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli import evaluation, publishing, servers, shards, updates
+from tableside.serving.cli.commands import evaluation, publishing, servers, shards, updates
 from tableside.serving.cli.completion import SHELLS
 from tableside.serving.cli.completion import completion as print_completion
 from tableside.serving.cli.parser import Parser

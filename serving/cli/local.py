@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tableside.loader.versions import DEFAULT_ROOT
+from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.serving.errors import ServingError
 
 

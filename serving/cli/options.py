@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from tableside.loader.retention import DEFAULT as RETENTION
+from tableside.loader.versions.retention import DEFAULT as RETENTION
 from tableside.serving.cli.arguments import count, retention
 
 AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tableside.loader.load import Progress as LoadProgress
+from tableside.loader.load.load import Progress as LoadProgress
 
 _UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
 

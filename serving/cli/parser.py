@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tableside.loader.nearest import did_you_mean
+from tableside.loader.model.nearest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 
-from tableside.loader.model import SCORE
+from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
 from tableside.serving.client.compact import Answer, CompactForm, Keyed, Schema
 from tableside.serving.client.errors import ClientError, FeatureError

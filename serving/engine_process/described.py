@@ -15,10 +15,10 @@ import numpy as np
 
 from tableside.quant import Place, Plan, Planner
 from tableside.quant.contract import Unfound
-from tableside.serving.places import DenseInput, Output, scores_at
-from tableside.serving.request import Request
-from tableside.serving.scores import Scoring
-from tableside.serving.version import Planners, ServedVersion
+from tableside.serving.model.places import DenseInput, Output, scores_at
+from tableside.serving.model.request import Request
+from tableside.serving.model.scores import Scoring
+from tableside.serving.model.version import Planners, ServedVersion
 
 _HEAD = struct.Struct("<5q")  # model, state, layout, together, features
 _SCORES = struct.Struct("<3q")  # where they go, rows, whether nobody reads the vectors

@@ -11,14 +11,14 @@ import orjson
 
 from tableside.quant import QuantError
 from tableside.serving.errors import bad_request, short
-from tableside.serving.region_registry import RegionRegistry, Registered
-from tableside.serving.regions import PartlyOnDevice, Slice, gone
-from tableside.serving.request import Request
+from tableside.serving.model.request import Request
+from tableside.serving.shm.regions import PartlyOnDevice, Slice, gone
+from tableside.serving.shm.registry import RegionRegistry, Registered
 
 if TYPE_CHECKING:  # they import torch
     from tableside.quant.device.ipc import SharedDeviceMemory
     from tableside.quant.gpu.backend import GpuBackend
-    from tableside.quant.gpu.elsewhere import DeviceRange, Elsewhere
+    from tableside.quant.gpu.batch.elsewhere import DeviceRange, Elsewhere
 
 
 def parts_of(inputs: PartlyOnDevice) -> bytes:
@@ -60,7 +60,7 @@ class DeviceRegions:
     def elsewhere(self, request: Request, inputs: Any, parts: bytes) -> "Elsewhere":
         """A request's inputs with where `parts_of` says that tensors lie. ApiError: a region is gone, or the request cannot have
         tensors there."""
-        from tableside.quant.gpu.elsewhere import Elsewhere, check_elsewhere
+        from tableside.quant.gpu.batch.elsewhere import Elsewhere, check_elsewhere
 
         reads, writes = orjson.loads(parts)
         try:
@@ -70,7 +70,7 @@ class DeviceRegions:
         return Elsewhere(inputs, tuple(self._part(*one) for one in reads), tuple(self._part(*one) for one in writes))
 
     def _part(self, name: str, offset: int, size: int, at: int) -> "DeviceRange":
-        from tableside.quant.gpu.elsewhere import DeviceRange
+        from tableside.quant.gpu.batch.elsewhere import DeviceRange
 
         memory = self.find(name)
         if min(offset, size, at) < 0 or offset + size > memory.size:

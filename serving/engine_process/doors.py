@@ -15,7 +15,6 @@ import orjson
 
 from tableside.quant import QuantError
 from tableside.quant.device.addresses import address_of
-from tableside.serving.batching import Batcher, Future, Told
 from tableside.serving.engine_process import described, messages
 from tableside.serving.engine_process.described import Layouts, Wanted
 from tableside.serving.engine_process.device_regions import DeviceRegions
@@ -23,8 +22,9 @@ from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Connection, Kind
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ServingError
 from tableside.serving.errors import Kind as ErrorKind
-from tableside.serving.places import Buffer
-from tableside.serving.request import Answer, Request
+from tableside.serving.executors.batching import Batcher, Future, Told
+from tableside.serving.model.places import Buffer
+from tableside.serving.model.request import Answer, Request
 
 logger = logging.getLogger("tableside")
 

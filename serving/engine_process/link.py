@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.loader.states import State
+from tableside.loader.versions.states import State
 from tableside.quant.contract import Unfound
-from tableside.serving.admission import overloaded
-from tableside.serving.engine import CacheState
 from tableside.serving.engine_process import messages
 from tableside.serving.engine_process.described import describe
 from tableside.serving.engine_process.device_regions import parts_of
@@ -29,10 +27,12 @@ from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.errors import Kind as ErrorKind
-from tableside.serving.executors import Executor
-from tableside.serving.regions import PartlyOnDevice, Slice
-from tableside.serving.request import Answer, Request
+from tableside.serving.executors.admission import overloaded
+from tableside.serving.executors.executors import Executor
+from tableside.serving.model.engine import CacheState
+from tableside.serving.model.request import Answer, Request
 from tableside.serving.settings import ServerSettings
+from tableside.serving.shm.regions import PartlyOnDevice, Slice
 
 logger = logging.getLogger("tableside")
 

@@ -16,25 +16,25 @@ import uvloop
 from uvicorn.config import STARTUP_FAILURE
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.states import State
+from tableside.loader.versions.states import State
 from tableside.quant import QuantError, choose
-from tableside.serving.admission import overloaded
-from tableside.serving.batching import Batcher
-from tableside.serving.engine import Engine
 from tableside.serving.engine_process.described import Layouts, Wanted, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
 from tableside.serving.errors import ApiError, ServingError, not_found
-from tableside.serving.placement import Placer
-from tableside.serving.places import Buffer
-from tableside.serving.region_registry import RegionRegistry
+from tableside.serving.executors.admission import overloaded
+from tableside.serving.executors.batching import Batcher
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.places import Buffer
+from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
+from tableside.serving.shm.registry import RegionRegistry
 from tableside.serving.supervised import answer, take_signals
-from tableside.serving.version import ServedVersion
 from tableside.serving.watch import Watch
 
 if TYPE_CHECKING:
-    from tableside.serving.worker import WorkerConfig
+    from tableside.serving.workers.worker import WorkerConfig
 
 logger = logging.getLogger("tableside")
 

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.header import StoredScorer
-from tableside.loader.segment import Segment
-from tableside.loader.states import State, attach_state, state_of
-from tableside.loader.versions import Model
+from tableside.loader.segment.header import StoredScorer
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.states import State, attach_state, state_of
+from tableside.loader.versions.versions import Model
 from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, Precision, QuantError
-from tableside.serving.engine import CacheState, Engine
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, Kind
-from tableside.serving.hbm_plan import Placement
-from tableside.serving.placement import Placements, Placer
-from tableside.serving.scorer import Floats, Scorer
+from tableside.serving.model.engine import CacheState, Engine
+from tableside.serving.model.hbm_plan import Placement
+from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.model.scorer import Floats, Scorer
+from tableside.serving.model.version import Beside, ServedVersion
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import Beside, ServedVersion
 
 
 class _EngineBackend(Backend):

@@ -16,9 +16,9 @@ from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds, Problem
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
-from tableside.serving.places import DenseInput
-from tableside.serving.request import FeatureInput, Request
-from tableside.serving.version import ServedVersion
+from tableside.serving.model.places import DenseInput
+from tableside.serving.model.request import FeatureInput, Request
+from tableside.serving.model.version import ServedVersion
 
 WithoutRow = dict[str, dict[str, int]]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
 WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tableside.loader.checkpoint.keyed_parquet import id_remedy, type_name
+from tableside.loader.checkpoint.keyed.parquet import id_remedy, type_name
 from tableside.serving.errors import ServingError
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson")

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tableside.quant import BadIds
-from tableside.quant.gpu.follower import Follower, FollowerInputs
-from tableside.serving.device_scores import DeviceScores, is_scored_on_device
+from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
 from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import Batch, Scored
 from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
-from tableside.serving.hbm_plan import Placement
-from tableside.serving.request import Answer, Request
-from tableside.serving.scoring import ScoreStage
-from tableside.serving.version import ServedVersion
+from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
+from tableside.serving.executors.scoring import ScoreStage
+from tableside.serving.model.hbm_plan import Placement
+from tableside.serving.model.request import Answer, Request
+from tableside.serving.model.version import ServedVersion
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # both import torch
-    from tableside.quant.gpu.batch import DeviceBatch
+    from tableside.quant.gpu.batch.batch import DeviceBatch
 
 GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,

@@ -32,7 +32,7 @@ from tableside.serving.evaluation.parts import remove_partials, write_part
 from tableside.serving.evaluation.spent import WRITING, Spent
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
 from tableside.serving.kept_memory import keep_freed_memory
-from tableside.serving.scorers import TORCH_MODULES
+from tableside.serving.model.scorers import TORCH_MODULES
 
 logger = logging.getLogger("tableside")
 

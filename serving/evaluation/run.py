@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.header import Header
-from tableside.loader.states import State, attach_state
-from tableside.loader.versions import Model
+from tableside.loader.segment.header import Header
+from tableside.loader.versions.states import State, attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation import sources
@@ -31,7 +31,7 @@ from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, Job
-from tableside.serving.scorers import needs_torch
+from tableside.serving.model.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
 
 Progress = Callable[[int, int], None]  # (rows done, rows in all)

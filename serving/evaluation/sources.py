@@ -4,8 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tableside.loader.model import ModelSpec
-from tableside.loader.versions import Model
+from tableside.loader.model.model import ModelSpec
+from tableside.loader.versions.versions import Model
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 
 logger = logging.getLogger("tableside")

@@ -15,20 +15,20 @@ import numpy as np
 import pyarrow as pa
 
 from tableside.loader.errors import VersionError
-from tableside.loader.load import LoadSettings, load
-from tableside.loader.model import read_model
-from tableside.loader.states import State, attach_state
-from tableside.loader.versions import Model
+from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.model.model import read_model
+from tableside.loader.versions.states import State, attach_state
+from tableside.loader.versions.versions import Model
 from tableside.quant import choose
-from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.evaluation.ahead import ShardsAhead, Unfinished
 from tableside.serving.evaluation.batches import Batch, BatchReader, Scored, ShardTable
 from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.evaluation.spent import READING, Spent
-from tableside.serving.placement import Placer
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import ServedVersion
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # imports torch

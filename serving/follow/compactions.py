@@ -4,10 +4,10 @@ import logging
 import subprocess
 import sys
 
-from tableside.loader.apply import ApplyResult
-from tableside.loader.compact import delta_share
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import ApplyResult
+from tableside.loader.deltas.compact import delta_share
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 
 _log = logging.getLogger("tableside")
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tableside.loader.change_files import SUFFIXES, read_changes, rows_in
-from tableside.loader.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.change_files import SUFFIXES, read_changes, rows_in
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import PAUSE_S, IsStopping, pause, refusing

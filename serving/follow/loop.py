@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tableside.loader.apply import ApplyResult, ApplySettings, apply
+from tableside.loader.deltas.apply import ApplyResult, ApplySettings, apply
+from tableside.loader.deltas.merging import Merges
+from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.errors import ChangeError, VersionError
-from tableside.loader.merging import Merges
-from tableside.loader.pack import PackedChanges
-from tableside.loader.states import attach_state
-from tableside.loader.versions import Model
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.room import when_there_is_room
 from tableside.serving.follow.source import IsStopping, Source

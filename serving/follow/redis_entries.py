@@ -15,8 +15,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tableside.loader.change_lines import PythonRows
-from tableside.loader.changes import RowRules, TableChanges, changes, narrowed
+from tableside.loader.checkpoint.rows import narrowed
+from tableside.loader.deltas.change_lines import PythonRows
+from tableside.loader.deltas.changes import RowRules, TableChanges, changes
 
 _NUMERIC = b"0123456789+-.eE,[] \t\r\n"
 _DTYPES: dict[bytes, np.dtype[Any]] = {b"fp32": np.dtype("<f4"), b"fp16": np.dtype("<f2")}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
-from tableside.loader.changes import ChangeBatch, RowRules, TableChanges
+from tableside.loader.deltas.changes import ChangeBatch, RowRules, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
 from tableside.serving.errors import SourceError

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from tableside.loader.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 
 IsStopping = Callable[[], bool]

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tableside.loader.changes import ChangeBatch
+from tableside.loader.deltas.changes import ChangeBatch
+from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.errors import ChangeError
-from tableside.loader.pack import PackedChanges
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import IsStopping, Source
 
@@ -55,7 +55,7 @@ class Window:
         return self.position != self.after
 
     def batch(self, source: Source, kept: str | None) -> ChangeBatch:
-        """What `loader.apply` is told beside the packed changes. kept: the place that the model's state has."""
+        """What `loader.deltas.apply` is told beside the packed changes. kept: the place that the model's state has."""
         return ChangeBatch((), source.name, self.position, kept, self.made_at)
 
     def _add(self, source: Source, rows: int, wait_s: float) -> int:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
-from tableside.serving import VERSION, metrics, worker_gauges
+from tableside.serving import VERSION
 from tableside.serving.errors import (
     INTERNAL_ERROR,
     ApiError,
@@ -19,7 +19,7 @@ from tableside.serving.errors import (
     short,
     wrong_method,
 )
-from tableside.serving.http import static_page, v1, v2_routes
+from tableside.serving.http import static_page
 from tableside.serving.http.asgi import (
     MODEL,
     AsgiResponse,
@@ -30,8 +30,12 @@ from tableside.serving.http.asgi import (
     error_response,
 )
 from tableside.serving.http.door import Door
-from tableside.serving.http.v2 import V2
-from tableside.serving.service import Service
+from tableside.serving.http.v1 import routes as v1
+from tableside.serving.http.v2 import routes as v2_routes
+from tableside.serving.http.v2.infer import V2
+from tableside.serving.metrics import gauges as worker_gauges
+from tableside.serving.metrics import metrics
+from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
 
 TELL_S = 0.4  # between two writings of what this worker does

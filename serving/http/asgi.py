@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.responses import Response as HttpResponse
 
-from tableside.serving.admission import RETRY_AFTER_S, Bytes, Hold
 from tableside.serving.errors import ApiError, Kind, bad_request
+from tableside.serving.executors.admission import RETRY_AFTER_S, Bytes, Hold
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -1,6 +1,6 @@
 """Infer requests without ASGI: what a connection asks when one is whole, and what it sends as it is.
 
-ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So `serving.http.connection` hands the
+ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So `serving.http.connection.connection` hands the
 body of an infer request to the `Door`. Where a template knows the header and the executor can look up at once, the answer is
 there when the call returns. Else a task goes the longer way. Requests that are compressed, wait for 100-continue, or are not
 quite plain in another way go through ASGI, to the same code.
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from tableside.serving import metrics
-from tableside.serving.admission import Hold
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind
+from tableside.serving.executors.admission import Hold
 from tableside.serving.http.asgi import Response, error_response
 from tableside.serving.http.traffic import Traffic
-from tableside.serving.http.v2 import LENGTH, V2, Found
+from tableside.serving.http.v2.infer import LENGTH, V2, Found
+from tableside.serving.metrics import metrics
 
 logger = logging.getLogger("tableside")
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from tableside.loader.model import SCORE
-from tableside.loader.stored import StoredIds, StoredTable
+from tableside.loader.model.model import SCORE
+from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
-from tableside.serving.http import kjt
-from tableside.serving.metrics import statistics
-from tableside.serving.places import mask_name
-from tableside.serving.service import Service
-from tableside.serving.version import ServedVersion
+from tableside.serving.http.inputs import kjt
+from tableside.serving.metrics.metrics import statistics
+from tableside.serving.model.places import mask_name
+from tableside.serving.model.version import ServedVersion
+from tableside.serving.service.service import Service
 
 
 def describe_server(service: Service) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tableside.serving.metrics import REQUEST_SECONDS
+from tableside.serving.metrics.metrics import REQUEST_SECONDS
 
 if TYPE_CHECKING:  # of an extra
     from tableside.serving.http.tracing import SpanWriter

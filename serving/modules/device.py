@@ -1,6 +1,6 @@
 """Lookups of tensors that are on a GPU: enqueued on the current stream, and nobody waits for the device.
 
-Ids, lengths and offsets are read where they are (`quant.gpu.tensors`). Of a call in tensors of several features the host sends
+Ids, lengths and offsets are read where they are (`quant.gpu.tensors.tensors`). Of a call in tensors of several features the host sends
 where these are; a packed call, with as many bags as one before, needs nothing sent. Calls can be captured as CUDA graphs.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.tensors import StagedLookup, TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import Form, Given, Packed, as_bags, as_ids, as_weights, check_tensor, offsets_of
 from tableside.serving.modules.published import Attached

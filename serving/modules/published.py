@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.states import State, good_state, resolve
-from tableside.loader.versions import Model
+from tableside.loader.versions.states import State, good_state, resolve
+from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, QuantError, choose
-from tableside.serving.engine import Engine
 from tableside.serving.errors import ServingError
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.version import BoundFeature, ServedVersion
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.missing import Missing
 from tableside.serving.modules.pending import Pending
 from tableside.serving.modules.source import Source
-from tableside.serving.placement import Placer
-from tableside.serving.version import BoundFeature, ServedVersion
 
 logger = logging.getLogger("tableside")
 

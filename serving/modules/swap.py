@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Unpack
 import torch
 
 from tableside.quant import Pooling
+from tableside.serving.model.version import ServedVersion
 from tableside.serving.modules import keyed
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings, SourceOptions
 from tableside.serving.modules.errors import ModuleError
@@ -16,7 +17,6 @@ from tableside.serving.modules.published import published
 from tableside.serving.modules.source import Source
 from tableside.serving.modules.tracers import Leaf
 from tableside.serving.modules.wanted import Wanted, find_feature, of_bag, of_configs, of_embedding
-from tableside.serving.version import ServedVersion
 
 Mapped = str | Mapping[str, str] | None
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tableside.loader.model import as_feature_name
-from tableside.loader.module_tables import collection_names
+from tableside.loader.model.model import as_feature_name
+from tableside.loader.model.module_tables import collection_names
 from tableside.quant import Pooling
-from tableside.serving.version import BoundFeature, ServedVersion
+from tableside.serving.model.version import BoundFeature, ServedVersion
 
 MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": Pooling.MEAN}
 

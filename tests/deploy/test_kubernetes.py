@@ -24,10 +24,10 @@ import pytest
 import yaml
 from support import until
 
-from tableside.serving import supervisor
-from tableside.serving.metrics import REQUESTS
+from tableside.serving.metrics.metrics import REQUESTS
 from tableside.serving.settings import ServerSettings, unknown_variables
 from tableside.serving.sizes import parse_bytes
+from tableside.serving.workers import supervisor
 
 TOP = Path(__file__).parents[2]
 FOLDER = TOP / "deploy" / "kubernetes"

@@ -15,8 +15,8 @@ import yaml
 from servers import FEATURES, FORMATS, TABLES, Server, start_server
 from support import end, until
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.serving.client import Client, ClientError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -24,12 +24,12 @@ import yaml
 from safetensors.numpy import save_file
 from support import end, rows_of, until
 
-from tableside.loader.load import load
-from tableside.loader.model import read_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import read_model
 from tableside.quant import RowFormat
-from tableside.serving import supervisor
 from tableside.serving.settings import ServerSettings
 from tableside.serving.sizes import parse_bytes
+from tableside.serving.workers import supervisor
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"

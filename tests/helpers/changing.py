@@ -7,9 +7,9 @@ from raw_segments import DenseTable, RawTable, publish_tables
 from reference import backend_of
 from support import rows_of
 
-from tableside.loader.changes import TableChanges
-from tableside.loader.segment import Segment
-from tableside.loader.versions import Model
+from tableside.loader.deltas.changes import TableChanges
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, RowFormat
 
 DIM = 20

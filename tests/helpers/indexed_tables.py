@@ -7,7 +7,17 @@ import tables
 
 from tableside.quant import RowFormat, Table
 from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
-from tableside.quant.ids import ID_BYTES, MIX, SEED, SPREAD, IdIndex, RowMap, id_at, pilots_for, slots_for
+from tableside.quant.rows.ids import (
+    ID_BYTES,
+    MIX,
+    SEED,
+    SPREAD,
+    IdIndex,
+    RowMap,
+    id_at,
+    pilots_for,
+    slots_for,
+)
 
 _WORD = 1 << 64
 

@@ -1,11 +1,11 @@
-"""The steps of `quant.gpu.lookup_kernel` in plain Python, one id, bag or row at a time, as tests expect them.
+"""The steps of `quant.gpu.kernels.lookup` in plain Python, one id, bag or row at a time, as tests expect them.
 
 What a row's bytes mean is in `quant.cpu.reference`, which has every format in plain torch.
 """
 
 from collections.abc import Sequence
 
-from tableside.quant.gpu.job import SPLIT_BLOCK
+from tableside.quant.gpu.kernels.job import SPLIT_BLOCK
 
 _STAGING_UNIT = 16  # bytes
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tableside.loader.checkpoint import keyed
-from tableside.loader.checkpoint.keyed import KeyedRows
+from tableside.loader.checkpoint.keyed import keyed
+from tableside.loader.checkpoint.keyed.keyed import KeyedRows
 from tableside.quant import Source
 
 EXTREMES = (-(2**63), -1, 0, 2**63 - 1)

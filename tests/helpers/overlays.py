@@ -9,8 +9,15 @@ import tables
 from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
 from tableside.quant import RowFormat, Table
-from tableside.quant.ids import RowMap, id_at, set_bits
-from tableside.quant.overlay import Marks, Overlay, OverlayLayer, filter_bits, filter_words, mark_words
+from tableside.quant.rows.ids import RowMap, id_at, set_bits
+from tableside.quant.rows.overlay import (
+    Marks,
+    Overlay,
+    OverlayLayer,
+    filter_bits,
+    filter_words,
+    mark_words,
+)
 
 
 @dataclass(frozen=True, eq=False)

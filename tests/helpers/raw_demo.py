@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from tableside.loader.header import Header, StoredScorer, plan_tables
-from tableside.loader.model import EvalSpec, FeatureSpec
-from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, index_parts, plan_index
-from tableside.loader.versions import Model
+from tableside.loader.model.model import EvalSpec, FeatureSpec
+from tableside.loader.segment.header import Header, StoredScorer, plan_tables
+from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.stored import StoredIds, index_parts, plan_index
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from reference import REFERENCE
 
-from tableside.loader.load import Loaded, LoadSettings, Progress, load
-from tableside.loader.model import parse_model
-from tableside.loader.versions import Model
+from tableside.loader.load.load import Loaded, LoadSettings, Progress, load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Source, Table, choose
 
 Tables = dict[str, tuple[np.ndarray | None, np.ndarray]]  # name -> (ids, or None where they are row numbers; values)

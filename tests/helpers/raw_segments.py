@@ -1,4 +1,4 @@
-"""Segments of raw ids without a load: an id index is built slowly, in plain numpy, from its specification (`quant.ids`)."""
+"""Segments of raw ids without a load: an id index is built slowly, in plain numpy, from its specification (`quant.rows.ids`)."""
 
 import heapq
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.header import Header, StoredScorer, plan_tables
-from tableside.loader.model import FeatureSpec
-from tableside.loader.segment import SegmentWriter
-from tableside.loader.stored import StoredIds, StoredTable, index_parts, plan_index
-from tableside.loader.versions import Model
+from tableside.loader.model.model import FeatureSpec
+from tableside.loader.segment.header import Header, StoredScorer, plan_tables
+from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
-from tableside.quant.ids import MIX, PILOT, SEED, SLOT, SPREAD, mix, pilots_for, slots_for
+from tableside.quant.rows.ids import MIX, PILOT, SEED, SLOT, SPREAD, mix, pilots_for, slots_for
 
 WIDE = np.uint64(32)
 

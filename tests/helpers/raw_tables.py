@@ -1,4 +1,4 @@
-"""Tables of raw ids, made slowly in plain Python as `quant.ids` specifies them, and a dictionary that says what they must
+"""Tables of raw ids, made slowly in plain Python as `quant.rows.ids` specifies them, and a dictionary that says what they must
 answer."""
 
 from collections.abc import Collection, Sequence
@@ -9,7 +9,19 @@ from reference import REFERENCE
 from tables import values_of
 
 from tableside.quant import RowFormat, Source, Table
-from tableside.quant.ids import MIX, PILOT, SEED, SLOT, SPREAD, IdIndex, RowMap, id_at, mix, pilots_for, slots_for
+from tableside.quant.rows.ids import (
+    MIX,
+    PILOT,
+    SEED,
+    SLOT,
+    SPREAD,
+    IdIndex,
+    RowMap,
+    id_at,
+    mix,
+    pilots_for,
+    slots_for,
+)
 
 _WIDE = np.uint64(32)
 _PILOTS = np.arange(1, 257, dtype=np.uint64) * np.uint64(PILOT)

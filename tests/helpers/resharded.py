@@ -6,10 +6,10 @@ import numpy as np
 from raw_segments import RawTable
 from support import rows_of
 
-from tableside.loader.reshard import ReshardResult, ReshardSettings, owner_names, reshard
-from tableside.loader.segment import Segment
-from tableside.loader.stored import StoredRows
-from tableside.loader.versions import Model
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredRows
+from tableside.loader.shards.reshard import ReshardResult, ReshardSettings, owner_names, reshard
+from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat
 
 EXTREMES = np.array([-(2**63), 2**63 - 1, -1, 0, 1, 1 << 32, -(1 << 32)], np.int64)

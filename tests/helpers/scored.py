@@ -12,19 +12,19 @@ import torch
 from scorers import Ctr, exported
 from support import rows_of
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.versions import Model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.versions import Model
 from tableside.quant import Precision, choose
-from tableside.serving.batching import Batcher
-from tableside.serving.engine import Engine
 from tableside.serving.errors import ApiError
-from tableside.serving.executors import CpuExecutor
-from tableside.serving.placement import Placer
-from tableside.serving.places import DenseInput
-from tableside.serving.request import Answer, FeatureInput, Request
+from tableside.serving.executors.batching import Batcher
+from tableside.serving.executors.executors import CpuExecutor
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.places import DenseInput
+from tableside.serving.model.request import Answer, FeatureInput, Request
+from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
-from tableside.serving.version import ServedVersion
 
 TABLES = {"user": rows_of(200, 8), "item": rows_of(100, 4, 1), "near": rows_of(150, 8, 2)}
 FEATURES = {

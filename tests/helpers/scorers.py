@@ -8,8 +8,8 @@ import torch
 from support import rows_of
 from torch.export import Dim, export, save
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 
 
 class Ctr(torch.nn.Module):

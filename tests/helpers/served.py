@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.header import ScorerInput
-from tableside.loader.versions import Model
+from tableside.loader.segment.header import ScorerInput
+from tableside.loader.versions.versions import Model
 from tableside.quant import choose
-from tableside.serving.engine import Engine
-from tableside.serving.placement import Placer
-from tableside.serving.scorer import Floats, Scorer
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.scorer import Floats, Scorer
 from tableside.serving.settings import ServerSettings
 
 

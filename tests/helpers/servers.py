@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from support import end, rows_of
 
-from tableside.loader.load import load
-from tableside.loader.memory import processes_below
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.memory import processes_below
 from tableside.serving.engine_process.main import NAME
 
 TABLES = {"user": rows_of(1000, 64, 1), "item": rows_of(300, 32, 2), "word": rows_of(50, 16, 3)}

@@ -167,7 +167,7 @@ def sharded(dense: str = "ddp", device: str = "cpu") -> Any:
 
 def tables_of(module: torch.nn.Module) -> list[torch.Tensor]:
     """Each FBGEMM module's weights by table, in order."""
-    from tableside.quant.gpu.stash_find import modules_of
+    from tableside.quant.stash.find import modules_of
 
     return [w for m in modules_of([module]) if hasattr(m, "split_embedding_weights") for w in m.split_embedding_weights()]
 

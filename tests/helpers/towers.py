@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from support import rows_of
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 
 
 def publish_towers(root: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tableside.loader.errors import LoaderError, ModelError
 from tableside.loader.files import open_regular, read_regular
-from tableside.loader.model import read_model
+from tableside.loader.model.model import read_model
 
 
 def _fifo(path: Path) -> None:

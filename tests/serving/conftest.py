@@ -7,7 +7,7 @@ import pytest
 from servers import Server, publish_demo, running, start_server
 from support import end, is_running, until
 
-from tableside.loader.memory import processes_below
+from tableside.loader.segment.memory import processes_below
 
 
 @pytest.fixture(scope="session")

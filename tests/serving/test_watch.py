@@ -14,8 +14,8 @@ import pytest
 from servers import publish_demo
 from support import until
 
-from tableside.loader.header import PRELUDE, checksum
-from tableside.loader.versions import Model
+from tableside.loader.segment.header import PRELUDE, checksum
+from tableside.loader.versions.versions import Model
 from tableside.serving.client import Client, ClientError
 
 pytestmark = pytest.mark.quick

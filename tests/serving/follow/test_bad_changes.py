@@ -11,8 +11,8 @@ import pytest
 from redis_servers import needs_redis, redis_server
 
 from campaigns.follows import rows_now
-from tableside.loader.apply import position_of
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import position_of
+from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
 from tableside.serving.follow.loop import Step, follow

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tableside.loader.changes import ChangeBatch
+from tableside.loader.deltas.changes import ChangeBatch
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
 from tableside.serving.follow.sources import open_source

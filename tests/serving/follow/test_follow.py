@@ -18,10 +18,10 @@ from redis_servers import needs_redis, redis_server
 from support import run_tableside
 
 from campaigns.follows import rows_now
-from tableside.loader.apply import position_of
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import position_of
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.versions import Model
 
 ROWS, DIM = 200, 4
 START = np.zeros((ROWS, DIM), np.float32)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from campaigns.follows import rows_now
-from tableside.loader import memory
-from tableside.loader.apply import apply, position_of
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.compact import compact
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import apply, position_of
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.compact import compact
+from tableside.loader.segment import memory
+from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.loop import Step, follow
 

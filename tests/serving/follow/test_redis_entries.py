@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tableside.loader.changes import RowRules
+from tableside.loader.deltas.changes import RowRules
 from tableside.loader.errors import ChangeError
 from tableside.serving.follow.redis_entries import Entries
 

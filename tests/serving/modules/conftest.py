@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from module_tables import FEATURES, tables_of
 
-from tableside.loader.load import Loaded
+from tableside.loader.load.load import Loaded
 from tableside.serving.modules import keyed, lookups, published
 
 

@@ -13,10 +13,10 @@ import tables as devices
 import torch
 from module_tables import ROWS
 
-from tableside.loader.apply import apply
-from tableside.loader.changes import ChangeBatch, TableChanges
-from tableside.loader.states import State
-from tableside.loader.versions import Model
+from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.versions.states import State
+from tableside.loader.versions.versions import Model
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ from module_tables import ROWS, tables_of
 from reference import REFERENCE
 
 from tableside.loader.errors import VersionError
-from tableside.loader.versions import Model
+from tableside.loader.versions.versions import Model
 from tableside.quant.errors import Problem
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from module_tables import DIMS, ROWS
 
-from tableside.loader.load import load
-from tableside.loader.model import parse_model
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.torch import EmbeddingBags, ModuleError, swap_embeddings
 
 with warnings.catch_warnings():

@@ -17,10 +17,10 @@ from raw_loads import publish_raw
 from support import until
 
 from tableside.loader.errors import VersionError
-from tableside.loader.versions import Model
+from tableside.loader.versions.versions import Model
 from tableside.quant.errors import Problem
+from tableside.serving.model.version import ServedVersion
 from tableside.serving.modules import published
-from tableside.serving.version import ServedVersion
 from tableside.torch import BadFeatureIds, EmbeddingBags, Embeddings
 
 Tables = dict[str, np.ndarray]

@@ -1,0 +1,1 @@
+"""Tables of raw ids in a checkpoint: the contract and a file for each format."""

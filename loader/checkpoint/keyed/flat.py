@@ -1,0 +1,115 @@
+"""Tables of raw ids whose ids and vectors lie row after row in files: pairs of tensors, DynamicEmb dumps, HugeCTR's models.
+
+They can be cut anywhere, so a piece is about 64 MiB of vectors. Where the files are archives, their CRC-32 is compared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.checkpoint.crc import Crc32Check
+from tableside.loader.checkpoint.keyed import keyed
+from tableside.loader.checkpoint.keyed.keyed import Block, IdBlock, KeyedRows
+from tableside.loader.checkpoint.rows import DTYPES, Checkpoint, Ids, Matrix, Placed, Seen
+from tableside.loader.errors import CheckpointError
+
+
+class FlatRows(KeyedRows):
+    """A tensor of ids and a matrix of as many rows, as places in the files of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, ids: Ids, values: Matrix, empty: int | None = None) -> None:
+        """empty: the id of rows that hold nothing, and are left out. CheckpointError: the two do not fit, or a file is short."""
+        if ids.rows != values.rows:
+            raise CheckpointError(
+                f"{checkpoint.path}: {ids.key!r} has {ids.rows:,} ids, {values.key!r} has {values.rows:,} vectors; expected as "
+                "many of both, one of each a row"
+            )
+        self._checkpoint, self._ids, self._values, self._empty = checkpoint, ids.check(checkpoint.path), values, empty
+        values.check(checkpoint.path)
+        for tensor in (ids, values):
+            checkpoint.open_files(tensor)
+        self.key, self.rows, self.dim, self.source = values.key, values.rows, values.dim, values.source
+        self.paths = tuple(sorted({s.path for t in (ids, values) for s in t.shards}))
+        row_bytes = values.dim * values.item_bytes
+        self._piece_rows, self._block_rows = max(1, keyed.PIECE_BYTES // row_bytes), max(1, keyed.BLOCK_BYTES // row_bytes)
+        self.pieces = -(-self.rows // self._piece_rows)
+        self.buffer_bytes = 2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)  # whole rows, and those of column shards
+        self._crc = Crc32Check({_IDS: ids, _VALUES: values})
+        self._lock = Lock()
+        self._begun, self._ended = set[int](), set[int]()
+
+    def ids(self, piece: int) -> Iterator[IdBlock]:
+        buffer = self._id_buffer(keyed.ID_BLOCK_ROWS)
+        for start, stop in self._cuts(piece, keyed.ID_BLOCK_ROWS):
+            rows, ids, _ = self._read_ids(start, stop, buffer, None)
+            if len(rows):
+                yield IdBlock(rows, ids)
+
+    def blocks(self, piece: int) -> Iterator[Block]:
+        id_buffer = self._id_buffer(self._block_rows)
+        buffer = np.empty((min(self._block_rows, self.rows), self.dim), DTYPES[self.source])
+        scratch = bytearray(0 if all(s.columns == self.dim for s in self._values.shards) else buffer.nbytes)
+        seen = self._seen(piece)
+        for start, stop in self._cuts(piece, self._block_rows):
+            rows, ids, kept = self._read_ids(start, stop, id_buffer, seen and partial(seen, _IDS))
+            values = buffer[: stop - start]
+            self._checkpoint.read(self._values, start, stop, values, scratch, seen and partial(seen, _VALUES))
+            if len(rows):
+                yield Block(rows, ids, values if kept is None else values[kept])
+        if seen is not None:
+            with self._lock:
+                self._ended.add(piece)
+
+    def where(self, row: int) -> str:
+        return place(self._ids, row)
+
+    @property
+    def verification(self) -> Mapping[str, str]:
+        why = self._crc.unverified.get(_VALUES) or self._crc.unverified.get(_IDS)
+        return {"not": why} if why else {"by": "CRC-32"}
+
+    def finish(self) -> None:
+        assert self._begun == self._ended == set(range(self.pieces)), "a piece was not read to its end"
+        self._crc.finish(self._checkpoint.fill)
+
+    def _seen(self, piece: int) -> "Callable[..., None] | None":
+        """Counts the bytes of a piece for the CRC-32, the first time that it is read."""
+        with self._lock:
+            if piece in self._begun:
+                return None
+            self._begun.add(piece)
+        return self._crc.take
+
+    def _cuts(self, piece: int, step: int) -> Iterator[tuple[int, int]]:
+        begin = piece * self._piece_rows
+        end = min(begin + self._piece_rows, self.rows)
+        for start in range(begin, end, step):
+            yield start, min(start + step, end)
+
+    def _id_buffer(self, rows: int) -> NDArray[Any]:
+        return np.empty((min(rows, self.rows, self._piece_rows), 1), self._ids.dtype)
+
+    def _read_ids(
+        self, start: int, stop: int, buffer: NDArray[Any], seen: Seen | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
+        """(rows, ids, which of them are kept; None: all)."""
+        part = buffer[: stop - start]
+        self._checkpoint.read(self._ids, start, stop, part, bytearray(), seen)
+        rows, ids = np.arange(start, stop), part[:, 0].astype(np.int64, copy=False)
+        if self._empty is None or (kept := ids != self._empty).all():
+            return rows, ids, None
+        return rows[kept], ids[kept], kept
+
+
+_IDS, _VALUES = "ids", "values"
+
+
+def place(tensor: Placed, row: int) -> str:
+    """The place of a row of a tensor, for people: its file, and its number there."""
+    shard = next(s for s in tensor.shards if s.row <= row < s.row + s.rows)
+    inside = "" if len({s.path for s in tensor.shards}) == 1 else f" (row {row - shard.row:,} there)"
+    return f"{shard.path}: {tensor.key!r}, row {row:,}{inside}"

@@ -1,0 +1,1 @@
+"""Changes of rows: read from files, packed, applied as deltas, merged, compacted."""

@@ -1,0 +1,256 @@
+"""Applies changes: a batch of them becomes a delta over the live version, visible as a whole or not at all.
+
+1. The changes are read, checked and quantized into private memory, block by block.
+2. They are merged with the newest delta where that is small beside the one below it, else with both, into a new file in shared
+   memory. So there are never more than two deltas over a version, and a row is written again some log n times.
+3. The record flips to the new state by one rename. A full file system, an error or a kill before it leaves the state of before.
+
+One process applies at a time; others wait for it. Readers take no lock and wait for nothing.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tableside.loader.deltas.changes import ChangeBatch
+from tableside.loader.deltas.merging import Merges, UnpublishedDelta
+from tableside.loader.deltas.pack import PackedChanges
+from tableside.loader.errors import ChangeError, VersionError
+from tableside.loader.segment.delta import Delta, delta_name
+from tableside.loader.segment.delta_writer import (
+    DeltaEntries,
+    MergedTable,
+    merge,
+    own_entries,
+    write_delta,
+)
+from tableside.loader.segment.header import Change
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.record import flip, write_next
+from tableside.loader.versions.retention import ALL, Retention, forget_states
+from tableside.loader.versions.retention import DEFAULT as RETENTION
+from tableside.loader.versions.states import UNPUBLISHED, State, attach_state, state_of, writing
+from tableside.loader.versions.versions import Model
+
+COMPACT_LOCK = "compact.lock"
+SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one below it, however small that is
+
+
+@dataclass(frozen=True)
+class ApplySettings:
+    """How to apply. threads: 0 means one a core. keep: the states that can be gone back to. merge_share: the
+    newest delta is merged into the one below it above this share of its bytes. wait_s: for another process
+    that applies."""
+
+    threads: int = 0
+    backend: str = "native"
+    keep: Retention = RETENTION
+    merge_share: float = 0.25
+    wait_s: float = 600.0
+
+
+DEFAULTS = ApplySettings()
+
+
+@dataclass(frozen=True)
+class ApplyResult:
+    """What an apply did. rows: changes of the batch. entries, delta_bytes: ids and file bytes of all live
+    deltas. is_merged: both deltas became one. seconds: from the first change read until they were visible."""
+
+    model: str
+    state: State
+    rows: int
+    entries: int
+    delta_bytes: int
+    is_merged: bool
+    seconds: float
+
+
+def position_of(model: Model, source: str) -> str | None:
+    """How far the live state is in the changes of a source; None: it has none of them. VersionError: no version is live."""
+    change = attach_state(model, None, "header").change
+    return None if change is None else change.positions.get(source)
+
+
+def apply(
+    model: Model,
+    batch: ChangeBatch,
+    settings: ApplySettings = DEFAULTS,
+    packed: PackedChanges | None = None,
+    merges: Merges | None = None,
+) -> ApplyResult:
+    """Publishes the changes of a batch as the next state of `model`.
+
+    packed: earlier changes, packed over the live version. merges: merges deltas beside the batches of one
+    process.
+
+    ChangeError: a change does not fit the model, or the batch does not follow the last one of its source.
+    VersionError: no version is live, or another one became so. NoSpace: shared memory is full. The live state
+    stays what it was.
+    """
+    started = time.monotonic()
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
+        segment = attach_state(model, None, "header")
+        packed = PackedChanges(segment, settings.backend) if packed is None else packed
+        return _Apply(model, folder, settings, segment, merges).run(batch, packed, started)
+
+
+def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
+    """Makes one delta of two that are live: the next state, with the same rows. No state goes. Raises as `apply`."""
+    with model.opened() as folder, writing(model, folder, settings.wait_s):
+        segment = attach_state(model, None, "header")
+        if len(segment.deltas) > 1:
+            _Apply(model, folder, replace(settings, keep=ALL), segment).merge(segment.deltas)
+
+
+class _Apply:
+    """One batch over one state. The caller holds the apply lock."""
+
+    def __init__(
+        self, model: Model, folder: Folder, settings: ApplySettings, segment: Segment, merges: Merges | None = None
+    ) -> None:
+        self.model, self.folder, self.settings, self.segment, self.merges = model, folder, settings, segment, merges
+        self.before = model.record()
+
+    def run(self, batch: ChangeBatch, packed: PackedChanges, started: float) -> ApplyResult:
+        """Checks, merges, writes and publishes."""
+        if packed.version != self.before.current:
+            raise self._changed(state_of(self.before), State(packed.version))
+        self._check_position(batch)
+        packed.add(batch.changes)
+        live = self.segment.deltas
+        if not packed.rows and batch.position in (None, batch.after):
+            size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
+            return ApplyResult(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
+        merged, below = None, _Below()
+        if self.merges is not None and (finished := self.merges.finished(self.folder, self.segment)) is not None:
+            merged, since = finished
+            tables = self._planned((), since, packed.tables)
+            below = _Below(self.before.latest_sequence + 1, merged.entries, merged.writer.size)
+        else:
+            own, above = self._split(packed)
+            tables = self._planned(above, packed.tables)
+            if own is not None:
+                below = _Below(own.sequence, own.entries, own.segment.size)
+        sequence = self.before.latest_sequence + (1 if merged is None else 2)
+        change = self._change(batch, packed.rows, sequence, below.sequence)
+        size = self._publish(tables, change, merged)
+        state = State(self.before.current, sequence)
+        self._merge_beside(state)
+        entries = sum(int(t.rows.size) for t in tables.values()) + below.entries
+        is_merged = merged is not None or (bool(live) and not below.sequence)
+        seconds = time.monotonic() - started
+        return ApplyResult(self.model.name, state, packed.rows, entries, size + below.bytes, is_merged, seconds)
+
+    def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
+        positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
+        if batch.source is not None and batch.position is not None:
+            positions[batch.source] = batch.position
+        return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time())
+
+    def merge(self, deltas: Sequence[Delta]) -> None:
+        """Publishes what these deltas, the newest first, hold together as one."""
+        sequence = self.before.latest_sequence + 1
+        self._publish(self._planned(deltas), replace(deltas[0].change, sequence=sequence, below=0, changed=0))
+
+    def _check_position(self, batch: ChangeBatch) -> None:
+        if batch.source is None:
+            return
+        change = self.segment.change
+        found = None if change is None else change.positions.get(batch.source)
+        if found != batch.after:
+            raise ChangeError(
+                f"changes of {batch.source!r} follow {batch.after or 'none'}; model {self.model.name!r} has them up to "
+                f"{found or 'none'}: another process applies this source, or the model went back; read on from there"
+            )
+
+    def _split(self, packed: PackedChanges) -> tuple[Delta | None, Sequence[Delta]]:
+        """Returns the live delta that stays below the next one, and those that are merged into it, the newest
+        first."""
+        live = self.segment.deltas
+        if not live:
+            return None, ()
+        size = sum(part.packed.size for parts in packed.tables.values() for part in parts)
+        size += sum(d.segment.size for d in live[:-1])
+        if self.merges is None and self._outgrows(size, live[-1].segment.size):
+            return None, live
+        return live[-1], live[:-1]
+
+    def _outgrows(self, newer_bytes: int, older_bytes: int) -> bool:
+        """Whether the newest delta is to be merged with the one below it, which nobody compacts or merges
+        now."""
+        is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
+        return is_large and not self._is_compacted() and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
+
+    def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[DeltaEntries]]) -> dict[str, MergedTable]:
+        """Plans the tables of a delta that holds these deltas, the newest first, and then newer entries."""
+        entries = itertools.chain(own_entries(deltas), *(tables.items() for tables in newer))
+        return merge(self.segment.base, entries, self.settings.threads)
+
+    def _merge_beside(self, state: State) -> None:
+        """Begins the next merge where it is time for one."""
+        if self.merges is not None:
+            segment = attach_state(self.model, state, "header", self.segment)
+            if len(segment.deltas) > 1 and self._outgrows(*(d.segment.size for d in segment.deltas)):
+                self.merges.begin(self.folder, state, segment)
+
+    def _is_compacted(self) -> bool:
+        """Whether a compaction reads the delta below, which stays then."""
+        try:
+            with self.folder.lock(COMPACT_LOCK, 0):
+                return False
+        except VersionError:
+            return True
+
+    def _publish(self, tables: Mapping[str, MergedTable], change: Change, merged: UnpublishedDelta | None = None) -> int:
+        """Writes the delta and flips to it; returns its bytes. merged: the delta below it, where that is not published yet."""
+        version = self.before.current
+        name, below = delta_name(version, change.sequence), delta_name(version, change.below)
+        partial = f"{name}.partial"
+        try:
+            fd = self.folder.create(partial)
+            size = write_delta(self.folder.path / partial, fd, self.segment.header, change, tables)
+            with self.folder.lock("record.lock"):
+                self._check_is_live()
+                record = replace(self.before, sequence=change.sequence, latest_sequence=change.sequence)
+                write_next(self.folder, record)
+                try:
+                    if merged is not None:
+                        merged.seal(change.below)
+                        self.folder.rename(merged.file, below)
+                    self.folder.rename(partial, name)
+                    flip(self.folder)
+                except OSError:
+                    for made in (name, below)[: 1 if merged is None else 2]:
+                        self.folder.unlink(made)
+                    raise
+                forget_states(self.model, self.folder, record, self.settings.keep)
+        except BaseException:
+            self.folder.unlink(partial)
+            if merged is not None:
+                merged.drop(self.folder)
+            raise
+        return size
+
+    def _check_is_live(self) -> None:
+        record = self.model.record()
+        if state_of(record) != state_of(self.before):
+            raise self._changed(state_of(record), state_of(self.before))
+        self.before = record
+
+    def _changed(self, live: State, expected: State) -> VersionError:
+        return VersionError(
+            f"state {live} of model {self.model.name!r} became live while changes were applied over {expected}; nothing was "
+            "applied: apply them again"
+        )
+
+
+class _Below(NamedTuple):
+    """The delta that the next one lies over; sequence 0: it lies over the version."""
+
+    sequence: int = 0
+    entries: int = 0
+    bytes: int = 0

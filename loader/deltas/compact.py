@@ -1,0 +1,312 @@
+"""Compaction: a version and the delta over it become the next version, while changes go on.
+
+1. Where two deltas are live they are merged into one, which is a state of its own with the same rows.
+2. A new segment is written: rows that nothing changed are copied as they are packed, changed ones come from the delta. A table of
+   raw ids gets an index of the ids that it has now. Until the end, applies leave the delta that is read in its place, so that
+   what comes meanwhile lies in a newer one.
+3. That newer delta is written again over the new version, and the record flips to both. So no change is lost, and none is seen
+   twice. An id that was deleted from a table of row numbers stays deleted by such a delta.
+
+An error or a kill before the flip leaves the live state as it was.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.deltas.apply import COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
+from tableside.loader.errors import VersionError
+from tableside.loader.load.raw_ids import reserve_records
+from tableside.loader.segment.delta import Delta, delta_name
+from tableside.loader.segment.delta_writer import (
+    DeltaEntries,
+    entries_of,
+    merge,
+    own_entries,
+    write_delta,
+)
+from tableside.loader.segment.header import Change, plan_tables
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.stored import (
+    StoredIds,
+    StoredRows,
+    StoredTable,
+    keep_zero_apart,
+    plan_index,
+    write_index,
+)
+from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.states import State, attach_state, state_of, writing
+from tableside.loader.versions.versions import Model
+from tableside.quant import Table
+from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder, find_rows
+from tableside.quant.rows.ids import IdIndex, set_bits
+
+_BLOCK_ROWS = 1 << 16
+Progress = Callable[[int, int], None]  # (rows written, of all)
+
+
+@dataclass(frozen=True)
+class CompactionResult:
+    """What a compaction did. state: the live one. rows: of the new version; merged: entries of the delta;
+    segment_bytes: of the new version. seconds: until it was live."""
+
+    model: str
+    state: State
+    rows: int
+    merged: int
+    segment_bytes: int
+    seconds: float
+
+
+def delta_share(segment: Segment) -> float:
+    """How many bytes the deltas of a state have for each byte of its version."""
+    return float(sum(d.segment.size for d in segment.deltas) / segment.base.size)
+
+
+def compact(model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None) -> CompactionResult | None:
+    """Makes the live version and its deltas the next version. None: no delta is live.
+
+    VersionError: a load or another compaction is under way, or no version or another one is live.
+    SegmentError: the live state is damaged. NoSpace: shared memory does not hold another version.
+    """
+    started = time.monotonic()
+    # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is under way.
+    with model.loading() as version, model.opened() as folder, folder.lock(COMPACT_LOCK):
+        if not attach_state(model, None, "header").deltas:
+            return None
+        merge_live(model, settings)
+        segment = attach_state(model, None, "full")
+        return _Compaction(model, folder, version, segment, settings, progress or (lambda done, total: None)).run(started)
+
+
+class _Compaction:
+    """One compaction. The caller holds the load and compaction locks."""
+
+    def __init__(
+        self, model: Model, folder: Folder, version: int, segment: Segment, settings: ApplySettings, progress: Progress
+    ) -> None:
+        self.model, self.folder, self.version, self.settings = model, folder, version, settings
+        self.base = segment.base
+        self.delta: Delta = segment.deltas[-1]  # a newer one may have come, which stays
+        self.entries = {name: entries_of(self.delta.own_layer(name)) for name in self.delta.tables}
+        self._progress, self._done, self._total = progress, 0, 0
+        self._threads = settings.threads or len(os.sched_getaffinity(0))
+
+    def run(self, started: float) -> CompactionResult:
+        path = self.model.partial_path(self.version)
+        try:
+            tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
+            header = self.base.header
+            shapes = [(t.name, t.key, self.base.tables[t.name].row_format, tables[t.name].rows, t.dim) for t in header.tables]
+            ids = {name: t.ids for name, t in tables.items()}
+            planned = replace(
+                header,
+                version=self.version,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                tables=plan_tables(shapes, ids=ids),
+                merged=replace(self.delta.change, below=0),
+            )
+            self._total = sum(t.rows for t in planned.tables)
+            program = self.base.program() if header.scorer is not None else b""
+            writer = SegmentWriter(path, planned, program, self.model.create_partial(self.version))
+            try:
+                for stored in writer.header.tables:
+                    tables[stored.name].write(writer, stored)
+                self._share(lambda item: writer.finish_chunk(*item), _chunks(writer))
+                writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
+            finally:
+                writer.close()
+            state = self._publish()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        rows = sum(t.id_count for t in planned.tables)
+        return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started)
+
+    def _share(self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]) -> None:
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-compact") as pool:
+            for _ in pool.map(work, items):
+                pass
+
+    def done(self, rows: int) -> None:
+        """So many rows more were written."""
+        self._done += rows
+        self._progress(self._done, self._total)
+
+    def _publish(self) -> State:
+        """Carries over what came meanwhile, and flips."""
+        with writing(self.model, self.folder, self.settings.wait_s):
+            live = attach_state(self.model, None, "header")
+            below = live.deltas[-1].sequence if live.deltas else 0
+            if (live.header.version, below) != (self.base.header.version, self.delta.sequence):
+                raise VersionError(
+                    f"state {state_of(self.model.record())} of model {self.model.name!r} is live, which does not follow from "
+                    f"{self.base.header.version}+{self.delta.sequence}, which was compacted; nothing was published: compact again"
+                )
+            sequence = self._carry_over(live)
+            try:
+                self.model.publish(self.version, sequence=sequence)
+            except BaseException:
+                self.folder.unlink(delta_name(self.version, sequence))
+                raise
+        return State(self.version, sequence)
+
+    def _carry_over(self, live: Segment) -> int:
+        """Writes what the new version has not as a delta over it; returns its sequence. 0: there is nothing."""
+        parts: list[tuple[str, list[DeltaEntries]]] = []
+        for name, entries in self.entries.items():
+            table = self.base.tables[name]
+            if (table.row_map is None or table.row_map.index is None) and entries.deleted.any():
+                parts.append((name, [_only(entries, entries.deleted)]))
+        newer = live.deltas[:-1]
+        if not parts and not newer:
+            return 0
+        change: Change = live.deltas[0].change
+        tables = merge(self.base, [*parts, *own_entries(newer)], self.settings.threads)
+        header, name = replace(self.base.header, version=self.version), delta_name(self.version, change.sequence)
+        path = self.folder.path / f"{name}.partial"
+        try:
+            fd = self.folder.create(path.name)
+            write_delta(path, fd, header, replace(change, below=0), tables)
+            self.folder.rename(path.name, name)
+        except BaseException:
+            self.folder.unlink(path.name)
+            raise
+        return change.sequence
+
+
+def _only(entries: DeltaEntries, which: NDArray[np.bool_]) -> DeltaEntries:
+    return DeltaEntries(entries.ids[which], entries.packed, entries.rows[which], entries.deleted[which])
+
+
+def _chunks(writer: SegmentWriter) -> Iterator[tuple[StoredRows, int]]:
+    for stored in writer.header.stored:
+        for chunk in range(stored.chunks):
+            yield stored, chunk
+
+
+class _CompactTable:
+    """One table: what it has after the changes, and how it is written. rows, ids: as the header has them."""
+
+    def __init__(self, work: _Compaction, stored: StoredTable) -> None:
+        self.work, self.before = work, stored
+        self.table: Table = work.base.tables[stored.name]
+        self.entries = work.entries.get(stored.name)
+        self.rows, self.ids = stored.rows, stored.ids
+        self.index: IdIndex | None = None
+        row_map = self.table.row_map
+        if row_map is not None and row_map.index is not None:
+            if len(row_map.index.directory) - 1 != row_map.index.buckets:
+                raise VersionError(
+                    f"model {work.model.name!r} has a part of the buckets of table {stored.name!r}; compact the whole model, "
+                    "and reshard it again"
+                )
+            self._old = row_map.index
+            if self.entries is not None:
+                self._plan(row_map.index)
+
+    def _plan(self, old: IdIndex) -> None:
+        """Builds the index of the ids that the table has now."""
+        assert self.entries is not None and self.ids is not None and self.ids.index is not None
+        builder = IndexBuilder(old.buckets, old.bucket_ids, self.work.settings.threads)
+        gone = np.sort(self.entries.ids)  # from the rows of before
+        inserted = self.entries.ids[~self.entries.deleted]
+        backfilled = 0
+        for ids, rows in self._kept(gone):
+            builder.count(ids)
+            if self.ids.backfilled:
+                assert self.table.row_map is not None
+                backfilled += int(self.table.row_map.is_backfilled(rows).sum())
+        builder.count(inserted)
+        scratch = partial(self.work.model.create_scratch, self.work.version)
+        records = reserve_records(builder.begin() * RECORD_BYTES, scratch, self.work.folder.path)
+        for ids, rows in self._kept(gone):
+            builder.put(ids, rows, records)
+        builder.put(inserted, np.arange(inserted.size) + old.slots, records)
+        builder.distinct(records, "error")
+        self.index = builder.build(records)
+        stored = plan_index(
+            self.table.row_format,
+            self.table.dim,
+            self.index.slots,
+            old.buckets,
+            old.bucket_ids,
+            has_backfilled=backfilled > 0,
+        )
+        self.rows = self.index.slots + 1
+        default = None if self.ids.default_row is None else self.index.slots
+        self.ids = StoredIds(builder.ids, self.ids.missing, default, 0, backfilled, stored)
+        self._gone = gone
+
+    def _kept(self, gone: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(ids, rows) of before that nothing changed, block after block."""
+        for start in range(0, self._old.slots, _BLOCK_ROWS):
+            rows = np.arange(start, min(start + _BLOCK_ROWS, self._old.slots), dtype=np.int64)
+            ids = np.ascontiguousarray(self._old.ids[rows[0] : rows[-1] + 1])
+            found = np.empty(ids.size, np.int64)
+            find_rows(self._old, ids, found)
+            own = found == rows
+            at = np.searchsorted(gone, ids)
+            own &= gone[np.minimum(at, gone.size - 1)] != ids
+            yield ids[own], rows[own]
+
+    def write(self, writer: SegmentWriter, stored: StoredTable) -> None:
+        """Writes the rows, and the index where there is one."""
+        target = writer.rows(stored, 0, stored.rows)
+        if self.index is None:
+            for start in range(0, stored.rows, _BLOCK_ROWS):
+                end = min(start + _BLOCK_ROWS, stored.rows)
+                target[start:end] = self.table.packed[start:end]
+                self.work.done(end - start)
+            self._copy_index(writer, stored)
+            if self.entries is not None:
+                self._overwrite(target)
+            return
+        self._write_indexed(writer, stored, target)
+
+    def _overwrite(self, target: NDArray[np.uint8]) -> None:
+        assert self.entries is not None
+        given = _only(self.entries, ~self.entries.deleted)
+        first = 0 if self.table.row_map is None else self.table.row_map.first
+        target[given.ids - first] = given.packed[given.rows]
+
+    def _copy_index(self, writer: SegmentWriter, stored: StoredTable) -> None:
+        if self.before.ids is None or self.before.ids.index is None:
+            return
+        assert stored.ids is not None and stored.ids.index is not None
+        old, new = self.before.ids.index, stored.ids.index
+        data = self.work.base.mapping.bytes[old.offset : old.offset + old.bytes]
+        writer.rows(new, 0, new.rows).reshape(-1)[:] = data
+
+    def _write_indexed(self, writer: SegmentWriter, stored: StoredTable, target: NDArray[np.uint8]) -> None:
+        assert self.index is not None and self.entries is not None
+        assert stored.ids is not None and stored.ids.index is not None and self.table.row_map is not None
+        at = stored.ids.index
+        slots, bits = write_index(stored.ids, self.index, writer.rows(at, 0, at.rows).reshape(-1), target)
+        items = target.view(f"V{target.shape[1]}")[:, 0]
+        has_zero = False
+        given = _only(self.entries, ~self.entries.deleted)
+        for ids, rows in self._kept(self._gone):
+            to = np.empty(ids.size, np.int64)
+            find_rows(self.index, ids, to)
+            items[to] = self.table.packed.view(f"V{target.shape[1]}")[:, 0][rows]
+            slots[to] = ids
+            has_zero |= not ids.all()
+            if stored.ids.backfilled:
+                set_bits(bits, to[self.table.row_map.is_backfilled(rows)])
+            self.work.done(ids.size)
+        to = np.empty(given.ids.size, np.int64)
+        find_rows(self.index, given.ids, to)
+        items[to] = given.packed.view(f"V{target.shape[1]}")[:, 0][given.rows]
+        slots[to] = given.ids
+        keep_zero_apart(self.index, slots, has_zero or not given.ids.all())
+        target[-1] = self.table.packed[-1]
+        self.work.done(given.ids.size)

@@ -1,0 +1,183 @@
+"""Merges of deltas beside a follower: both deltas of a state become one while batches are applied over them.
+
+A merge writes every row of both deltas again, and a batch that waited for it would not be visible meanwhile. So a thread writes
+the merged delta to a file that no state names. The first batch after it is written as a delta over the merged one, and the record
+flips to it: so the merged delta is published with that batch, under a sequence of its own.
+
+What came over both deltas meanwhile, from whomever, lies in the newest one, which holds all that the merged newest one did. Of
+it that batch's delta takes the entries that differ from the merged ones. Where the older delta is another one by then, or an id
+is missing in the newer one, the state does not follow from the one that was merged, and the merge is dropped.
+
+The file belongs to a process that holds its lock; `loader.versions.states.clear_unpublished` removes one that nobody holds.
+"""
+
+import fcntl
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import numpy as np
+
+from tableside.loader.segment.delta_writer import (
+    DeltaEntries,
+    entries_of,
+    merge,
+    own_entries,
+    write_unsealed,
+)
+from tableside.loader.segment.header import Change
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.states import UNPUBLISHED, State
+from tableside.loader.versions.versions import Model
+from tableside.quant.cpu.index_builder import find_rows
+from tableside.quant.rows.ids import bits_at
+from tableside.quant.rows.overlay import OverlayLayer
+
+_NICE = 5  # of the thread, so that a batch and the servers beside it come first
+_BLOCK_ROWS = 1 << 14  # that are compared at once
+
+
+@dataclass(frozen=True, eq=False)
+class UnpublishedDelta:
+    """A merged delta without its header. file: its name in the model's folder. change: of the merged state.
+    entries: its ids."""
+
+    file: str
+    writer: SegmentWriter
+    change: Change
+    entries: int
+
+    def seal(self, sequence: int) -> None:
+        """Writes the header of a whole delta, with this sequence."""
+        self.writer.header = replace(self.writer.header, delta=replace(self.change, sequence=sequence))
+        self.writer.seal({})
+
+    def drop(self, folder: Folder) -> None:
+        """Removes its file."""
+        folder.unlink(self.file)
+        self.writer.close()
+
+
+class Merges:
+    """The merges of one process over one model, one at a time. Call `begin` and `finished` under the apply
+    lock. threads: as in `ApplySettings`."""
+
+    def __init__(self, model: Model, threads: int = 0) -> None:
+        self._model, self._threads = model, threads
+        self._pool = ThreadPoolExecutor(1, "tableside-merge", _yield_to_others)
+        self._running: Future[UnpublishedDelta] | None = None
+        self._merged: Segment | None = None  # the state that the merge is of
+
+    def begin(self, folder: Folder, state: State, segment: Segment) -> None:
+        """Begins to merge both deltas of the live state, unless another merge of this process was not published yet."""
+        if self.is_running():
+            return
+        file = f"{state}{UNPUBLISHED}"
+        fd = folder.create(file)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is new, so nobody else has it
+        self._merged = segment
+        self._running = self._pool.submit(self._merge, file, fd, segment)
+
+    def is_running(self) -> bool:
+        """Whether a merge has begun that no batch has published or dropped yet."""
+        return self._running is not None
+
+    def has_ended(self) -> bool:
+        """Whether such a merge waits for the next batch."""
+        return self._running is not None and self._running.done()
+
+    def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:
+        """A merge that has ended, for the caller to publish or drop, and the live state's later entries by
+        table; None: there is none.
+
+        Waits for a running merge once the newest delta is larger than the one below it; else batches would
+        become ever slower to write. Raises the merge's error: NoSpace, SegmentError.
+        """
+        sizes = [delta.segment.size for delta in live.deltas]
+        if self._running is None or not (self._running.done() or (len(sizes) > 1 and sizes[0] > sizes[1])):
+            return None
+        assert self._merged is not None
+        running, merged, self._running, self._merged = self._running, self._merged, None, None
+        delta = running.result()
+        since = changes_since(merged, live) if folder.exists(delta.file) else None
+        if since is None:
+            delta.drop(folder)
+            return None
+        return delta, since
+
+    def _merge(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
+        try:
+            return self._write(file, fd, segment)
+        except BaseException:
+            with self._model.opened() as folder:
+                folder.unlink(file)
+            raise
+
+    def _write(self, file: str, fd: int, segment: Segment) -> UnpublishedDelta:
+        try:
+            tables = merge(segment.base, own_entries(segment.deltas), self._threads)
+        except BaseException:
+            os.close(fd)
+            raise
+        change = replace(segment.deltas[0].change, below=0, changed=0)
+        writer = write_unsealed(self._model.folder / file, fd, segment.header, change, tables)
+        return UnpublishedDelta(file, writer, change, sum(int(t.rows.size) for t in tables.values()))
+
+    def close(self) -> None:
+        """Waits for the merge that runs, and drops it."""
+        self._pool.shutdown()
+        if self._running is not None and self._running.exception() is None:
+            with self._model.opened() as folder:
+                self._running.result().drop(folder)
+        self._running = self._merged = None
+
+    def __enter__(self) -> "Merges":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries]] | None:
+    """The entries of `live`'s newest delta that `merged`'s lacks, by table. None: they do not lie over the
+    same delta, or an id is in `merged` alone, so that its row would come back."""
+    bases = [(segment.header.version, segment.deltas[-1].sequence) for segment in (merged, live) if len(segment.deltas) > 1]
+    if len(bases) < 2 or bases[0] != bases[1]:
+        return None
+    old, new = merged.deltas[0], live.deltas[0]
+    if set(old.tables) - set(new.tables):
+        return None
+    since: dict[str, list[DeltaEntries]] = {}
+    for name in new.tables:
+        entries = entries_of(new.own_layer(name))
+        if name in old.tables:
+            layer = old.own_layer(name)
+            same, shared = _same(entries, layer)
+            if shared != old.tables[name].id_count:
+                return None
+            entries = DeltaEntries(entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same])
+        since[name] = [entries]
+    return since
+
+
+def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
+    """Mask [n] of the entries that a layer has unchanged, and the number of ids that it has."""
+    slots = np.empty(entries.ids.size, np.int64)
+    find_rows(layer.index, entries.ids, slots)
+    there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))
+    same = np.zeros(entries.ids.size, np.bool_)
+    new, old = entries.packed.view(np.uint64), layer.packed.view(np.uint64)  # rows are multiples of 16 bytes
+    for start in range(0, there.size, _BLOCK_ROWS):
+        which = there[start : start + _BLOCK_ROWS]
+        at = slots[which]
+        is_same = (new.take(entries.rows[which], 0) == old.take(at, 0)).all(1)
+        was_deleted = np.zeros(at.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, at)
+        same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
+    return same, there.size
+
+
+def _yield_to_others() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

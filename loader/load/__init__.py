@@ -1,0 +1,1 @@
+"""A load: checkpoint, plan, chunks, segment, version. Exports and checksums beside it."""

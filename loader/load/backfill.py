@@ -1,0 +1,74 @@
+"""The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks.
+
+`missing = "backfill:MODEL@VERSION"` names the version. Its rows are copied as they are packed. So the new version needs the older
+one no more once it is published, and nothing that reads rows knows of two tables. Rows that an older version itself took over
+are among them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import ModelError, VersionError
+from tableside.loader.model.model import TableSpec
+from tableside.loader.versions.versions import Model
+from tableside.quant.rows.ids import RowMap
+
+_BLOCK_BYTES = 2 << 20
+
+Ids = NDArray[np.int64]
+
+
+class Backfill:
+    """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which are numbered from 0."""
+
+    def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
+        """Attaches the version that the policy names. ModelError: it lacks the table, or has other rows.
+        SegmentError: it is damaged."""
+        what = f"[tables.{spec.name}]: missing = {str(spec.missing)!r}"
+        try:
+            self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
+        except VersionError as error:
+            versions = ", ".join(map(str, Model(root, spec.missing.model).versions())) or "none"
+            raise ModelError(
+                f"{what}: that version is not published (versions there: {versions}); name one that is, and load with a --keep "
+                "that leaves it there"
+            ) from error
+        if spec.name not in self.segment.tables:
+            raise ModelError(f"{what}: that version has no table {spec.name!r}; it has: {', '.join(self.segment.tables)}")
+        self.table = self.segment.tables[spec.name]
+        found = (self.table.row_format, self.table.dim)
+        if found != (spec.row_format, dim):
+            raise ModelError(
+                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} of dim {dim}; rows "
+                "are taken over as they are, so load both in one row format"
+            )
+        row_map = self.table.row_map
+        if spec.raw is None and row_map is not None and row_map.index is not None:
+            raise ModelError(f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"')
+        if spec.raw is None and row_map is not None and row_map.first:
+            raise ModelError(f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is whole")
+        self._map = RowMap(self.table.rows) if row_map is None else row_map
+        self.rows = self._map.count
+        self.rows_there = self.rows if self._map.index is None else self._map.index.slots
+        self._step = max(1, _BLOCK_BYTES // self.table.row_bytes)
+
+    def ids(self) -> Iterator[tuple[Ids, Ids]]:
+        """(ids, their rows there), block after block."""
+        for start in range(0, self.rows_there, self._step):
+            rows, ids = self._map.rows_with_ids(start, min(start + self._step, self.rows_there))
+            yield ids, rows
+
+    def blocks(self) -> Iterator[tuple[Ids, Ids, NDArray[np.uint8]]]:
+        """(ids, their rows there, a copy of these as they are packed)."""
+        for ids, rows in self.ids():
+            yield ids, rows, self.table.packed[rows]
+
+    @property
+    def default_row(self) -> NDArray[np.uint8] | None:
+        """The older version's row for ids that it lacks; None: it refuses them."""
+        if self._map.default_row is None:
+            return None
+        return np.asarray(self.table.packed[self._map.default_row])

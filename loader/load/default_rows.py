@@ -1,0 +1,65 @@
+"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a vector, or what an
+older version yields.
+
+The mean is of the checkpoint's values before they are quantized, added up in fp64; rows of an older version are not among them.
+"""
+
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import ModelError
+from tableside.loader.load.backfill import Backfill
+from tableside.loader.model.model import TableSpec
+from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.stored import StoredTable
+from tableside.quant import CpuBackend, Source
+from tableside.quant.errors import NotRepresentable
+
+
+class DefaultRow:
+    """The default row of a table that is loaded. Any thread may call `add`. is_used: whether missing ids read
+    it; else they are refused. ModelError: the policy is a vector of another dim."""
+
+    def __init__(self, spec: TableSpec, dim: int, backfill: Backfill | None) -> None:
+        self._spec, self._dim, self._older = spec, dim, None if backfill is None else backfill.default_row
+        policy = spec.missing.policy
+        self.is_used = self._older is not None if policy == "backfill" else policy != "error"
+        if policy == "constant" and len(spec.missing.vector) != dim:
+            raise ModelError(f"[tables.{spec.name}]: missing has {len(spec.missing.vector)} numbers; the table's dim is {dim}")
+        self._sum, self._rows, self._lock = np.zeros(dim, np.float64), 0, Lock()
+
+    def add(self, values: NDArray[Any], source: Source) -> None:
+        """Takes rows of the table into the mean, where that is the policy: [n, dim], bf16 as uint16."""
+        if self._spec.missing.policy != "mean":
+            return
+        if source is Source.BF16:
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        total = values.sum(0, dtype=np.float64)
+        with self._lock:
+            self._sum += total
+            self._rows += len(values)
+
+    def write(self, writer: SegmentWriter, table: StoredTable, backend: CpuBackend) -> None:
+        """Writes the row, where it is used, as the last one of a table, which is zeros. ModelError: as `pack`."""
+        if self.is_used:
+            self.pack(writer.rows(table, table.rows - 1, table.rows)[0], backend)
+
+    def pack(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
+        """Packs the row to zeros, uint8 [row_bytes]. ModelError: the row format cannot represent the vector."""
+        policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
+        if self._older is not None:
+            to[:] = self._older
+            return
+        if policy == "mean" and self._rows:
+            vector = (self._sum / self._rows).astype(np.float32)
+        elif policy == "constant":
+            vector = np.array(self._spec.missing.vector, np.float32)
+        if not vector.any():
+            return  # zeros in every row format
+        try:
+            backend.quantize(vector.reshape(1, -1), Source.FP32, self._spec.row_format, to.reshape(1, -1))
+        except NotRepresentable as error:
+            raise ModelError(f"[tables.{self._spec.name}]: missing: {error}") from error

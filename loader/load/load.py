@@ -1,0 +1,324 @@
+"""The load: checkpoint -> quantized chunks -> segment -> version.
+
+Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its core's cache,
+quantizes it straight into the segment, and hashes the chunk when its last piece is done. So fp32 never exists whole, and the
+private memory of a load is a few pieces a thread, whatever the table's size. Tables of raw ids are read as `loader.load.raw_ids` says.
+Tables that are not to be read again are copied from the live version (`loader.load.reuse`).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.rows import DTYPES, fingerprint
+from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.load.origin import spec_digest
+from tableside.loader.load.plan import PlannedTable, Sources, plan
+from tableside.loader.load.raw_ids import RawTable, RawWriter
+from tableside.loader.load.reuse import LiveTables, Piece
+from tableside.loader.load.scorer import stored_scorer
+from tableside.loader.load.verification import Verification
+from tableside.loader.model.model import ModelSpec
+from tableside.loader.segment.header import Header, plan_tables
+from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.stored import StoredRows, StoredTable
+from tableside.loader.versions.versions import Model
+from tableside.quant import CpuBackend, RowFormat, choose
+from tableside.quant.errors import NotRepresentable
+
+PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
+Progress = Callable[[int, int], None]  # (done, in all), from any thread: first ids that are indexed, then rows that are written
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did. seconds: from the first byte reserved to the version visible; huge_fraction: share on
+    pages of page_bytes (2 MiB, or a hugetlbfs's)."""
+
+    model: str
+    version: int
+    path: Path
+    header: Header
+    seconds: float
+    segment_bytes: int
+    source_bytes: int
+    huge_fraction: float
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How to load. threads: 0 means one a core; max_memory_bytes: the most private memory for a load's
+    buffers (the native backend makes no others); group: users who may read the model; only: the tables to
+    load, while the live version gives the others; empty: all."""
+
+    threads: int = 0
+    max_memory_bytes: int = 64 << 20
+    backend: str = "native"
+    activate: bool = True
+    group: str | None = None
+    only: tuple[str, ...] = ()
+
+
+def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
+    """Publishes a new version of `spec` under `root`. progress: counts raw ids while they are indexed, then
+    all rows from 0 on. LoaderError: model, checkpoint or memory are wrong; nothing was published, and no
+    bytes stay."""
+    backend, progress = choose(settings.backend), progress or (lambda done, total: None)
+    with open_checkpoint(spec.checkpoint) as checkpoint:
+        model = Model(root, spec.name)
+        reused = LiveTables(spec, settings.only, model, backend)
+        sources = Sources(reused.others, checkpoint)
+        digest = spec_digest(spec)  # before the program is read, so that a change in between is found later
+        scorer, program = stored_scorer(spec, sources.dims | {t.name: t.dim for t in reused.tables.values()})
+        with model.loading(settings.group) as version:
+            reused.check_is_live(model)
+            started = time.monotonic()
+            path = model.partial_path(version)
+            try:
+                scratch = partial(model.create_scratch, version)
+                planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
+                checks = Verification(checkpoint, sources.matrices)
+                source = {
+                    "path": str(spec.checkpoint),
+                    "spec": digest,
+                    "files": fingerprint(sources.paths),
+                    "verified": checks.describe()
+                    | {name: dict(k.verification) for name, k in sources.keyed.items()}
+                    | reused.verified(),
+                    **reused.source(),
+                }
+                steps = {table: checks.step(table) for table in sources.matrices}
+                header = replace(
+                    _header(spec, planned, reused, version, source, steps), scorer=scorer, evaluation=spec.evaluation
+                )
+                writer = SegmentWriter(path, header, program, model.create_partial(version))
+                try:
+                    _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
+                    huge = writer.mapping.huge_fraction()
+                    header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)})
+                finally:
+                    writer.close()
+                model.publish(version, settings.activate)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+            seconds = time.monotonic() - started
+    return Loaded(
+        spec.name, version, model.path(version), header, seconds, writer.size, sources.bytes, huge, writer.mapping.page_bytes
+    )
+
+
+def _header(
+    spec: ModelSpec, planned: list[PlannedTable], reused: LiveTables, version: int, source: dict[str, Any], steps: dict[str, int]
+) -> Header:
+    shapes = {p.spec.name: (p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned}
+    old = reused.tables.values()
+    shapes |= {t.name: (t.name, t.key, RowFormat.parse(t.row_format), t.rows, t.dim) for t in old}
+    steps = steps | {t.name: t.chunk_rows for t in old}  # their chunks stay as they are
+    ids = {p.spec.name: p.ids for p in planned} | {t.name: t.ids for t in old}
+    tables = plan_tables([shapes[t.name] for t in spec.tables], steps, ids)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Header(spec.name, version, created, tables, spec.features, source)
+
+
+_Work = Callable[["_Buffers"], None]
+
+
+class _Buffers(NamedTuple):
+    """A thread's memory: a piece of the checkpoint, and room for column shards."""
+
+    piece: bytearray
+    scratch: bytearray
+
+
+class _Load:
+    """One load's work, shared by its threads.
+
+    Each part fills a table: `reading` yields work for any thread, then one calls `complete`; `unfinished`
+    returns the tables and their first chunks whose checksums wait for that. rows: of the source;
+    buffer_bytes: private memory of a thread.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        checks: Verification,
+        writer: SegmentWriter,
+        backend: CpuBackend,
+        settings: LoadSettings,
+        progress: Progress,
+    ) -> None:
+        self.checkpoint, self.checks, self.writer, self.backend = checkpoint, checks, writer, backend
+        self._settings, self._progress, self._done_rows, self._total_rows = settings, progress, 0, 0
+        self.is_stopping, self._lock = False, Lock()
+
+    def run(self, planned: list[PlannedTable], reused: LiveTables) -> None:
+        """Writes every row and takes the checksums; raises a thread's error."""
+        stored = {t.name: t for t in self.writer.header.tables}
+        parts = [*(_table_load(self, p, stored[p.spec.name]) for p in planned), _Copies(self, reused)]
+        self._plan_threads(max(4 * p.dim for p in planned), max(part.buffer_bytes for part in parts))
+        self._total_rows = sum(part.rows for part in parts)
+        self._progress(0, self._total_rows)
+        self._share(work for part in parts for work in part.reading())
+        self.checks.finish()
+        for part in parts:
+            part.complete()
+        waiting = chain(*(part.unfinished() for part in parts), ((i, 0) for i in self.writer.header.indexes))
+        self._share(partial(self._finish_chunk, rows, n) for rows, first in waiting for n in range(first, rows.chunks))
+
+    def _plan_threads(self, row_bytes: int, more_bytes: int) -> None:
+        self._buffer_bytes, most = max(PIECE_BYTES, row_bytes), self._settings.max_memory_bytes
+        # The piece that is read, room for column shards, the kernel's scratch, and what a part needs.
+        each = 3 * self._buffer_bytes + more_bytes
+        if most < each:
+            raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
+        self._threads = max(1, min(self._settings.threads or len(os.sched_getaffinity(0)), most // each))
+
+    def _share(self, items: Iterator[_Work]) -> None:
+        """Does work on all threads."""
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-load") as pool:
+            futures = [pool.submit(self._work, items) for _ in range(self._threads)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self.is_stopping = True
+        for future in futures:
+            future.result()
+        self.is_stopping = False
+
+    def _work(self, items: Iterator[_Work]) -> None:
+        buffers = _Buffers(bytearray(self._buffer_bytes), bytearray(self._buffer_bytes))
+        while not self.is_stopping:
+            with self._lock:
+                item = next(items, None)
+            if item is None:
+                return
+            item(buffers)
+
+    def _finish_chunk(self, stored: StoredRows, chunk: int, buffers: _Buffers) -> None:
+        self.writer.finish_chunk(stored, chunk)
+
+    def done(self, rows: int) -> None:
+        """Counts rows that were written. Any thread may call."""
+        with self._lock:
+            self._done_rows += rows
+            self._progress(self._done_rows, self._total_rows)
+
+
+def _table_load(load: _Load, p: PlannedTable, table: StoredTable) -> "_RawLoad | _MatrixLoad | _Copies":
+    return _RawLoad(load, p, p.source, table) if isinstance(p.source, RawTable) else _MatrixLoad(load, p, p.source, table)
+
+
+class _RawLoad:
+    """Fills a table of raw ids."""
+
+    def __init__(self, load: _Load, p: PlannedTable, raw: RawTable, table: StoredTable) -> None:
+        assert table.ids is not None and table.ids.index is not None
+        self.load, self.p, self.source, self.table = load, p, raw.source, table
+        index, writer = table.ids.index, load.writer
+        packed, index_bytes = writer.rows(table, 0, table.rows), writer.rows(index, 0, index.rows)
+        self.raw = RawWriter(raw, packed, index_bytes, load.backend)
+        self.rows, self.buffer_bytes = raw.source.rows, raw.source.buffer_bytes
+
+    def reading(self) -> Iterator[_Work]:
+        return (partial(self._read_piece, piece) for piece in range(self.source.pieces))
+
+    def _read_piece(self, piece: int, buffers: _Buffers) -> None:
+        for block in self.source.blocks(piece):
+            if self.load.is_stopping:
+                return
+            written = self.raw.write(block)
+            self.p.default_row.add(block.values if written is None else block.values[written], self.source.source)
+            self.load.done(len(block.ids))
+
+    def complete(self) -> None:
+        self.source.finish()
+        self.raw.write_older()
+        self.raw.finish()
+        self.p.default_row.write(self.load.writer, self.table, self.load.backend)
+
+    def unfinished(self) -> list[tuple[StoredTable, int]]:
+        return [(self.table, 0)]
+
+
+class _MatrixLoad:
+    """Fills a table whose ids are row numbers."""
+
+    buffer_bytes = 0
+
+    def __init__(self, load: _Load, p: PlannedTable, matrix: Matrix, table: StoredTable) -> None:
+        self.load, self.p, self.matrix, self.table, self.rows = load, p, matrix, table, matrix.rows
+
+    def reading(self) -> Iterator[_Work]:
+        return (partial(self._quantize_chunk, chunk) for chunk in range(self.table.chunks))
+
+    def _quantize_chunk(self, chunk: int, buffers: _Buffers) -> None:
+        start, end = self.table.chunk_range(chunk)
+        stop = min(end, self.rows)
+        if start < stop:
+            self._quantize(start, stop, buffers)
+            self.load.done(stop - start)
+        if stop == end:
+            self.load.writer.finish_chunk(self.table, chunk)
+
+    def _quantize(self, start: int, stop: int, buffers: _Buffers) -> None:
+        load, matrix, table = self.load, self.matrix, self.table
+        step = load.checks.step(table.name)  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
+        end = min(-(-stop // step) * step, matrix.rows)
+        for first in range(start // step * step, end, read_rows):
+            last = min(first + read_rows, end)
+            count = (last - first) * matrix.dim
+            values = np.frombuffer(buffers.piece, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
+            load.checks.read(table.name, first, last, values, buffers.scratch)
+            begin, last = max(first, start), min(last, stop)
+            rows = values[begin - first : last - first]
+            try:
+                load.backend.quantize(rows, matrix.source, self.p.spec.row_format, load.writer.rows(table, begin, last))
+            except NotRepresentable as error:
+                what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
+                raise CheckpointError(what) from error
+            self.p.default_row.add(rows, matrix.source)
+
+    def complete(self) -> None:
+        default_row, older = self.p.default_row, self.p.backfill
+        end = self.table.rows - default_row.is_used
+        if older is not None and end > self.rows:  # rows that an older version has beyond those of the checkpoint
+            self.load.writer.rows(self.table, self.rows, end)[:] = older.table.packed[self.rows : end]
+        default_row.write(self.load.writer, self.table, self.load.backend)
+
+    def unfinished(self) -> list[tuple[StoredTable, int]]:
+        return [(self.table, self.rows // self.table.chunk_rows)] if self.table.rows > self.rows else []
+
+
+class _Copies:
+    """Copies the tables that are taken over from the live version."""
+
+    buffer_bytes = 0
+
+    def __init__(self, load: _Load, reused: LiveTables) -> None:
+        self.load, self.reused, self.rows = load, reused, reused.rows
+
+    def reading(self) -> Iterator[_Work]:
+        return (partial(self._copy, piece) for piece in self.reused.pieces(self.load.writer.header.tables))
+
+    def _copy(self, piece: Piece, buffers: _Buffers) -> None:
+        self.load.done(self.reused.copy(piece, self.load.writer))
+
+    def complete(self) -> None:
+        """All rows were copied."""
+
+    def unfinished(self) -> list[tuple[StoredTable, int]]:
+        return [(table, 0) for table in self.reused.unfinished(self.load.writer.header.tables)]

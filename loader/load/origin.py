@@ -1,0 +1,58 @@
+"""Whether the live version of a model is what a load of its model.toml would give again, so that none is needed.
+
+A load notes a digest of what the model.toml said, and the names, sizes and times of the checkpoint's files. A file that was
+written anew without a change of size and time is not noticed, as `make` does not notice it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tableside.loader.checkpoint import open_checkpoint
+from tableside.loader.checkpoint.rows import fingerprint
+from tableside.loader.errors import ModelError, SegmentError
+from tableside.loader.files import read_regular
+from tableside.loader.load.plan import Sources
+from tableside.loader.model.model import ModelSpec
+from tableside.loader.program import LARGEST_BYTES
+from tableside.loader.versions.versions import Model
+
+
+def spec_digest(spec: ModelSpec) -> str:
+    """A digest of what a model.toml says, and of its scorer's program; not of where the checkpoint and the program lie."""
+    scorer, program = spec.scorer, b""
+    if scorer is not None and scorer.program is not None:
+        program = read_regular(scorer.program, LARGEST_BYTES, "[scorer]'s program", ModelError)
+        scorer = replace(scorer, program=None)
+    # A dim that is not said leaves the digest what it was before tables could say one.
+    said = asdict(replace(spec, checkpoint=Path(), scorer=scorer), dict_factory=_said)
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, default=str, sort_keys=True).encode() + b"\0" + program)
+
+
+def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if (key, value) != ("dim", None)}
+
+
+def is_live(spec: ModelSpec, model: Model) -> bool:
+    """Whether the live version of `model` was loaded whole from this specification and these files, and is
+    not damaged. LoaderError: the checkpoint or the program cannot be read."""
+    if not (live := model.record().current):
+        return False
+    try:
+        header = model.attach(live, "header").header
+    except SegmentError:  # it is damaged, or is known to be
+        return False
+    source = header.source
+    if source.get("spec") != spec_digest(spec) or "reused" in source or header.owner is not None:
+        return False
+    with open_checkpoint(spec.checkpoint) as checkpoint:
+        files = fingerprint(Sources(spec.tables, checkpoint).paths)
+    return _by_name(files) == _by_name(source["files"])
+
+
+def _by_name(files: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    return sorted((Path(path).name, list(stats)) for path, stats in files.items())

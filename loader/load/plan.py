@@ -1,0 +1,82 @@
+"""What a load will write: where the tables lie in the checkpoint, how many rows each takes, and how its ids become rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tableside.loader.checkpoint import Checkpoint, Matrix
+from tableside.loader.checkpoint.keyed.keyed import KeyedRows
+from tableside.loader.errors import ModelError
+from tableside.loader.load.backfill import Backfill
+from tableside.loader.load.default_rows import DefaultRow
+from tableside.loader.load.raw_ids import PASSES, Indexing, Progress, RawTable, plan_raw_table
+from tableside.loader.model.model import TableSpec
+from tableside.loader.segment.stored import StoredIds
+from tableside.loader.versions.versions import Model
+from tableside.quant import QuantError
+
+
+class Sources:
+    """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
+
+    def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
+        """CheckpointError: a table is not there. ModelError: its vectors have another dim than its description says."""
+        self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
+        for matrix in self.matrices.values():
+            checkpoint.open_files(matrix)
+        self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in tables if t.raw is not None}
+        both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
+        for t in tables:
+            t.check_dim(both[t.name].dim, f"the checkpoint's {t.key!r}")
+        self.dims = {name: source.dim for name, source in both.items()}
+        self.rows = {name: source.rows for name, source in both.items()}
+        self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
+        self.paths = {s.path for m in self.matrices.values() for s in m.shards}
+        self.paths |= {path for k in self.keyed.values() for path in k.paths}
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTable:
+    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others are refused."""
+
+    spec: TableSpec
+    rows: int
+    dim: int
+    ids: StoredIds | None
+    source: Matrix | RawTable
+    default_row: DefaultRow
+    backfill: Backfill | None
+
+
+def plan(
+    tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: Callable[[], int], threads: int, progress: Progress
+) -> list[PlannedTable]:
+    """Builds the indexes of raw ids, and finds how many rows each table takes. scratch, progress: as for `Indexing`."""
+    planned = []
+    older = {t.name: Backfill(model.root, t, sources.dims[t.name]) for t in tables if t.missing.policy == "backfill"}
+    ids_of = {t.name: sources.rows[t.name] + (older[t.name].rows if t.name in older else 0) for t in tables if t.raw is not None}
+    work = Indexing(model.root, scratch, threads, PASSES * sum(ids_of.values()), progress)
+    for t in tables:
+        dim = sources.dims[t.name]
+        backfill = older.get(t.name)
+        default_row = DefaultRow(t, dim, backfill)
+        try:
+            t.row_format.row_bytes(dim)
+        except QuantError as error:
+            raise ModelError(f"model {model.name!r}: {error}") from error
+        if t.raw is None:
+            ids, rows = _ids_of_rows(t, sources.rows[t.name], backfill, default_row)
+            planned.append(PlannedTable(t, rows, dim, ids, sources.matrices[t.name], default_row, backfill))
+            continue
+        raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work)
+        ids = replace(raw.ids, default_row=raw.rows - 1) if default_row.is_used else raw.ids
+        planned.append(PlannedTable(t, raw.rows, dim, ids, raw, default_row, backfill))
+    return planned
+
+
+def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow) -> tuple[StoredIds | None, int]:
+    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the checkpoint."""
+    count = max(own, 0 if backfill is None else backfill.rows)
+    if count == own and not default_row.is_used and t.missing.policy == "error":
+        return None, own
+    rows = count + default_row.is_used
+    return StoredIds(count, str(t.missing), rows - 1 if default_row.is_used else None, 0, count - own), rows

@@ -1,0 +1,160 @@
+"""Tables that a load takes over from the live version: `tableside load --only TABLE` reads and quantizes only the tables that it
+names.
+
+Rows and id indexes are copied as bytes, chunk by chunk on all threads, and each chunk is checked against the checksum that the
+live version has for it, so damage is not published again under a checksum that fits. The checkpoint is not asked for these
+tables; it may lack them. Bytes are copied even so: shared memory has no copy on write (a tmpfs and a hugetlbfs refuse FICLONE),
+and two threads copy and check faster than copy_file_range copies (docs/log.md).
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tableside.loader.errors import ModelError, SegmentError, VersionError
+from tableside.loader.load.default_rows import DefaultRow
+from tableside.loader.model.model import ModelSpec, TableSpec
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.stored import StoredRows, StoredTable
+from tableside.loader.versions.states import check_bare
+from tableside.loader.versions.versions import Model
+from tableside.quant import CpuBackend
+
+Piece = tuple[StoredRows, StoredRows, int]  # a table or index of the live version, the one that is written, a chunk of the former
+
+
+class LiveTables:
+    """The tables that a load takes over from the live version. tables: name -> as stored in `segment` (None:
+    there are none). others: the specification of the tables that are loaded."""
+
+    def __init__(self, spec: ModelSpec, only: Collection[str], model: Model, backend: CpuBackend) -> None:
+        """only: the tables to load; empty: all. ModelError: `spec` lacks one, or describes another one
+        differently than the live version. VersionError: none is live. SegmentError: it is damaged."""
+        names = [t.name for t in spec.tables]
+        if unknown := [name for name in only if name not in names]:
+            raise ModelError(f"--only {unknown[0]}: model {spec.name!r} has no such table; it has: {', '.join(names)}")
+        reused = [t for t in spec.tables if only and t.name not in only]
+        self.others = tuple(t for t in spec.tables if t not in reused)
+        self.segment = _live(model) if reused else None
+        self.tables = {} if self.segment is None else {t.name: _checked(t, self.segment, backend) for t in reused}
+
+    @property
+    def rows(self) -> int:
+        """Of all tables that are taken over."""
+        return sum(t.rows for t in self.tables.values())
+
+    def check_is_live(self, model: Model) -> None:
+        """VersionError: another version was made live since. Caller holds the load lock."""
+        if self.segment is not None and model.current() != self.segment.header.version:
+            raise VersionError(
+                f"version {model.current()} of model {model.name!r} went live while tables of version "
+                f"{self.segment.header.version} were about to be taken over; load again"
+            )
+
+    def verified(self) -> dict[str, Any]:
+        """What verified the rows when they were read, for the tables of which that is known."""
+        known = {} if self.segment is None else self.segment.header.source.get("verified")
+        return {name: known[name] for name in self.tables if name in known} if isinstance(known, dict) else {}
+
+    def source(self) -> dict[str, Any]:
+        """For a header's `source`: the version that tables were taken over from, and, for each, the one that read it."""
+        if self.segment is None:
+            return {}
+        header = self.segment.header
+        before = header.source.get("reused")
+        read_in = before.get("tables", {}) if isinstance(before, Mapping) else {}
+        tables = {name: read_in.get(name, header.version) for name in self.tables}
+        return {"reused": {"version": header.version, "tables": tables}}
+
+    def pieces(self, header_tables: Collection[StoredTable]) -> Iterator[Piece]:
+        """All that is to be copied to these tables. Each piece may be copied by another thread."""
+        for to in header_tables:
+            if (of := self.tables.get(to.name)) is None:
+                continue
+            pairs: list[tuple[StoredRows, StoredRows]] = [(of, to)]
+            if of.ids is not None and to.ids is not None and of.ids.index is not None and to.ids.index is not None:
+                pairs.append((of.ids.index, to.ids.index))
+            for old, new in pairs:
+                for chunk in range(old.chunks):
+                    yield old, new, chunk
+
+    def copy(self, piece: Piece, writer: SegmentWriter) -> int:
+        """Copies a chunk, checked; returns its rows, 0 of an index. Takes the chunk's checksum unless it is
+        an index's or of `unfinished`. SegmentError: the live version's bytes changed."""
+        of, to, chunk = piece
+        segment = self.segment
+        assert segment is not None
+        start, stop = of.chunk_range(chunk)
+        if not segment.is_whole(of, start, stop):
+            raise SegmentError(
+                f"{segment.path}: {segment.describe(of, start, stop)}: the checksum is wrong, so bytes changed after they were "
+                "written; load the whole model, without --only"
+            )
+        first = of.offset + start * of.row_bytes
+        rows = writer.rows(to, start, stop)
+        rows.reshape(-1)[:] = segment.mapping.bytes[first : first + rows.size]
+        if not isinstance(of, StoredTable):
+            return 0
+        if of.chunk_rows == to.chunk_rows:
+            writer.finish_chunk(to, chunk)
+        return stop - start
+
+    def unfinished(self, header_tables: Collection[StoredTable]) -> list[StoredTable]:
+        """The tables that are copied and have other chunks than before: their checksums are still to be taken."""
+        return [t for t in header_tables if t.name in self.tables and self.tables[t.name].chunk_rows != t.chunk_rows]
+
+
+def _live(model: Model) -> Segment:
+    segment = model.attach(verify="header")  # what is taken over is verified as it is copied
+    check_bare(model, segment.header.version, "--only")
+    if (owner := segment.header.owner) is not None:
+        raise ModelError(
+            f"version {segment.header.version} of model {model.name!r} is share {owner.number} of {owner.owners} of a model; "
+            "--only takes tables over from a whole version: load the whole model, without --only"
+        )
+    return segment
+
+
+def _checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTable:
+    """The table as the live version has it. ModelError: it is not what `spec` says."""
+    header = segment.header
+    of_live = f"version {header.version} of model {header.model!r}, which is live,"
+    stored = next((t for t in header.tables if t.name == spec.name), None)
+    if stored is None:
+        raise ModelError(f"[tables.{spec.name}]: {of_live} has no such table; load it too, with --only {spec.name}")
+    for what, live, wanted in _settings(spec, stored):
+        if live != wanted:
+            raise ModelError(
+                f"[tables.{spec.name}]: {what} is {wanted!r}; {of_live} has {live!r}; load this table too, with --only "
+                f"{spec.name}, or the whole model, without --only"
+            )
+    if spec.missing.policy == "constant" and not _has_vector(spec, segment, stored, backend):
+        raise ModelError(
+            f"[tables.{spec.name}]: missing is another vector than that of {of_live[:-1]}; load this table too, with --only "
+            f"{spec.name}, or the whole model, without --only"
+        )
+    return stored
+
+
+def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, object, object]]:
+    """(what, as the live version has it, as the specification says). How ids were read from the checkpoint is not stored."""
+    ids, raw = stored.ids, spec.raw
+    index = None if ids is None else ids.index
+    yield "key", stored.key, spec.key
+    yield "row_format", stored.row_format, spec.row_format.label
+    yield "dim", stored.dim, stored.dim if spec.dim is None else spec.dim
+    yield "ids", "row" if index is None else "raw", "row" if raw is None else "raw"
+    if index is not None and raw is not None:
+        yield "buckets", index.buckets, raw.buckets
+        yield "bucket_ids", index.bucket_ids, raw.bucket_ids or 0
+    yield "missing", "error" if ids is None else ids.missing, str(spec.missing)
+
+
+def _has_vector(spec: TableSpec, segment: Segment, stored: StoredTable, backend: CpuBackend) -> bool:
+    """Whether the default row is the vector of the specification, packed."""
+    row = np.zeros(stored.row_bytes, np.uint8)
+    DefaultRow(replace(spec, raw=None), stored.dim, None).pack(row, backend)
+    used = spec.row_format.used_bytes(stored.dim)
+    return np.array_equal(row[:used], segment.tables[spec.name].packed[-1][:used])

@@ -1,0 +1,1 @@
+"""model.toml: read, proposed from a checkpoint or a module, or from HugeCTR's ps.json."""

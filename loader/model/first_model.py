@@ -1,0 +1,209 @@
+"""A first `model.toml`, proposed from what a checkpoint holds: `tableside init`.
+
+A matrix becomes a table where its name says that it is an embedding, or where it has at least four times as many rows as columns.
+Where there is none of those, every matrix becomes one. A weight with a bias beside it is a Linear's, and no table whatever its
+shape. Where the checkpoint tells of tables of raw ids (`Checkpoint.keyed_tables`), those are the tables, and beside them only
+what is called an embedding.
+
+Where a file describes the trained module (`tableside init --from-module FILE`), tables, features and poolings are those of the
+module (`module_tables`), with the names that `swap_embeddings` looks for. Each table must be in the checkpoint with the module's
+rows and dim; of a table of raw ids the dim alone is compared, since only trained ids have rows.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint
+from tableside.loader.checkpoint.keyed.folders import FolderTables
+from tableside.loader.checkpoint.rows import some
+from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.model.model import FeatureSpec, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.model.module_tables import ModuleTable, named_features, read_module
+from tableside.quant import QuantError, RowFormat
+
+_EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
+_COLLECTION = re.compile(r"(?:^|\.)(embedding_bags|embeddings)\.[^.]+\.weight$")
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+_ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)  # what tensors of ids are called
+_LINEAR = ", with a bias beside it, as a Linear has"
+IDS_ALONE = "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
+_TALL = 4  # rows for each column from which a matrix is taken for an embedding
+
+
+class FirstModel(NamedTuple):
+    """A proposed specification. left_out: lines "key: reason"; sizes: rows, dim and bytes of each table, by name, for people."""
+
+    spec: ModelSpec
+    left_out: list[str]
+    sizes: dict[str, str]
+
+
+def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
+    """A specification with one table and one sum-pooled feature for each embedding of a checkpoint.
+
+    name: the model's; None: the checkpoint's file name. folder: of the model.toml; a checkpoint below it is
+    named relative to it. ModelError: no matrix could be a table, or the name is no model's. CheckpointError:
+    the checkpoint cannot be read.
+    """
+    with open_checkpoint(checkpoint) as found:
+        raw = dict(found.keyed_tables)
+        keys = _tables(found, raw)
+        left_out = _left_out(found, keys, lambda k: _LINEAR if _is_linear(found, k) else "")
+        if not keys:
+            raise ModelError(
+                f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16 without a bias beside it, and no table of raw "
+                "ids is found by its names" + "".join(f"; {line}" for line in left_out[:3])
+            )
+        tables: dict[str, TableSpec] = {}
+        for key in keys:
+            table = _table_name(key, tables)
+            ids = RawIds(raw[key]) if key in raw else None
+            tables[table] = TableSpec(table, key, row_format, raw=ids, dim=_dim_of_sizes(found, key))
+        sizes = _sizes_of(found, tables.values())
+    return FirstModel(_specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes)
+
+
+def _specification(
+    checkpoint: Path, name: str | None, folder: Path, tables: dict[str, TableSpec], features: list[FeatureSpec]
+) -> ModelSpec:
+    """A specification as `first_model` gives it, of these tables and features."""
+    absolute = checkpoint.resolve()
+    model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
+    path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
+    return ModelSpec(model, path, tuple(tables.values()), tuple(features))
+
+
+def _left_out(found: Checkpoint, keys: Collection[str], why: Callable[[str], str]) -> list[str]:
+    """Lines "key: reason" for the tensors that are no tables. why: of a matrix, behind its shape."""
+    others = [k for k in found.skipped if k not in found.keyed_tables.values()]
+    matrices = [(k, m) for k, m in found.matrices.items() if k not in keys]
+    return [
+        *(f"{k}: {IDS_ALONE if k in found.ids and _ID_NAME.search(k) else found.skipped[k]}" for k in others),
+        *(f"{k}: a matrix [{m.rows}, {m.dim}] of {m.source.label}{why(k)}" for k, m in matrices),
+    ]
+
+
+def _sizes_of(found: Checkpoint, tables: Iterable[TableSpec]) -> dict[str, str]:
+    """Rows, dim and bytes of each table, by name, for people; of one that `load` would refuse, why."""
+    return {t.name: _size(found, t) for t in tables}
+
+
+def _size(found: Checkpoint, t: TableSpec) -> str:
+    try:
+        source = found.matrices[t.key] if t.raw is None else found.keyed(t.key, t.raw.key)
+        packed = source.rows * t.row_format.row_bytes(source.dim)
+    except (CheckpointError, QuantError) as error:
+        return f"load refuses it: {error}"
+    before = source.rows * source.dim * source.source.bytes
+    rows = f"{source.rows:,} rows x {source.dim}" if t.raw is None else f"up to {source.rows:,} ids x {source.dim}"
+    return f"{rows}: {_megabytes(before)} of {source.source.label}, {_megabytes(packed)} as {t.row_format.label}"
+
+
+def _dim_of_sizes(found: Checkpoint, key: str) -> int | None:
+    """The dim that the sizes of a table's files give, where nothing else says it: the next ones may be cut. Else None."""
+    if not isinstance(found.tables, FolderTables):
+        return None
+    try:
+        return found.keyed(key).dim
+    except CheckpointError:
+        return None  # what `_sizes_of` says why
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 50_000 else f"{count:,} bytes"
+
+
+def _is_linear(found: Checkpoint, key: str) -> bool:
+    """Whether a matrix is the weight of a Linear: a bias lies beside it."""
+    stem, _, last = key.rpartition("weight")
+    return not last and f"{stem}bias" in found.skipped
+
+
+def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
+    """The keys that become tables."""
+    matrices = {k: m for k, m in found.matrices.items() if k in raw or not _is_linear(found, k)}
+    keys = [k for k, m in matrices.items() if k in raw or "emb" in k.lower() or (not raw and m.rows >= _TALL * m.dim)]
+    return (keys or list(matrices)) + [k for k in raw if k not in found.matrices]
+
+
+def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
+    """A name for the table of tensor `key`: what the key calls the embedding, with a number where another table has that name."""
+    match = _EMBEDDING.search(key)
+    name = _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_")) or "table"
+    return _not_taken(name, taken)
+
+
+def _not_taken(name: str, taken: dict[str, TableSpec]) -> str:
+    """The name, with a number where another table has it."""
+    return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
+
+
+# ---- from a module ----
+
+
+def module_model(module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
+    """The specification of the module that the file `module` describes; else as `first_model`. ModelError: a
+    table is not in the checkpoint with these rows and dim, or the file says nothing usable."""
+    wanted = read_module(module)
+    named = named_features(module, wanted)
+    tables: dict[str, TableSpec] = {}
+    features: list[FeatureSpec] = []
+    problems = []
+    with open_checkpoint(checkpoint) as found:
+        raw = found.keyed_tables
+        for table, of_it in zip(wanted, named, strict=True):
+            try:
+                key = _key_of(found, table)
+                _check(found, key, table)
+            except ModelError as error:
+                problems.append(str(error))
+                continue
+            called = _not_taken(table.name, tables)
+            ids = RawIds(raw[key]) if key in raw else None
+            tables[called] = TableSpec(called, key, row_format, raw=ids, dim=table.dim)
+            features += [FeatureSpec(feature, called, pooling) for feature, pooling in of_it]
+        why = f", which no embedding of {module.name} is"
+        left_out = _left_out(found, {t.key for t in tables.values()}, lambda _: why)
+        sizes = _sizes_of(found, tables.values())
+    if problems:
+        raise ModelError(f"{checkpoint} does not fit {module}:\n  " + "\n  ".join(problems))
+    return FirstModel(_specification(checkpoint, name, folder, tables, features), left_out, sizes)
+
+
+def _key_of(found: Checkpoint, table: ModuleTable) -> str:
+    """The key of a module's table in a checkpoint. ModelError: none could be it, or several."""
+    here = [*found.matrices, *(k for k in found.keyed_tables if k not in found.matrices)]
+    keys: list[str] = []
+    for wanted in table.keys:
+        longer = [k for k in here if k.endswith((f".{wanted}", f"/{wanted}"))]
+        keys = [wanted] if wanted in here else longer or [k for k in here if wanted.endswith(f".{k}")]
+        if keys:
+            break
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise ModelError(
+            f"table {table.name}: {some(keys)} of the checkpoint could be it; say where it lies, as "
+            '{"path of a collection": [its configurations]}'
+        )
+    skipped = next((f"; {k}: {found.skipped[k]}" for k in table.keys if k in found.skipped), "")
+    raise ModelError(f"table {table.name}: looked for {', '.join(table.keys)}; the checkpoint has {some(here)}{skipped}")
+
+
+def _check(found: Checkpoint, key: str, table: ModuleTable) -> None:
+    """ModelError: the tensor has another shape than the module's table, or belongs to a collection that pools otherwise."""
+    is_raw = key in found.keyed_tables
+    matrix = found.matrices.get(key) or found.keyed(key, found.keyed_tables[key])
+    if (matrix.rows, matrix.dim) != (matrix.rows if is_raw else table.rows, table.dim):
+        raise ModelError(
+            f"table {table.name}: the module has {table.rows:,} rows of dim {table.dim}, and {key} of the checkpoint "
+            f"{matrix.rows:,} rows of dim {matrix.dim}; give the checkpoint of this module"
+        )
+    if (match := _COLLECTION.search(key)) and not any(key.endswith(k) and _COLLECTION.search(k) for k in table.keys):
+        poolings = ", ".join(sorted({pooling for _, pooling in table.features}))
+        raise ModelError(
+            f"table {table.name}: {key} of the checkpoint lies in {match[1]}, and its pooling is {poolings}; "
+            "expected SUM or MEAN in embedding_bags, and no pooling in embeddings"
+        )

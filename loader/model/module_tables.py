@@ -1,0 +1,172 @@
+"""What the embeddings of a trained module are, as a file tells it: `tableside init CHECKPOINT --from-module FILE`.
+
+    *.pt2                  an exported program (torch.export.save), program/embeddings.py: torch.nn.Embedding and EmbeddingBag.
+                           Of a TorchRec collection it tells the tables, and not the features.
+    *.json, *.yaml, *.yml  TorchRec's configurations, a list of EmbeddingBagConfig or EmbeddingConfig; or a mapping from the paths
+                           of collections to such lists. Of their fields name, num_embeddings, embedding_dim, feature_names and
+                           pooling are read: what is without a pooling is an EmbeddingConfig, whose vectors are not pooled.
+
+A feature is called as `swap_embeddings` looks for it: a module by its path, with `_` for dots; a collection's feature by its
+name, by `feature:table` where several tables have it, and by `path_feature:table` where that does not tell them apart.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from tableside.loader.errors import ModelError
+from tableside.loader.files import read_regular
+from tableside.loader.model.model import FEATURE_NAME, as_feature_name, check_name
+from tableside.loader.program.embeddings import EmbeddingCall, embedding_calls
+
+_LIMIT_BYTES = 16 << 20
+_COLLECTION = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)$")  # a table of TorchRec's, by its module
+_POOLINGS = {"SUM": "sum", "MEAN": "mean", "NONE": "none"}
+
+
+class ModuleTable(NamedTuple):
+    """One table. keys: of its tensor in a checkpoint, or their ends, the best first; features: (names, the
+    plainest first, pooling) of each."""
+
+    name: str
+    keys: tuple[str, ...]
+    rows: int
+    dim: int
+    features: tuple[tuple[tuple[str, ...], str], ...]
+
+
+def read_module(path: Path) -> list[ModuleTable]:
+    """The tables of a module. ModelError: the file is of no kind that is read, or says what cannot be served."""
+    if path.suffix == ".pt2":
+        return _of_calls(embedding_calls(path))
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise ModelError(f"{path}: expected an exported program (.pt2), or TorchRec's configurations (.json, .yaml)")
+    return list(_of_configs(path, _parsed(path)))
+
+
+def named_features(path: Path, tables: Iterable[ModuleTable]) -> list[list[tuple[str, str]]]:
+    """(name, pooling) of each feature of each table: the plainest names of which no two are the same. path:
+    for errors. ModelError: two features have no names that differ, or a name is too long."""
+    features = [(n, names, pooling) for n, table in enumerate(tables) for names, pooling in table.features]
+    level = [0] * len(features)
+    while True:
+        chosen = [names[at] for (_, names, _), at in zip(features, level, strict=True)]
+        often = {name for name, times in Counter(chosen).items() if times > 1}
+        again = [i for i, name in enumerate(chosen) if name in often]
+        if not again:
+            break
+        if stuck := [chosen[i] for i in again if level[i] + 1 == len(features[i][1])]:
+            raise ModelError(
+                f"{path}: two features would be called {stuck[0]!r}; give the collections apart, as "
+                '{"path of a collection": [its configurations]}, or rename one of the modules'
+            )
+        for i in again:
+            level[i] += 1
+    found: list[list[tuple[str, str]]] = [[] for _ in tables]
+    for (n, _, pooling), name in zip(features, chosen, strict=True):
+        found[n].append((check_name(name, "feature", FEATURE_NAME), pooling))
+    return found
+
+
+# ---- exported programs ----
+
+
+def _of_calls(calls: list[EmbeddingCall]) -> list[ModuleTable]:
+    tables = []
+    for key in dict.fromkeys(c.key for c in calls):
+        of_it = [c for c in calls if c.key == key]
+        path = of_it[0].path
+        collected = _COLLECTION.search(path)
+        features = {(c.path, c.pooling): (_module_names(c.path), c.pooling) for c in of_it}
+        name = as_feature_name(collected[1] if collected else path)
+        keys = tuple(dict.fromkeys((key, *(f"{c.path}.weight" for c in of_it))))  # a weight of two modules may be saved once
+        tables.append(ModuleTable(name, keys, of_it[0].rows, of_it[0].dim, tuple(features.values())))
+    return tables
+
+
+def _module_names(path: str) -> tuple[str, ...]:
+    whole = as_feature_name(path)
+    return (as_feature_name(found[1]), whole) if (found := _COLLECTION.search(path)) else (whole,)
+
+
+# ---- TorchRec's configurations ----
+
+
+def _parsed(path: Path) -> Any:
+    data = read_regular(path, _LIMIT_BYTES, "the configurations", ModelError)
+    if path.suffix == ".json":
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise ModelError(f"{path}: not JSON ({error})") from error
+    try:
+        import yaml
+    except ImportError as error:
+        raise ModelError(
+            f"{path}: YAML is read by PyYAML, which does not import ({error}); install tableside[torch], or write JSON"
+        ) from error
+    try:
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not YAML ({str(error)[:200]})") from error
+
+
+def collection_names(of: str, feature: str, table: str, several: bool) -> tuple[str, ...]:
+    """What a collection's feature may be called, the plainest first. of: the collection's path, "": not
+    known; several: whether several of its tables have this feature."""
+    by_table = (f"{feature}:{table}", *((f"{of}_{feature}:{table}",) if of else ()))
+    return tuple(map(as_feature_name, by_table if several else (feature, *by_table)))
+
+
+class _Config(NamedTuple):
+    """What is read of a configuration."""
+
+    name: str
+    rows: int
+    dim: int
+    features: list[str]
+    pooling: str
+
+
+def _of_configs(path: Path, raw: Any) -> Iterator[ModuleTable]:
+    collections: Mapping[Any, Any] = raw if isinstance(raw, dict) else {"": raw}
+    for of, found in collections.items():
+        if not isinstance(of, str) or not isinstance(found, list) or not found:
+            raise ModelError(
+                f"{path}: expected a list of TorchRec's configurations, or {{path of a collection: such a list}}; found "
+                f"{type(found).__name__}"
+            )
+        configs = [_config(path, config) for config in found]
+        times = Counter(feature for c in configs for feature in c.features)
+        for c in configs:
+            key = f"{'embeddings' if c.pooling == 'none' else 'embedding_bags'}.{c.name}.weight"  # of the state dict
+            keys = (*((f"{of}.{key}",) if of else ()), key, f"{c.name}.weight", c.name)
+            named = tuple((collection_names(of, f, c.name, times[f] > 1), c.pooling) for f in c.features)
+            yield ModuleTable(as_feature_name(c.name), keys, c.rows, c.dim, named)
+
+
+def _config(path: Path, raw: Any) -> _Config:
+    if not isinstance(raw, dict) or not isinstance(name := raw.get("name"), str) or not name:
+        raise ModelError(f"{path}: expected the fields of an EmbeddingBagConfig, which begin with a name; found {_shown(raw)}")
+    for field in ("num_embeddings", "embedding_dim"):
+        if type(raw.get(field)) is not int or raw[field] < 1:
+            raise ModelError(f"{path}: {field} of {name!r:.100} is {_shown(raw.get(field))}; expected a number from 1")
+    features = raw.get("feature_names") or [name]  # as TorchRec does
+    if not isinstance(features, list) or not all(isinstance(f, str) and f for f in features):
+        raise ModelError(f"{path}: feature_names of {name!r:.100} are {_shown(features)}; expected a list of names")
+    label = raw.get("pooling", "NONE")
+    pooling = _POOLINGS.get(label.removeprefix("PoolingType.").upper()) if isinstance(label, str) else None
+    if pooling is None:
+        raise ModelError(
+            f"{path}: pooling of {name!r:.100} is {_shown(label)}; expected SUM or MEAN, or no pooling (EmbeddingConfig)"
+        )
+    return _Config(name, raw["num_embeddings"], raw["embedding_dim"], features, pooling)
+
+
+def _shown(value: Any) -> str:
+    """A value as an error may show it: YAML's aliases make small files of endless values."""
+    return repr(value)[:100] if value is None or isinstance(value, str | int | float) else type(value).__name__

@@ -1,0 +1,1 @@
+"""The segment file and the delta file: header, tables, memory, registration."""

@@ -1,0 +1,157 @@
+"""Deltas: small immutable segments of rows that override a version's, or extend it.
+
+    ROOT/MODEL/3+17.delta           delta 17 over version 3
+
+A delta is a file like a version's (loader.segment.segment), with a table of raw ids for each table that it changes: of each id that it
+has a row in the table's own format, or a bit that says that the id is deleted, and a filter (quant.rows.overlay). It lies over the
+version itself, or over one other delta, and then holds all that came after that one. So a reader takes a version with two
+deltas at most, the newer and smaller one first, and a delta that is published needs no earlier one of its size.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import SegmentError
+from tableside.loader.segment.header import Change, checksum
+from tableside.loader.segment.memory import MappedWindow
+from tableside.loader.segment.segment import Segment, Verify, unpickled
+from tableside.loader.segment.stored import StoredTable, filter_part, marks_part
+from tableside.quant import Table
+from tableside.quant.rows.ids import RowMap
+from tableside.quant.rows.overlay import Overlay, OverlayLayer
+
+SUFFIX = ".delta"
+
+
+def delta_name(version: int, sequence: int) -> str:
+    """The name of a delta's file."""
+    return f"{version}+{sequence}{SUFFIX}"
+
+
+def parse_delta_name(name: str) -> tuple[int, int] | None:
+    """(version, sequence) of the name of a delta's file; None: it is none."""
+    version, plus, sequence = name.removesuffix(SUFFIX).partition("+")
+    if not name.endswith(SUFFIX) or not plus or not all(n.isdecimal() and n.isascii() for n in (version, sequence)):
+        return None
+    return int(version), int(sequence)
+
+
+class Delta:
+    """An attached delta: mapped, never copied. fd: an open file of it, closed here. SegmentError: the file is
+    no whole delta, or not the one that its name says."""
+
+    def __init__(self, path: Path, fd: int, verify: Verify = "full") -> None:
+        self.path = path
+        self._fd = fd
+        self.segment = Segment(path, verify, os.dup(fd))
+        header = self.segment.header
+        if header.delta is None:
+            raise SegmentError(f"{path} is a version, not a delta; somebody put it there under another name: remove it")
+        self.change: Change = header.delta
+        self.tables = {t.name: t for t in header.tables}
+        if (named := parse_delta_name(path.name)) != (found := (header.version, self.change.sequence)):
+            raise SegmentError(f"{path} holds delta {found[1]} over version {found[0]}; its name says {named}: remove it")
+
+    @property
+    def sequence(self) -> int:
+        return self.change.sequence
+
+    @property
+    def entries(self) -> int:
+        """Ids that it overrides, inserts or deletes, over all tables."""
+        return sum(t.id_count for t in self.segment.header.tables)
+
+    def layer(self, name: str, base: Table) -> OverlayLayer:
+        """What the delta has of the table `name`, whose own rows are those of `base`. SegmentError: their rows are not alike."""
+        stored, table = self.tables[name], self.segment.tables[name]
+        if (table.row_format, table.dim) != (base.row_format, base.dim):
+            raise SegmentError(
+                f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of the version are "
+                f"{base.row_format.label} of dim {base.dim}"
+            )
+        window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
+        packed = window.bytes.reshape(stored.rows, stored.row_bytes)
+        distance = packed.ctypes.data - base.address
+        return self._layer(stored, table, packed, distance // stored.row_bytes, base)
+
+    def own_layer(self, name: str) -> OverlayLayer:
+        """The same where nobody reads rows by their numbers, which begin with 0."""
+        return self._layer(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
+
+    def _layer(
+        self, stored: StoredTable, table: Table, packed: NDArray[np.uint8], first_row: int, base: Table | None = None
+    ) -> OverlayLayer:
+        assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
+        index = table.row_map.index
+        assert index is not None
+        at = stored.ids.index
+        data = self.segment.mapping.bytes[at.offset : at.offset + at.bytes]
+        words, marks = filter_part(at, data, stored.ids.has_bits), None
+        if base is not None and at.marked:
+            first, count = base.row_numbers
+            if count != at.marked:
+                raise SegmentError(
+                    f"{self.path}: table {stored.name!r} has marks of {at.marked} rows; those of the version are {count}"
+                )
+            marks = marks_part(at, data, stored.ids.has_bits, first)
+        return OverlayLayer(index, packed, words, index.backfilled, first_row, marks)
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", -1)) >= 0:
+            os.close(fd)
+
+
+class OverlaidSegment(Segment):
+    """A version with deltas over it, the newest first: the same mapping, and tables that read them."""
+
+    def __init__(self, base: Segment, tables: dict[str, Table], deltas: tuple[Delta, ...]) -> None:
+        self.__dict__ = {**base.__dict__, "tables": tables}
+        self._base, self._deltas = base, deltas
+
+    @property
+    def base(self) -> Segment:
+        return self._base
+
+    @property
+    def deltas(self) -> tuple[Delta, ...]:
+        return self._deltas
+
+    @property
+    def change(self) -> Change | None:
+        return self._deltas[0].change
+
+    def content(self) -> int:
+        parts = [self._base.content(), *(delta.segment.content() for delta in self._deltas)]
+        return checksum(b"".join(part.to_bytes(8, "little") for part in parts))
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _attach_again, (self.path, [delta.path for delta in self._deltas], self.content())
+
+
+def _attach_again(path: Path, deltas: list[Path], content: int) -> Segment:
+    """A state out of a pickle. SegmentError: a part of it is gone, or has other rows."""
+
+    def attach() -> Segment:
+        return overlaid(Segment(path, "header"), [Delta(d, os.open(d, os.O_RDONLY | os.O_CLOEXEC), "header") for d in deltas])
+
+    return unpickled(path, content, attach)
+
+
+def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
+    """A version with deltas over it, the newest first, at least one. `base` stays as it is. SegmentError: a
+    delta has a table that the version lacks, or other rows."""
+    tables = dict(base.tables)
+    for delta in deltas:
+        if unknown := sorted(set(delta.tables) - set(tables)):
+            raise SegmentError(f"{delta.path} has a table {unknown[0]!r}, which the version {base.header.version} has not")
+    for name, table in base.tables.items():
+        if layers := [d.layer(name, table) for d in deltas if name in d.tables]:
+            row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+            tables[name] = replace(table, row_map=replace(row_map, overlay=Overlay(layers)))
+    return OverlaidSegment(base, tables, tuple(deltas))

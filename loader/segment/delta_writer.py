@@ -1,0 +1,160 @@
+"""Writes a delta's file: entries of several sources, of which the last one of each id counts, become one table each."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.segment.delta import Delta
+from tableside.loader.segment.header import Change, Header, plan_tables
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.stored import (
+    StoredIds,
+    filter_part,
+    keep_zero_apart,
+    marks_part,
+    plan_index,
+    write_index,
+)
+from tableside.quant import Table
+from tableside.quant.cpu.index_builder import IndexBuilder, fill_filter, fill_marks, find_rows
+from tableside.quant.rows.ids import IdIndex, bits_at, set_bits
+from tableside.quant.rows.overlay import OverlayLayer, are_marks_worth_it, filter_words
+
+_IDS_A_BUCKET = 2048  # few enough for a bucket to be built in a core's cache
+_BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
+
+
+class DeltaEntries(NamedTuple):
+    """Changes of one table, in order. ids: int64 [n]; rows: int64 [n], each id's row in packed, uint8 [rows,
+    row_bytes]; deleted: bool [n]."""
+
+    ids: NDArray[np.int64]
+    packed: NDArray[np.uint8]
+    rows: NDArray[np.int64]
+    deleted: NDArray[np.bool_]
+
+
+def entries_of(layer: OverlayLayer) -> DeltaEntries:
+    """The entries of a delta's table."""
+    kept, slots = np.ascontiguousarray(layer.index.ids), np.arange(layer.index.slots)
+    found = np.empty(kept.size, np.int64)
+    find_rows(layer.index, kept, found)
+    slots = slots[found == slots]
+    deleted = np.zeros(slots.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, slots)
+    return DeltaEntries(kept[slots], layer.packed, slots, deleted)
+
+
+def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[DeltaEntries]]]:
+    """Yields the entries of deltas, which come newest first, by table: the oldest delta first."""
+    for delta in reversed(deltas):
+        for name in delta.tables:
+            yield name, [entries_of(delta.own_layer(name))]
+
+
+@dataclass(frozen=True, eq=False)
+class MergedTable:
+    """A planned table of a delta. kept: mask of the entries of all parts, one part after another, that count;
+    rows: int64, the row of each of these."""
+
+    base: Table
+    parts: tuple[DeltaEntries, ...]
+    index: IdIndex
+    ids: StoredIds
+    kept: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+
+
+def merge(base: Segment, parts: Iterable[tuple[str, list[DeltaEntries]]], threads: int) -> dict[str, MergedTable]:
+    """Plans the tables of a delta over `base` from entries by table, the newest last: an id's last entry counts."""
+    joined: dict[str, list[DeltaEntries]] = {}
+    for name, entries in parts:
+        joined.setdefault(name, []).extend(entries)
+    return {name: _merge_table(base.tables[name], entries, threads) for name, entries in joined.items()}
+
+
+def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> MergedTable:
+    ids = np.concatenate([part.ids for part in parts])
+    buckets = 1 << max(0, (ids.size // _IDS_A_BUCKET).bit_length())
+    builder = IndexBuilder(buckets, 0, threads)
+    builder.count(ids)
+    records = np.zeros((builder.begin(), 2), np.int64)
+    builder.put(ids, np.arange(ids.size), records)
+    kept = np.ones(ids.size, np.bool_)
+    kept[builder.distinct(records, "last")] = False
+    index = builder.build(records)
+    rows = np.empty(int(kept.sum()), np.int64)
+    find_rows(index, ids[kept], rows)
+    deleted = int(np.concatenate([part.deleted for part in parts])[kept].sum())
+    _, numbers = base.row_numbers
+    stored = plan_index(
+        base.row_format,
+        base.dim,
+        index.slots,
+        buckets,
+        has_backfilled=deleted > 0,
+        filter_words=filter_words(rows.size),
+        marked=numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0,
+    )
+    return MergedTable(base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows)
+
+
+def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> int:
+    """Writes and seals a delta; returns its bytes. Arguments and errors as those of `write_unsealed`."""
+    writer = write_unsealed(path, fd, base, change, tables)
+    try:
+        writer.seal({})
+    finally:
+        writer.close()
+    return writer.size
+
+
+def write_unsealed(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> SegmentWriter:
+    """Writes a delta over the version `base`, without the header, which the caller seals. fd: an open, empty
+    file at `path`; the writer closes it. NoSpace: only an empty file stays at `path`."""
+    keys = {t.name: t.key for t in base.tables}
+    shapes = [(name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()]
+    planned = plan_tables(shapes, ids={name: t.ids for name, t in tables.items()})
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    writer = SegmentWriter(path, Header(base.model, base.version, created, planned, (), delta=change), b"", fd)
+    try:
+        for stored in writer.header.tables:
+            _write(writer, stored.name, tables[stored.name])
+        for rows in writer.header.stored:
+            for chunk in range(rows.chunks):
+                writer.finish_chunk(rows, chunk)
+    except BaseException:
+        writer.close()
+        raise
+    return writer
+
+
+def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
+    stored = next(t for t in writer.header.tables if t.name == name)
+    assert stored.ids is not None and stored.ids.index is not None
+    at, packed = stored.ids.index, writer.rows(stored, 0, stored.rows)
+    data = writer.rows(at, 0, at.rows).reshape(-1)
+    slots, bits = write_index(stored.ids, table.index, data, packed)
+    ids = np.concatenate([part.ids for part in table.parts])[table.kept]
+    slots[table.rows] = ids
+    keep_zero_apart(table.index, slots, not ids.all())
+    fill_filter(ids, filter_part(at, data, stored.ids.has_bits))
+    if (marks := marks_part(at, data, stored.ids.has_bits, table.base.row_numbers[0])) is not None:
+        fill_marks(ids, table.rows, marks)
+    if stored.ids.has_bits:
+        deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
+        set_bits(bits, table.rows[deleted])
+    items = packed.view(f"V{stored.row_bytes}")[:, 0]
+    first = done = 0
+    for part in table.parts:
+        counts = table.kept[first : first + part.ids.size]
+        rows = table.rows[done : done + int(counts.sum())]
+        changed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
+        for start in range(0, rows.size, _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            items[rows[block]] = changed.take(sources[block])
+        first, done = first + part.ids.size, done + rows.size

@@ -1,0 +1,339 @@
+"""The header of a segment: which tables, features and scorer a version has, and where they lie in the file.
+
+It is JSON, with a checksum; `check_header` holds what it says against what can be, since a right checksum proves no good will.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from tableside.loader.errors import SegmentError
+from tableside.loader.model.model import OUTPUTS, EvalSpec, FeatureSpec
+from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
+from tableside.quant import Pooling, QuantError, RowFormat
+
+PRELUDE = struct.Struct("<8sIIQQ32x")
+TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
+LARGEST_HEADER_BYTES = 1 << 30
+SPARE_BYTES = 256  # room for what is known only at the end: `load`
+
+
+@dataclass(frozen=True)
+class ScorerInput:
+    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one. fp32 [batch, width]."""
+
+    name: str
+    feature: str | None
+    width: int
+
+
+@dataclass(frozen=True)
+class StoredScorer:
+    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at
+    `offset`. checksum: xxh3-64 of the archive."""
+
+    kind: str
+    inputs: tuple[ScorerInput, ...]
+    offset: int = 0
+    bytes: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Which share of a model's buckets a segment holds: that of owner `number` of `owners`, cut from a version of `model`."""
+
+    model: str
+    version: int
+    number: int
+    owners: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a delta says beside its tables, which are small tables of raw ids with a filter (`quant.rows.overlay`).
+
+    sequence: its number, unique in the model; the header's `version` is the one below. below: the sequence of
+    the delta between the two; 0: none. changed: rows of the last batch. positions: stream -> its place behind
+    the last change. made_at, applied_at: when the last batch's oldest change was made (0: not known) and
+    published, of time.time().
+    """
+
+    sequence: int
+    below: int = 0
+    changed: int = 0
+    positions: dict[str, str] = field(default_factory=dict)
+    made_at: float = 0.0
+    applied_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a version is. source: its checkpoint (path, files) and a digest of its model.toml (spec); load:
+    seconds and source_bytes. owner: None: the version is whole. delta: this is a delta over `version`,
+    without features. merged: the last delta that a compaction put into this version; None: it was loaded."""
+
+    model: str
+    version: int
+    created: str
+    tables: tuple[StoredTable, ...]
+    features: tuple[FeatureSpec, ...]
+    source: dict[str, Any] = field(default_factory=dict)
+    load: dict[str, float] = field(default_factory=dict)
+    scorer: StoredScorer | None = None
+    evaluation: EvalSpec | None = None
+    owner: Owner | None = None
+    delta: Change | None = None
+    merged: Change | None = None
+
+    def to_json(self) -> bytes:
+        raw = asdict(self)
+        for name in ("scorer", "evaluation", "owner", "delta", "merged"):
+            if raw[name] is None:
+                del raw[name]  # a version without one reads as it always did
+        for table in raw["tables"]:
+            if (ids := table["ids"]) is None:
+                del table["ids"]
+                continue
+            if not ids["deleted"]:
+                del ids["deleted"]
+            for name in ("filter_words", "marked"):
+                if ids["index"] is not None and not ids["index"][name]:
+                    del ids["index"][name]
+        return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Header":
+        raw = json.loads(text)
+        raw["tables"] = tuple(_table_from(t) for t in raw["tables"])
+        if (owner := raw.get("owner")) is not None:
+            raw["owner"] = Owner(**owner)
+        for name in ("delta", "merged"):
+            if raw.get(name) is not None:
+                raw[name] = Change(**raw[name])
+        raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
+        if (scorer := raw.get("scorer")) is not None:
+            raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
+        if (evaluation := raw.get("evaluation")) is not None:
+            columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
+            raw["evaluation"] = EvalSpec(evaluation["label"], columns)
+        return cls(**raw)
+
+    @property
+    def indexes(self) -> tuple[StoredIndex, ...]:
+        """The id indexes of tables of raw ids."""
+        return tuple(t.ids.index for t in self.tables if t.ids is not None and t.ids.index is not None)
+
+    @property
+    def stored(self) -> tuple[StoredRows, ...]:
+        """All that is checksummed in chunks, in the order of the checksums: tables, then their indexes."""
+        return (*self.tables, *self.indexes)
+
+    @property
+    def chunks(self) -> int:
+        return sum(s.chunks for s in self.stored)
+
+    @property
+    def format_version(self) -> int:
+        """1 where nothing is there that the first format does not have, so that earlier releases read it."""
+        if self.delta is not None or self.merged is not None:
+            return 3
+        return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all rows, without header and padding."""
+        return sum(t.bytes for t in self.tables)
+
+    @property
+    def fp32_bytes(self) -> int:
+        """Bytes that the same tables take in fp32."""
+        return sum(4 * t.id_count * t.dim for t in self.tables)
+
+
+def _table_from(raw: dict[str, Any]) -> StoredTable:
+    if (ids := raw.get("ids")) is not None:
+        index = ids.get("index")
+        raw = {**raw, "ids": StoredIds(**{**ids, "index": index if index is None else StoredIndex(**index)})}
+    return StoredTable(**raw)
+
+
+def plan_tables(
+    tables: list[tuple[str, str, RowFormat, int, int]],
+    steps: Mapping[str, int] | None = None,
+    ids: Mapping[str, StoredIds | None] | None = None,
+) -> tuple[StoredTable, ...]:
+    """Lays out tables (name, key, format, rows, dim), then their indexes; offsets count from the first table.
+
+    steps: table -> a number of rows at whose multiples chunks begin if they hold so many. ids: table -> how
+    its ids become rows.
+    """
+    stored, offset, chunk = [], 0, 0
+    for name, key, row_format, rows, dim in tables:
+        row_bytes = row_format.row_bytes(dim)
+        chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
+        chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
+        table = StoredTable(rows, row_bytes, offset, chunk_rows, chunk, name, key, row_format.label, dim, (ids or {}).get(name))
+        stored.append(table)
+        offset += align(table.bytes)
+        chunk += table.chunks
+    for i, table in enumerate(stored):
+        if table.ids is not None and (index := table.ids.index) is not None:
+            stored[i] = replace(table, ids=replace(table.ids, index=replace(index, offset=offset, first_chunk=chunk)))
+            offset += align(index.bytes)
+            chunk += index.chunks
+    return tuple(stored)
+
+
+def _moved(table: StoredTable, by: int) -> StoredTable:
+    ids = table.ids
+    if ids is not None and ids.index is not None:
+        ids = replace(ids, index=replace(ids.index, offset=ids.index.offset + by))
+    return replace(table, offset=table.offset + by, ids=ids)
+
+
+def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
+    """Returns the header with the places of tables and scorer, the bytes reserved for it, and where the
+    scorer begins.
+
+    The header's size decides where tables begin, and so how many digits it has: sizes grow until it holds
+    itself.
+    """
+    reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
+    while True:
+        first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
+        tables = tuple(_moved(t, first_table) for t in header.tables)
+        end = max([first_table, *(align(s.offset + s.bytes) for s in replace(header, tables=tables).stored)])
+        scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
+        placed = replace(header, tables=tables, scorer=scorer)
+        needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
+        if needed > LARGEST_HEADER_BYTES:
+            raise SegmentError(
+                f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; the format holds "
+                f"{LARGEST_HEADER_BYTES:,}: publish it as several models"
+            )
+        if needed <= reserved:
+            return placed, reserved, end
+        reserved = needed
+
+
+def _rounded(n: int) -> int:
+    return -(-n // 64) * 64
+
+
+def align(n: int, to: int = TABLE_ALIGNMENT_BYTES) -> int:
+    """The next multiple of `to`."""
+    return -(-n // to) * to
+
+
+def checksum(data: Any) -> int:
+    """xxh3-64 of a buffer."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def check_header(header: Header, header_end: int, size: int) -> None:
+    """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of the file."""
+    chunks = 0
+    for t in header.tables:
+        _check_table(t, chunks)
+        chunks += t.chunks
+        _check_place(f"table {t.name!r}", t.offset, t.bytes, size)
+    for index in header.indexes:
+        if index.first_chunk != chunks:
+            raise SegmentError(f"an id index has checksum {index.first_chunk} for its first; expected {chunks}")
+        chunks += index.chunks
+        _check_place("an id index", index.offset, index.bytes, size)
+    names = [t.name for t in header.tables]
+    if len(set(names)) != len(names) or not (names or header.delta is not None):  # a delta may say a position alone
+        raise SegmentError("the header names a table twice, or none")
+    ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
+    starts = [header_end, *(end for _, end in ends)]
+    if any(start < before for before, (start, _) in zip(starts, ends, strict=False)):
+        raise SegmentError("the header has two tables in one place")
+    for f in header.features:
+        _check_feature(f, set(names))
+    is_without = bool(header.features) if header.delta is not None else not header.features
+    if is_without or len({f.name for f in header.features}) != len(header.features):
+        raise SegmentError("the header names a feature twice, or none")
+    if not isinstance(header.model, str) or type(header.version) is not int:
+        raise SegmentError(
+            f"the header's model is {header.model!r}, its version {header.version!r}; expected a name and a number"
+        )
+    if not isinstance(header.load, dict) or not isinstance(header.source, dict):
+        raise SegmentError("the header's source or load is no object")
+    if header.scorer is not None:
+        _check_scorer(header.scorer, header.features, size)
+    if header.owner is not None:
+        _check_owner(header.owner)
+    for change in (header.delta, header.merged):
+        if change is not None:
+            _check_change(change)
+    if header.delta is not None and not all(i.filter_words and not i.bucket_ids and i.owned == i.buckets for i in header.indexes):
+        raise SegmentError("a table of the delta has no filter, or not all of its buckets")
+    if header.delta is not None and len(header.indexes) != len(header.tables):
+        raise SegmentError("a table of the delta has no id index")
+
+
+def _check_table(t: StoredTable, first_chunk: int) -> None:
+    numbers = (t.dim, t.rows, t.row_bytes, t.offset, t.chunk_rows, t.first_chunk)
+    if not all(type(n) is int and n >= 0 for n in numbers) or not (isinstance(t.name, str) and isinstance(t.key, str)):
+        raise SegmentError(f"table {str(t.name)[:60]!r} has a name or a number of the wrong type")
+    try:
+        row_bytes = RowFormat.parse(t.row_format).row_bytes(t.dim)
+    except (QuantError, TypeError) as error:
+        raise SegmentError(f"table {t.name!r}: {error}") from None
+    if t.row_bytes != row_bytes:
+        raise SegmentError(f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes {row_bytes}")
+    if not t.rows or not t.chunk_rows or t.first_chunk != first_chunk:
+        raise SegmentError(f"table {t.name!r} has {t.rows} rows in chunks of {t.chunk_rows}, the first number {t.first_chunk}")
+    check_ids(t)
+
+
+def _check_place(what: str, offset: int, count: int, size: int) -> None:
+    if offset < 0 or count < 0 or offset % TABLE_ALIGNMENT_BYTES or offset + count > size:
+        raise SegmentError(f"{what} lies at bytes [{offset}, {offset + count}) of a file of {size}")
+
+
+def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
+    if not all(isinstance(value, str) for value in (f.name, f.table, f.pooling, f.output)):
+        raise SegmentError("a feature has a name, table, pooling or output of the wrong type")
+    if f.table not in tables or f.pooling not in {p.label for p in Pooling} or f.output not in OUTPUTS:
+        raise SegmentError(
+            f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as {f.output[:60]!r}"
+        )
+
+
+def _check_change(c: Change) -> None:
+    numbers, times = (c.sequence, c.below, c.changed), (c.made_at, c.applied_at)
+    is_wrong = not all(type(n) is int and n >= 0 for n in numbers) or not all(type(t) in (int, float) for t in times)
+    if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
+        raise SegmentError(f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no number")
+    if not all(isinstance(name, str) and isinstance(at, str) for name, at in c.positions.items()):
+        raise SegmentError("the delta has a position that is no text")
+
+
+def _check_owner(o: Owner) -> None:
+    numbers = (o.version, o.number, o.owners)
+    if not isinstance(o.model, str) or not all(type(n) is int for n in numbers) or not 0 <= o.number < o.owners:
+        raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
+
+
+def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int) -> None:
+    if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in ("dot", "cosine", "program"):
+        raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
+    _check_place("the scorer", s.offset, s.bytes, size)
+    pooled = {f.name for f in features if f.pooling != "none"}
+    for i in s.inputs:
+        if (
+            type(i.width) is not int
+            or i.width < 1
+            or not isinstance(i.name, str)
+            or (i.feature is not None and i.feature not in pooled)
+        ):
+            raise SegmentError(f"the scorer takes {str(i.name)[:60]!r}, which is no pooled feature and no dense tensor")
+    if s.kind != "program" and len(s.inputs) != 2:
+        raise SegmentError(f"a scorer of kind {s.kind!r} takes two features, not {len(s.inputs)}")

@@ -1,0 +1,235 @@
+"""Files in shared memory, mapped so that the kernel can use 2 MiB pages for them.
+
+`reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one page of every
+2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty, which takes a twentieth of the
+time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error. A file of a
+hugetlbfs has the pages of that file system from the start (loader.segment.huge_pages).
+"""
+
+import contextlib
+import ctypes
+import errno
+import math
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import NoSpace
+from tableside.loader.segment.huge_pages import free_huge_bytes, huge_page_bytes
+
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+_PAGES_A_THREAD = 16  # fewer are not worth another thread
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:
+    result = _libc.mmap(address, size, protection, flags, fd, offset)
+    if result in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
+    return int(result)
+
+
+class _Mapped:
+    """Memory that is unmapped when the last array over it is gone. _span: (address, bytes) of all that was reserved."""
+
+    _span: tuple[int, int]
+
+    def _show(self, address: int, size: int, writable: bool) -> None:
+        # numpy keeps the object that it got the interface from, so every view keeps the mapping.
+        self.__array_interface__: dict[str, Any] = {
+            "data": (address, not writable),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        if span := getattr(self, "_span", None):
+            _libc.munmap(*span)
+
+
+class Mapping(_Mapped):
+    """A whole file, mapped shared at a multiple of its pages or of 2 MiB; unmapped with the last array over
+    it.
+
+    `bytes` is uint8 [size]; array and pages are read-only unless `writable`. A copy is the object itself: two
+    would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another
+    process.
+    """
+
+    def __init__(self, fd: int, size: int, writable: bool = False) -> None:
+        self.size = size
+        self.page_bytes = huge_page_bytes(fd) or HUGE_PAGE_BYTES
+        span = size + self.page_bytes
+        start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        address = -(-start // self.page_bytes) * self.page_bytes
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._span = (start, span)
+        self.address = address
+        try:
+            _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            _libc.munmap(start, span)
+            raise
+        self._show(address, size, writable)
+
+    def collapse(self) -> bool:
+        """Asks for 2 MiB pages, on all cores; False where the kernel refuses (some part may still have got them)."""
+        pages = self.size // HUGE_PAGE_BYTES
+        threads = max(1, min(len(os.sched_getaffinity(0)), pages // _PAGES_A_THREAD))
+        bounds = [pages * t // threads * HUGE_PAGE_BYTES for t in range(threads + 1)]
+
+        def part(t: int) -> bool:
+            size = bounds[t + 1] - bounds[t]
+            return size == 0 or _libc.madvise(self.address + bounds[t], size, _MADV_COLLAPSE) == 0
+
+        with ThreadPoolExecutor(threads) as pool:
+            return all(list(pool.map(part, range(threads))))
+
+    def huge_fraction(self) -> float:
+        """The share of the file that this process maps with pages of `page_bytes`, from /proc/self/smaps."""
+        start = f"{self.address:x}-"
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                if line.startswith(start):
+                    for field in smaps:
+                        name, kib = field.split()[:2]
+                        if name == "KernelPageSize:" and int(kib) * 1024 == self.page_bytes:
+                            return 1.0
+                        if name == "ShmemPmdMapped:":
+                            return int(kib) * 1024 / self.size
+        return 0.0
+
+    def __copy__(self) -> "Mapping":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mapping":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
+
+
+class MappedWindow(_Mapped):
+    """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes
+    away from `origin`.
+
+    At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last
+    array over it is gone.
+    """
+
+    def __init__(self, fd: int, offset: int, size: int, origin: int, step: int) -> None:
+        page = huge_page_bytes(fd) or (HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else mmap.PAGESIZE)
+        first = offset // page * page  # so that a huge page of the file can be one of the mapping
+        length = -(-(offset + size - first) // page) * page
+        guard = -(-step // page) * page
+        tried = step // math.gcd(page, step)  # pages on, the distance in bytes modulo `step` comes again
+        span = length + 2 * guard + (tried + 1) * page
+        start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        self._span = (start, span)
+        places = range(-(-(start + guard) // page) * page, start + span, page)
+        at = next((p for p in places[:tried] if (p + offset - first - origin) % step == 0), None)
+        if at is None:
+            raise ValueError(f"no page lies a multiple of {step} bytes away from {origin:#x}, at {offset} of a file")
+        _mmap(at, length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, first)
+        self._show(at + offset - first, size, False)
+
+
+def reserve(fd: int, size: int, where: Path) -> Mapping:
+    """Makes the empty file `fd` `size` bytes long, with every byte reserved, and maps it writable. NoSpace:
+    the file system cannot hold it; the file keeps no bytes."""
+    free = available_bytes(where)
+    if size > free:
+        raise _no_space(size, free, where)
+    try:
+        os.ftruncate(fd, size)
+        is_huge = huge_page_bytes(fd) > 0
+        for offset in range(0, 0 if is_huge else size, HUGE_PAGE_BYTES):
+            os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
+        mapping = Mapping(fd, size, writable=True)
+        if not is_huge:
+            mapping.collapse()
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        os.ftruncate(fd, 0)
+        raise _no_space(size, available_bytes(where), where) from error
+    return mapping
+
+
+def available_bytes(where: Path) -> int:
+    """Bytes that the file system of `where` still takes: without a limit, a tmpfs takes the available memory,
+    and a hugetlbfs the free huge pages."""
+    stats = os.statvfs(where)
+    if stats.f_blocks:
+        return stats.f_bavail * stats.f_frsize
+    if page := huge_page_bytes(where):
+        return free_huge_bytes(page)
+    with open("/proc/meminfo") as meminfo:
+        return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+
+
+def _no_space(size: int, free: int, where: Path) -> NoSpace:
+    if page := huge_page_bytes(where):
+        return NoSpace(
+            f"{where} has {free:,} bytes of free huge pages, the segment needs {size:,}; remove old versions (tableside gc), or "
+            f"set more pages aside: /sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
+        )
+    return NoSpace(
+        f"{where} has {free:,} bytes free, the segment needs {size:,}; "
+        "remove old versions (tableside gc), choose a smaller row format, "
+        "or enlarge it (docker run --shm-size, remount with size=)"
+    )
+
+
+def processes_below(pid: int) -> list[int]:
+    """Process ids of the children of `pid`, and of theirs; those that end meanwhile may be missing."""
+    children: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in [*Path(f"/proc/{pid}/task").iterdir()]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                children += map(int, (task / "children").read_text().split())
+    return children + [below for child in children for below in processes_below(child)]
+
+
+def pss_bytes(pid: int | str = "self") -> dict[str, int]:
+    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), its parts
+    pss_shmem and pss_file (libraries and other files), and private."""
+    fields: dict[str, int] = {}
+    with open(f"/proc/{pid}/smaps_rollup") as rollup:
+        for line in rollup:
+            name, _, rest = line.partition(":")
+            if rest.strip().endswith("kB"):
+                fields[name] = int(rest.split()[0]) * 1024
+    return {
+        "pss": fields["Pss"],
+        "pss_shmem": fields["Pss_Shmem"],
+        "pss_file": fields["Pss_File"],
+        "private": fields["Private_Clean"] + fields["Private_Dirty"],
+    }

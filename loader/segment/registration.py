@@ -1,0 +1,142 @@
+"""A segment registered with CUDA (`cudaHostRegister`): page-locked where it lies, so that every GPU of this process reads it in
+place and copies it at the speed of the bus. Nothing is copied, and other processes that register the same pages share them.
+
+A registration belongs to one process. It is undone when the last view of it is gone, and before the segment is unmapped.
+"""
+
+import fcntl
+import logging
+import os
+import resource
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tableside.loader.errors import RegistrationError
+from tableside.loader.segment.memory import Mapping
+from tableside.loader.segment.segment import Segment
+from tableside.quant.device.cuda import clear_error, registers_read_only, tensor_over
+
+logger = logging.getLogger("tableside")
+
+TURN_WAIT_S = 60.0
+PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
+_INVALID_VALUE, _OUT_OF_MEMORY, _ALREADY_REGISTERED, _NOT_SUPPORTED = 1, 2, 712, 801
+_NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this CUDA", 100: "there is no GPU"}
+
+
+class Registration:
+    """A whole segment, registered for every GPU of this process (portable, mapped, read-only where the device
+    can).
+
+    device: a torch device, "cuda:0", through which it is made. cudart: for tests; torch's binding of the
+    runtime otherwise. RegistrationError: CUDA refused, with what to do about it. Other processes wait
+    meanwhile: they register one by one.
+    """
+
+    def __init__(self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None) -> None:
+        self.segment, self.device = segment, device
+        self.address, self.size = segment.mapping.address, segment.size
+        if cudart is None:
+            cudart = _runtime(device)
+        self.is_read_only = registers_read_only(torch.device(device)) if read_only is None else read_only
+        flags = PORTABLE | MAPPED | (READ_ONLY if self.is_read_only else 0)
+        with _one_by_one(segment):
+            started = time.perf_counter()
+            code = int(cudart.cudaHostRegister(self.address, self.size, flags))
+            self.seconds = time.perf_counter() - started
+        if code:
+            clear_error(cudart)
+            raise RegistrationError(_explain(code, segment, self.is_read_only))
+        self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
+
+    def view(self, offset: int, size: int) -> torch.Tensor:
+        """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written to."""
+        if not 0 <= offset <= offset + size <= self.size:
+            raise RegistrationError(f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}")
+        return tensor_over(self.address + offset, size, torch.device(self.device), self)
+
+    def close(self) -> None:
+        """Undoes the registration now; the caller has let go of all views. Safe to call twice."""
+        if undo := self._undo.detach():
+            _unregister(*undo[2])
+
+
+def _unregister(cudart: Any, mapping: Mapping) -> None:
+    # `mapping` is an argument so that it cannot be unmapped before.
+    cudart.cudaHostUnregister(mapping.address)
+
+
+def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
+    """On a thread: unlocking the pages of 100 GB takes seconds, and the last reference may go in the middle of a request."""
+    thread = threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending
+        _unregister(cudart, mapping)
+
+
+def _runtime(device: Any) -> Any:
+    """torch's binding of the CUDA runtime, with a context on the device; RegistrationError: there is none."""
+    if not torch.cuda.is_available():
+        raise RegistrationError(
+            f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the driver (nvidia-smi), "
+            "that torch was built for CUDA, and docker run --gpus"
+        )
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize()
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]:
+    """Waits for its turn, since registering locks every page and several at once only contend.
+
+    The turn is a lock that the kernel drops with its holder. It only saves time: after `wait_s` seconds this
+    goes on without it, and says so.
+    """
+    fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + wait_s
+        while not _has_turn(fd):
+            if time.monotonic() >= deadline:
+                logger.warning("%s is locked for more than %g s; it is registered beside that process", segment.path, wait_s)
+                break
+            time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _has_turn(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _explain(code: int, segment: Segment, is_read_only: bool) -> str:
+    what = f"{segment.path}: {segment.size:,} bytes cannot be registered with CUDA (error {code})"
+    if code == _ALREADY_REGISTERED:
+        return f"{what}: this process registered them before; keep that registration, or close it first"
+    if code in _NO_GPU:
+        return f"{what}: {_NO_GPU[code]}; check nvidia-smi and docker run --gpus, or serve without --devices"
+    if code == _OUT_OF_MEMORY:
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
+        return (
+            f"{what}: they could not be page-locked, the limit is {limit}; raise it (ulimit -l unlimited, docker run --ulimit "
+            "memlock=-1), free host memory, or serve with --placement hbm or host"
+        )
+    if code in (_INVALID_VALUE, _NOT_SUPPORTED) and not is_read_only:
+        return (
+            f"{what}: segments are mapped read-only, and this GPU or driver registers no read-only memory; "
+            "update the driver, or serve with --placement hbm or host"
+        )
+    return f"{what}; serve with --placement hbm or host to do without"

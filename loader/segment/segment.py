@@ -1,0 +1,285 @@
+"""The segment: one immutable file in shared memory that holds a version. All numbers are little-endian.
+
+    offset   bytes
+    0        8      magic, the ASCII text TABLSIDE; written last, so that an unfinished file never looks whole
+    8        4      format version, uint32: 1, or 2 where a table's ids are not its row numbers, or some buckets lie elsewhere; 3
+                    of a delta (loader.segment.delta), and of a version that deltas were merged into
+    12       4      H, uint32: bytes of the header
+    16       8      bytes of the whole file, uint64
+    24       8      xxh3-64 of header and checksums
+    32       32     zeros
+    64       H      header: JSON, padded with spaces (loader.segment.header)
+    64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order, then of each id index
+    ...             zeros; then each table at its `offset`, a multiple of 4096: rows of `row_bytes` (quant.row_format), and zeros
+    ...             the id index of each table of raw ids (loader.segment.stored, quant.rows.ids) at its `offset`, a multiple of 4096
+    ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
+
+A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a change of
+machine byte order.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import SegmentError
+from tableside.loader.segment.header import (
+    PRELUDE,
+    TABLE_ALIGNMENT_BYTES,
+    Change,
+    Header,
+    align,
+    check_header,
+    checksum,
+    lay_out,
+)
+from tableside.loader.segment.huge_pages import huge_page_bytes
+from tableside.loader.segment.memory import Mapping, reserve
+from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
+from tableside.quant import RowFormat, Table
+
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 3
+
+Verify = Literal["full", "header"]
+
+
+class SegmentWriter:
+    """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
+
+    Caller: writes every chunk of `header.stored` once with `rows` and `finish_chunk` (any thread), then `seal`.
+    program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object; None: one is made there.
+    NoSpace: nothing stays at `path` but an empty file.
+    """
+
+    def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
+        try:
+            self.header, self._header_bytes, end = lay_out(header, program)
+            self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
+            self._checksums = np.zeros(header.chunks, dtype="<u8")
+            self.mapping = reserve(self._fd, self.size, path.parent)
+            self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def rows(self, table: StoredRows, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows [start, stop) of a table or an index of `header`, to be written: uint8 [rows, row_bytes]."""
+        first = table.offset + start * table.row_bytes
+        return self.mapping.bytes[first : first + (stop - start) * table.row_bytes].reshape(-1, table.row_bytes)
+
+    def finish_chunk(self, table: StoredRows, chunk: int) -> None:
+        """Takes the checksum of a chunk whose rows are all written."""
+        self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
+
+    def seal(self, load: dict[str, float]) -> Header:
+        """Writes header and checksums, then the magic; the file becomes read-only. Returns the final header."""
+        self.header = replace(self.header, load=load)
+        text = self.header.to_json()
+        if len(text) > self._header_bytes:
+            raise SegmentError(f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved")
+        text = text.ljust(self._header_bytes)
+        sums = self._checksums.tobytes()
+        data = self.mapping.bytes
+        data[PRELUDE.size : PRELUDE.size + len(text) + len(sums)] = np.frombuffer(text + sums, np.uint8)
+        prelude = PRELUDE.pack(MAGIC, self.header.format_version, len(text), self.size, checksum(text + sums))
+        data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
+        data[:8] = np.frombuffer(prelude[:8], np.uint8)
+        os.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o440)
+        self.close()
+        return self.header
+
+    def close(self) -> None:
+        """Closes the file; its mapping goes with the last array over it. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Segment:
+    """An attached version: mapped, never copied, valid as long as this object or a table of it lives.
+
+    fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a whole segment of this
+    format (docs/format.md lists the ways). copy.copy and copy.deepcopy give this object itself, as it never changes. A pickle
+    holds the path; unpickled, the version is attached again, or SegmentError where another file is there now.
+    """
+
+    def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
+        self.path = path
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+        try:
+            size = os.fstat(fd).st_size
+            prelude = os.pread(fd, PRELUDE.size, 0)
+            header_bytes = _check_prelude(path, prelude, size)
+            self.mapping = Mapping(fd, size)
+        finally:
+            os.close(fd)
+        self.header, self._checksums = self._read_header(prelude, header_bytes)
+        if verify == "full":
+            self.verify()
+        self.tables = {t.name: self._table(t) for t in self.header.tables}
+
+    @property
+    def base(self) -> "Segment":
+        """The version without deltas."""
+        return self
+
+    @property
+    def deltas(self) -> tuple[Any, ...]:
+        """What lies over the version (loader.segment.delta.Delta), the newest first."""
+        return ()
+
+    @property
+    def change(self) -> Change | None:
+        """The last change that it holds; None: it is as it was loaded."""
+        return self.header.merged
+
+    @property
+    def sequence(self) -> int:
+        """That of the last delta that it holds; 0: it has none, and was made of none."""
+        return 0 if self.change is None else self.change.sequence
+
+    @property
+    def size(self) -> int:
+        return self.mapping.size
+
+    def __copy__(self) -> "Segment":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _attach_again, (self.path, self.content())
+
+    def _read_header(self, prelude: bytes, header_bytes: int) -> tuple[Header, NDArray[np.uint64]]:
+        data = self.mapping.bytes
+        expected = PRELUDE.unpack(prelude)[4]
+        text = data[PRELUDE.size : PRELUDE.size + header_bytes].tobytes()
+        try:
+            header = Header.from_json(text)
+            sums = data[PRELUDE.size + header_bytes :][: 8 * header.chunks]
+        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError) as error:
+            raise SegmentError(f"{self.path}: the header is corrupt ({error}); publish the version again") from error
+        if checksum(text + sums.tobytes()) != expected:
+            raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
+        try:
+            check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)
+            if header.format_version > PRELUDE.unpack(prelude)[1]:
+                raise SegmentError(f"the header has what format version {header.format_version} has, the file says 1")
+        except SegmentError as error:
+            raise SegmentError(f"{self.path}: {error}; publish the version again") from None
+        return header, sums.view("<u8")
+
+    def content(self) -> int:
+        """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over their checksums."""
+        h = self.header
+        tables = [(t.name, t.row_format, t.dim, t.rows, *((t.ids,) if t.ids else ())) for t in h.tables]
+        what = repr((h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)))
+        return checksum(what.encode() + self._checksums.tobytes())
+
+    def program(self) -> bytes:
+        """The archive of the version's scorer. SegmentError: its bytes changed since they were written."""
+        scorer = self.header.scorer
+        assert scorer is not None
+        data = self.mapping.bytes[scorer.offset : scorer.offset + scorer.bytes].tobytes()
+        if checksum(data) != scorer.checksum:
+            raise SegmentError(f"{self.path}: the checksum of the scorer is wrong; activate another version, or publish it again")
+        return data
+
+    def _table(self, t: StoredTable) -> Table:
+        packed = self.mapping.bytes[t.offset : t.offset + t.bytes].reshape(t.rows, t.row_bytes)
+        try:
+            return Table(packed, RowFormat.parse(t.row_format), t.dim, row_map(t, self.mapping.bytes, packed))
+        except SegmentError as error:
+            raise SegmentError(f"{self.path}: {error}; publish the version again") from None
+
+    def chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
+        """(table or index, first row, end row) of each chunk."""
+        for stored in self.header.stored:
+            for chunk in range(stored.chunks):
+                yield stored, *stored.chunk_range(chunk)
+
+    def is_whole(self, table: StoredRows, start: int, stop: int) -> bool:
+        """Reads the rows of a chunk; whether they are as they were written."""
+        first = table.offset + start * table.row_bytes
+        data = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
+        return checksum(data) == int(self._checksums[table.first_chunk + start // table.chunk_rows])
+
+    def describe(self, stored: StoredRows, start: int, stop: int) -> str:
+        """A chunk, for people."""
+        if isinstance(stored, StoredTable):
+            return f"table {stored.name!r}, rows [{start}, {stop})"
+        owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
+        return f"the id index of table {owner!r}"
+
+    def verify(self, threads: int = 1) -> None:
+        """Reads every row, with so many threads; SegmentError names the first chunk whose bytes changed since it was written."""
+        if self.header.scorer:
+            self.program()
+        self._check(list(self.chunks()), threads)
+
+    def verify_indexes(self) -> None:
+        """As `verify`, of what is followed when rows are looked up, and not of rows: damaged rows give wrong vectors, a damaged
+        id index may lead anywhere."""
+        self._check([chunk for chunk in self.chunks() if not isinstance(chunk[0], StoredTable)])
+
+    def _check(self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1) -> None:
+        parts = [chunks[len(chunks) * n // threads : len(chunks) * (n + 1) // threads] for n in range(threads)]
+        if threads == 1:
+            found = [self._first_corrupt(chunks)]
+        else:
+            with ThreadPoolExecutor(threads, "tableside-verify") as pool:
+                found = list(pool.map(self._first_corrupt, parts))
+        for chunk in filter(None, found):
+            raise SegmentError(
+                f"{self.path}: {self.describe(*chunk)}: the checksum is wrong, so bytes changed after they "
+                "were written; activate another version, or publish this one again"
+            )
+
+    def _first_corrupt(self, chunks: Sequence[tuple[StoredRows, int, int]]) -> tuple[StoredRows, int, int] | None:
+        return next((chunk for chunk in chunks if not self.is_whole(*chunk)), None)
+
+
+def _attach_again(path: Path, content: int) -> Segment:
+    """A segment out of a pickle. SegmentError: it is gone, or has other rows."""
+    return unpickled(path, content, lambda: Segment(path, "header"))
+
+
+def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segment:
+    """What `attach` makes of a pickle's path. SegmentError: it is gone, or has other rows than `content` said."""
+    try:
+        segment = attach()
+    except FileNotFoundError as error:
+        raise SegmentError(
+            f"{error.filename or path}: the pickled segment is no longer published; publish it again, or pickle a later one"
+        ) from error
+    if segment.content() != content:
+        raise SegmentError(f"{path}: another version was published there since the segment was pickled; pickle it again")
+    return segment
+
+
+def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
+    """Bytes of the header, after checking what can be checked without mapping."""
+    if len(prelude) < PRELUDE.size:
+        raise SegmentError(f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written")
+    magic, version, header_bytes, recorded, _ = PRELUDE.unpack(prelude)
+    if magic != MAGIC:
+        raise SegmentError(f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment")
+    if not 1 <= version <= FORMAT_VERSION:
+        raise SegmentError(
+            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish it again with this "
+            "release"
+        )
+    if recorded != size:
+        raise SegmentError(f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it again")
+    if PRELUDE.size + header_bytes > size:
+        raise SegmentError(f"{path}: a header of {header_bytes} bytes does not fit in {size}; publish it again")
+    return int(header_bytes)

@@ -1,0 +1,1 @@
+"""The models of several owners of one model's ids."""

@@ -1,0 +1,186 @@
+"""Resharding: a version of a model becomes one model for each of several owners, or owners' models become others, or one whole.
+
+Owner k of n of the model `ads` is the model `ads-owner-k-of-n`: a whole segment, which is served, activated and removed as any
+other. It finds the ids of its share (loader.shards.shares); every other id is missing for it, and becomes what the model says of
+missing ids. Of n owners exactly one finds an id that the model has. Features and scorer are those of the model.
+
+All segments are written before the first one is published. While that happens, shared memory holds the tables twice.
+"""
+
+import re
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tableside.loader.errors import ModelError, VersionError
+from tableside.loader.segment.header import Header, Owner, plan_tables
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.shards.shares import Share, copy_share, parts_of, shares_of
+from tableside.loader.versions.states import check_bare
+from tableside.loader.versions.versions import Model, models
+from tableside.quant import RowFormat
+
+
+@dataclass(frozen=True)
+class ReshardSettings:
+    """How to reshard. from_owners: how many hold the model now, 1: it is whole; version: of the whole model,
+    None: the live one; group: users who may read the new models; user: whose models are trusted."""
+
+    from_owners: int = 1
+    version: int | None = None
+    activate: bool = True
+    group: str | None = None
+    user: str | None = None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one model holds. rows: all stored ones; ids: with a row of their own, in all tables; bytes: of its
+    segment."""
+
+    model: str
+    version: int
+    rows: int
+    ids: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ReshardResult:
+    """What was there, and what was published."""
+
+    before: tuple[Holding, ...]
+    after: tuple[Holding, ...]
+
+
+def owner_names(model: str, owners: int) -> list[str]:
+    """The models of so many owners; one owner has the model itself."""
+    return [model] if owners == 1 else [f"{model}-owner-{number}-of-{owners}" for number in range(owners)]
+
+
+def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()) -> ReshardResult:
+    """Publishes a version of model `name` as `owners` models; for one owner, as a new version of the model
+    itself.
+
+    VersionError: what it is made of is not all there, or not of one version. ModelError: a table is too small
+    for so many owners. SegmentError: something is damaged. After an error before the first of them is
+    published nothing is left behind.
+    """
+    if owners < 1 or settings.from_owners < 1 or owners == settings.from_owners:
+        raise ModelError(
+            f"model {name!r} from {settings.from_owners} to {owners} owners; expected two numbers that differ, of 1 or more"
+        )
+    segments = _attached(root, name, settings)
+    shares = {t.name: shares_of(parts_of(segments, t.name), owners) for t in segments[0].header.tables}
+    whole = segments[0].header
+    version = whole.version if whole.owner is None else whole.owner.version
+    with ExitStack() as stack:
+        targets = [Model(root, n, settings.user) for n in owner_names(name, owners)]
+        numbers = [stack.enter_context(model.loading(settings.group)) for model in targets]
+        try:
+            written = []
+            for k, (model, number) in enumerate(zip(targets, numbers, strict=True)):
+                owner = None if owners == 1 else Owner(name, version, k, owners)
+                mine = {table: of_owners[k] for table, of_owners in shares.items()}
+                written.append(_write(segments[0], mine, model, number, owner))
+            for model, number in zip(targets, numbers, strict=True):
+                model.publish(number, settings.activate)
+        except BaseException:
+            for model, number in zip(targets, numbers, strict=True):
+                model.partial_path(number).unlink(missing_ok=True)
+            raise
+    return ReshardResult(tuple(_holding(s.header, s.size) for s in segments), tuple(written))
+
+
+def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
+    """The segments that hold the model, all bytes verified, in the owners' order."""
+    _check_owners(root, name, settings)
+    if settings.from_owners == 1:
+        model = Model(root, name, settings.user)
+        segment = model.attach(settings.version)
+        check_bare(model, segment.header.version, "reshard")
+        if (owner := segment.header.owner) is not None:
+            raise VersionError(
+                f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name that model: "
+                f"tableside reshard {owner.model} --from {owner.owners}"
+            )
+        return [segment]
+    models = [Model(root, n, settings.user) for n in owner_names(name, settings.from_owners)]
+    segments = [model.attach(_number(model, settings.version)) for model in models]
+    for model, segment in zip(models, segments, strict=True):
+        check_bare(model, segment.header.version, "reshard")
+    first = segments[0].header.owner
+    for number, segment in enumerate(segments):
+        version = 0 if first is None else first.version
+        if segment.header.owner != Owner(name, version, number, settings.from_owners):
+            raise VersionError(
+                f"{segment.path} holds {_described(segment.header)}; expected owner {number} of {settings.from_owners} of "
+                f"version {version} of {name!r}, as {segments[0].path} does; say which with --version, or reshard it again"
+            )
+    return segments
+
+
+def _check_owners(root: Path, name: str, settings: ReshardSettings) -> None:
+    """VersionError: one of the models that hold the model has no version; it tells which owners there are."""
+    published = {m.name for m in models(root, settings.user) if m.versions()}
+    lacking = [n for n in owner_names(name, settings.from_owners) if n not in published]
+    if not lacking:
+        return
+    owned = re.compile(re.escape(name) + r"-owner-(\d+)-of-(\d+)")
+    counts = Counter(int(found[2]) for n in published if (found := owned.fullmatch(n)))
+    there = ["the whole model (--from 1)"] if name in published else []
+    there += [f"{here} of {owners} owners (--from {owners})" for owners, here in sorted(counts.items())]
+    raise VersionError(
+        f"{lacking[0]!r} is not published in {root}; of model {name!r} there is: {', '.join(there) or 'nothing'}; say with "
+        "--from how many owners hold it now"
+    )
+
+
+def _number(model: Model, version: int | None) -> int | None:
+    """The newest version of an owner's model that was cut from `version` of the whole; None: the live one."""
+    if version is None:
+        return None
+    for number in reversed(model.versions()):
+        owner = model.attach(number, "header").header.owner
+        if owner is not None and owner.version == version:
+            return number
+    raise VersionError(f"model {model.name!r} in {model.root} has nothing of version {version}; reshard that version first")
+
+
+def _described(header: Header) -> str:
+    owner = header.owner
+    if owner is None:
+        return "a whole model"
+    return f"owner {owner.number} of {owner.owners} of version {owner.version} of {owner.model!r}"
+
+
+def _write(source: Segment, shares: dict[str, Share], model: Model, version: int, owner: Owner | None) -> Holding:
+    """Writes and seals what one owner has. Caller holds the model's load lock."""
+    started = time.monotonic()
+    header = _plan(source.header, shares, model.name, version, owner)
+    program = source.program() if header.scorer is not None else b""
+    writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
+    try:
+        for table in writer.header.tables:
+            copy_share(writer, table, shares[table.name])
+        sealed = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(writer.header.table_bytes)})
+    finally:
+        writer.close()
+    return _holding(sealed, writer.size)
+
+
+def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
+    """The header of what one owner has; chunks have as many rows as before."""
+    shapes = [(t.name, t.key, RowFormat.parse(t.row_format), shares[t.name].rows, t.dim) for t in of.tables]
+    ids = {table: share.ids for table, share in shares.items()}
+    tables = plan_tables(shapes, {t.name: t.chunk_rows for t in of.tables}, ids)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return replace(of, model=name, version=version, created=created, tables=tables, load={}, owner=owner)
+
+
+def _holding(header: Header, size: int) -> Holding:
+    rows, ids = sum(t.rows for t in header.tables), sum(t.id_count for t in header.tables)
+    return Holding(header.model, header.version, rows, ids, size)

@@ -1,0 +1,255 @@
+"""What each owner has of a table, and how it is copied out of the segments that have parts of it.
+
+Of n owners, owner k has buckets [B k // n, B (k + 1) // n) of a table of B buckets, and rows [R k // n, R (k + 1) // n) of a
+table of R dense ids; each has the default row. Rows, pilots, kept ids and backfilled bits are copied as bytes: no row is read as
+numbers, and no index is built. Only the first rows in the directory change, by where the share begins, and so where pilots and
+bits lie. What is between the pilots of two buckets stays zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.errors import ModelError, SegmentError
+from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
+from tableside.loader.versions.partial import ids_in
+from tableside.quant import RowFormat
+from tableside.quant.contract import Bytes
+from tableside.quant.rows.ids import IdIndex
+
+PIECE_BYTES = 16 << 20  # copied at once
+_PIECE_BITS = 1 << 23
+
+
+@dataclass(frozen=True, eq=False)
+class TablePart:
+    """A table as one segment has it, whole or a share. packed: its rows; index: of raw ids."""
+
+    stored: StoredTable
+    packed: Bytes
+    index: IdIndex | None
+
+    @property
+    def first(self) -> int:
+        """Its first bucket, or of a table of dense ids its first id."""
+        return self.index.first_bucket if self.index else self.stored.ids.first if self.stored.ids else 0
+
+    @property
+    def end(self) -> int:
+        """The bucket or id behind its last one."""
+        return self.first + (len(self.index.directory) - 1 if self.index else self.stored.id_count)
+
+    @property
+    def has_default(self) -> bool:
+        """Whether its last row is of no id: where ids are raw there always is one."""
+        return self.stored.ids is not None and (self.index is not None or self.stored.ids.default_row is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class RowRun:
+    """Rows [start, stop) of a part, and of raw ids buckets [first_bucket, end_bucket), both counted from the part's first."""
+
+    part: TablePart
+    start: int
+    stop: int
+    first_bucket: int = 0
+    end_bucket: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """An owner's part of a table: runs of rows, and the default row behind them, if any. rows: with the
+    default row. ids: how ids become rows there; None: they are row numbers."""
+
+    rows: int
+    ids: StoredIds | None
+    runs: tuple[RowRun, ...]
+    default: Bytes | None
+
+    @property
+    def id_count(self) -> int:
+        """Ids that have a row of their own in it."""
+        return self.rows if self.ids is None else self.ids.count
+
+
+def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
+    """A table in the segments that hold it together, in order. SegmentError: these are not parts of one table."""
+    parts = []
+    for segment in segments:
+        stored = next((t for t in segment.header.tables if t.name == name), None)
+        if stored is None:
+            raise SegmentError(
+                f"{segment.path} has no table {name!r}; expected every owner to have each; reshard the model again"
+            )
+        row_map = segment.tables[name].row_map
+        parts.append(TablePart(stored, segment.tables[name].packed, row_map.index if row_map else None))
+    kinds = {_kind(part) for part in parts}
+    is_cut = any(before.end != after.first for before, after in pairwise(parts))
+    index = parts[0].index
+    is_cut = is_cut or (index is not None and (parts[0].first, parts[-1].end) != (0, index.buckets))
+    if len(kinds) > 1 or is_cut:
+        raise SegmentError(f"table {name!r} is not of one piece in {len(parts)} segments; reshard the model again")
+    return parts
+
+
+def _kind(part: TablePart) -> tuple[object, ...]:
+    """What all parts of a table have in common."""
+    stored, index = part.stored, part.index
+    default = part.packed[-1].tobytes() if part.has_default else None
+    policy = None if stored.ids is None else (stored.ids.missing, stored.ids.default_row is None)
+    buckets = None if index is None else (index.buckets, index.bucket_ids)
+    return stored.key, stored.row_format, stored.dim, policy, default, buckets
+
+
+def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
+    """What each of so many owners has. ModelError: there would be owners without a row. SegmentError: ids are lost on the way."""
+    shares = [_cut(parts, number, owners) for number in range(owners)]
+    name, before, after = parts[0].stored.name, sum(p.stored.id_count for p in parts), sum(s.id_count for s in shares)
+    if before != after:
+        raise SegmentError(f"table {name!r} has {before} ids by its header, {after} by its directory; publish the version again")
+    return shares
+
+
+def _cut(parts: Sequence[TablePart], number: int, owners: int) -> Share:
+    index, first, size = parts[0].index, parts[0].first, parts[-1].end - parts[0].first
+    stored = parts[0].stored
+    if index is not None and owners > size:
+        raise ModelError(
+            f"table {stored.name!r} has {size} buckets; expected at most as many owners, or more buckets in model.toml"
+        )
+    if not parts[0].has_default and owners > size:
+        raise ModelError(
+            f"table {stored.name!r} has {size} rows, and some of {owners} owners would have none; expected at most {size} "
+            "owners, or a policy for missing ids in model.toml"
+        )
+    start, stop = first + size * number // owners, first + size * (number + 1) // owners
+    runs = [_run(p, max(start, p.first), min(stop, p.end)) for p in parts if p.first < stop and start < p.end]
+    make = _dense_share if index is None else _raw_share
+    return make(parts, tuple(runs), start, stop)
+
+
+def _run(part: TablePart, start: int, stop: int) -> RowRun:
+    """Ids or buckets [start, stop) of a part that has them."""
+    start, stop = start - part.first, stop - part.first
+    if part.index is None:
+        return RowRun(part, start, stop)
+    rows = part.index.directory[:, 0]
+    return RowRun(part, int(rows[start]), int(rows[stop]), start, stop)
+
+
+def _dense_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int, stop: int) -> Share:
+    ids, size = parts[0].stored.ids, sum(p.stored.id_count for p in parts)
+    default = parts[0].packed[-1:] if parts[0].has_default else None
+    count, rows = stop - start, stop - start + (default is not None)
+    is_plain = ids is None or (ids.missing == "error" and default is None and ids.first == 0)
+    backfilled = sum(p.stored.ids.backfilled for p in parts if p.stored.ids is not None)
+    own_end = parts[0].first + size - backfilled
+    here = max(0, stop - max(start, own_end))
+    if is_plain and count == size and not backfilled:
+        return Share(rows, None, runs, None)
+    missing = "error" if ids is None else ids.missing
+    return Share(rows, StoredIds(count, missing, None if default is None else count, start, here), runs, default)
+
+
+def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int, stop: int) -> Share:
+    stored, index = parts[0].stored, parts[0].index
+    assert index is not None and stored.ids is not None
+    slots = sum(run.stop - run.start for run in runs)
+    count = sum(int(ids_in(np.diff(_entries(run)[:, 0])).sum()) for run in runs)
+    backfilled = sum(_count_bits(run) for run in runs)
+    row_format = RowFormat.parse(stored.row_format)
+    planned = plan_index(row_format, stored.dim, slots, index.buckets, index.bucket_ids, start, stop - start, backfilled > 0)
+    default_row = None if stored.ids.default_row is None else slots
+    ids = StoredIds(count, stored.ids.missing, default_row, 0, backfilled, planned)
+    return Share(slots + 1, ids, runs, parts[0].packed[-1:])
+
+
+# ---- copies ----
+
+
+def copy_share(writer: SegmentWriter, stored: StoredTable, share: Share) -> None:
+    """Writes a share's rows and index to where they are planned, with their checksums."""
+    at = 0
+    for run in share.runs:
+        _copy_rows(run.part.packed[run.start : run.stop], writer.rows(stored, at, at + run.stop - run.start))
+        at += run.stop - run.start
+    if share.default is not None:
+        writer.rows(stored, at, at + 1)[:] = share.default
+    for chunk in range(stored.chunks):
+        writer.finish_chunk(stored, chunk)
+    if stored.ids is not None and (index := stored.ids.index) is not None:
+        parts = index_parts(index, writer.rows(index, 0, index.rows).reshape(-1), stored.ids.backfilled > 0)
+        _copy_index(parts, index.id_at < 0, share)
+        for chunk in range(index.chunks):
+            writer.finish_chunk(index, chunk)
+
+
+def _copy_rows(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    step = max(1, PIECE_BYTES // source.shape[1])
+    for first in range(0, len(source), step):
+        out[first : first + step] = source[first : first + step]
+
+
+def _copy_index(parts: list[NDArray[np.uint8]], has_kept_ids: bool, share: Share) -> None:
+    directory, pilots, ids, bits = parts
+    entries = directory.view("<i8").reshape(-1, 2)
+    row = bucket = 0
+    for run in share.runs:
+        index, buckets, rows = run.part.index, run.end_bucket - run.first_bucket, run.stop - run.start
+        assert index is not None
+        entries[bucket : bucket + buckets] = _entries(run)[:-1]
+        entries[bucket : bucket + buckets, 0] += row - run.start
+        _copy_pilots(run, pilots, row, bucket)
+        if has_kept_ids:
+            ids.view("<i8")[row : row + rows] = index.ids[run.start : run.stop]
+        if bits.size and index.backfilled is not None:
+            _copy_bits(index.backfilled, run.start, bits, row, rows)
+        row, bucket = row + rows, bucket + buckets
+    entries[bucket] = row, 0
+
+
+def _copy_pilots(run: RowRun, out: NDArray[np.uint8], row: int, bucket: int) -> None:
+    """The pilots of a run to those of a share, in which its rows begin at `row` and its buckets at `bucket`."""
+    assert run.part.index is not None
+    pilots, firsts = run.part.index.pilots, _entries(run)[:, 0].tolist()
+    for n, (first, end) in enumerate(pairwise(firsts)):
+        count = (end - first) * 5 // 16 + 1
+        source = first * 5 // 16 + run.first_bucket + n
+        target = (first - run.start + row) * 5 // 16 + bucket + n
+        out[target : target + count] = pilots[source : source + count]
+
+
+def _entries(run: RowRun) -> NDArray[np.int64]:
+    """The directory's entries of a run's buckets, and the one behind them."""
+    assert run.part.index is not None
+    return run.part.index.directory[run.first_bucket : run.end_bucket + 1]
+
+
+def _bits(bits: NDArray[np.uint8], start: int, count: int) -> NDArray[np.uint8]:
+    """Bits [start, start + count), a byte each."""
+    some = np.unpackbits(bits[start >> 3 : (start + count + 7) >> 3], bitorder="little")
+    return some[start & 7 : (start & 7) + count]
+
+
+def _count_bits(run: RowRun) -> int:
+    """How many rows of a run were backfilled."""
+    index = run.part.index
+    if index is None or (bits := index.backfilled) is None:
+        return 0
+    pieces = range(run.start, run.stop, _PIECE_BITS)
+    return sum(int(np.count_nonzero(_bits(bits, at, min(_PIECE_BITS, run.stop - at)))) for at in pieces)
+
+
+def _copy_bits(source: NDArray[np.uint8], start: int, out: NDArray[np.uint8], at: int, count: int) -> None:
+    """Bits [start, start + count) to [at, at + count); what else is in the bytes there stays."""
+    for done in range(0, count, _PIECE_BITS):
+        some = min(_PIECE_BITS, count - done)
+        first, end = (at + done) >> 3, (at + done + some + 7) >> 3
+        marks = np.unpackbits(out[first:end], bitorder="little")
+        skip = (at + done) & 7
+        marks[skip : skip + some] = _bits(source, start + done, some)
+        out[first:end] = np.packbits(marks, bitorder="little")

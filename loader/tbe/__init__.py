@@ -1,0 +1,1 @@
+"""FBGEMM's modules over a segment: without weights for inference, with them for training."""

@@ -1,0 +1,173 @@
+"""States of a model: a version, and the delta that is live over it. Who reads takes one state for each request.
+
+A state is named VERSION or VERSION+SEQUENCE. A sequence is the number of a delta (loader.segment.delta); it is never given twice, so that
+a state means one set of rows. The record says which state is live, and flips as a whole.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.segment.delta import Delta, delta_name, overlaid, parse_delta_name
+from tableside.loader.segment.segment import Segment, Verify
+from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.record import VersionRecord, reserve_room
+from tableside.loader.versions.versions import Model, deltas_of, newest_delta
+
+_NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
+UNPUBLISHED = ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
+APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
+
+
+class State(NamedTuple):
+    """A version and the delta over it; sequence 0: there is none."""
+
+    version: int
+    sequence: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.version}+{self.sequence}" if self.sequence else str(self.version)
+
+    @property
+    def number(self) -> int:
+        """One number for both, which no other state of the model has: the version in its lower 32 bits."""
+        return self.sequence << 32 | self.version
+
+    @classmethod
+    def numbered(cls, number: int) -> "State":
+        """The state of a `number`."""
+        return cls(number & 0xFFFFFFFF, number >> 32)
+
+
+def parse_state(text: str) -> tuple[int, int | None]:
+    """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is neither."""
+    if not (found := _NAMED.fullmatch(text)):
+        raise VersionError(f"found {text!r}; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
+    return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
+
+
+def state_of(record: VersionRecord) -> State:
+    """The live state; version 0: none is."""
+    return State(record.current, record.sequence)
+
+
+def resolve(model: Model, version: int, sequence: int | None = None) -> State:
+    """A version with its newest delta, or with the delta `sequence`; 0: without one."""
+    if sequence is not None:
+        return State(version, sequence)
+    try:
+        with model.opened() as folder:
+            return State(version, newest_delta(folder, version, model.record().latest_sequence))
+    except FileNotFoundError:
+        return State(version)
+
+
+def good_state(model: Model) -> State:
+    """The state to serve: the live one, or, where its version is known to be damaged, the last good version
+    before it. VersionError: none is live."""
+    live, good = state_of(model.record()), model.good()
+    return live if live.version == good else resolve(model, good)
+
+
+def check_bare(model: Model, version: int, what: str) -> None:
+    """VersionError: changes lie over a version, which `what` does not read."""
+    if (state := resolve(model, version)).sequence:
+        raise VersionError(
+            f"changes up to {state} lie over version {version} of model {model.name!r}, and {what} reads versions alone; make a "
+            f"version of them first, with: tableside compact {model.name}"
+        )
+
+
+def kept_states(model: Model, version: int) -> list[State]:
+    """The states of a version that are there, oldest first, the one without a delta before all."""
+    with model.opened() as folder:
+        return [State(version), *(State(version, sequence) for sequence in deltas_of(folder, version))]
+
+
+def attach_state(model: Model, state: State | None = None, verify: Verify = "full", reuse: Segment | None = None) -> Segment:
+    """Maps a state (None: the live one). reuse: an attached segment, whose base and deltas are shared where
+    the state has them.
+
+    SegmentError: it is damaged. VersionError: it is not published, or not kept any more.
+    """
+    for _ in range(3):  # the live state may be replaced and its files removed between reading its name and opening them
+        wanted = state or State(model.current(), model.record().sequence)
+        try:
+            return _attach(model, wanted, verify, reuse)
+        except FileNotFoundError:
+            if state is not None or state_of(model.record()) == wanted:
+                break
+    known = ", ".join(map(str, kept_states(model, wanted.version)))
+    raise VersionError(f"model {model.name!r} keeps no state {wanted}; of version {wanted.version} it has: {known}")
+
+
+def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -> Segment:
+    if reuse is not None and (reuse.header.model, reuse.header.version) != (model.name, state.version):
+        reuse = None
+    base = model.attach(state.version, verify) if reuse is None else reuse.base
+    if not state.sequence:
+        return base
+    there = {} if reuse is None else {delta.sequence: delta for delta in reuse.deltas}
+    newest = there.get(state.sequence) or open_delta(model, state, verify)
+    deltas, below = [newest], newest.change.below
+    if below:
+        deltas.append(there.get(below) or open_delta(model, State(state.version, below), verify))
+        if deltas[1].change.below:
+            raise SegmentError(f"{deltas[1].path} lies over another delta; expected one over the version; remove {newest.path}")
+    return overlaid(base, deltas)
+
+
+def open_delta(model: Model, state: State, verify: Verify) -> Delta:
+    """The delta of a state. FileNotFoundError: it is not there. SegmentError: it is damaged."""
+    path = model.folder / delta_name(*state)
+    with model.opened() as folder:
+        delta = Delta(path, folder.open(path.name), verify)
+    if delta.segment.header.model != model.name:
+        raise SegmentError(f"{path} holds a delta of model {delta.segment.header.model!r}: remove it")
+    return delta
+
+
+@contextlib.contextmanager
+def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
+    """Holds the locks under which one process at a time writes deltas, and clears what killed ones left.
+    Turns are fair. VersionError: others held them for `wait_s` seconds."""
+    with contextlib.ExitStack() as held:
+        with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
+            held.enter_context(folder.lock(APPLY_LOCK, wait_s))
+        with folder.lock("record.lock"):
+            clear_unpublished(folder, model.record())
+            reserve_room(folder)
+        yield
+
+
+def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
+    """Removes unfinished deltas and merges of killed processes, and deltas that were never live. Caller holds
+    both locks."""
+    names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
+    for name in folder.names():
+        version, sequence = parse_delta_name(name) or (0, 0)
+        if sequence > record.latest_sequence or (sequence and not folder.exists(f"{version}.segment")):
+            names.append(name)
+    for name in names:
+        folder.unlink(name)
+    return [folder.path / name for name in names]
+
+
+def _is_held(folder: Folder, name: str) -> bool:
+    """Whether a process holds the lock of a file."""
+    try:
+        fd = folder.open(name)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,380 @@
+"""Versions of models in shared memory: publish, activate, attach, remove.
+
+    ROOT/MODEL/3.segment            a version, immutable
+    ROOT/MODEL/3.damaged            rows of version 3 were found to have changed since: nobody attaches it any more
+    ROOT/MODEL/4.segment.partial    a load under way, or what a killed one left (the next load or `gc` removes it)
+    ROOT/MODEL/current              which version is live, replaced as a whole: the flip (loader.versions.record)
+    ROOT/MODEL/3+17.delta           delta 17 over version 3 (loader.segment.delta, loader.versions.states)
+    ROOT/MODEL/load.lock            held (flock) by the one load of this model
+    ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
+
+The kernel drops a lock when its holder dies. Readers take no lock: they map a segment and keep it; one that is unlinked
+meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means one set of bytes. Folders and
+files belong to one user, and no other user can change them or hold a lock (loader.versions.folder).
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tableside.loader.errors import AccessError, SegmentError, VersionError
+from tableside.loader.model.model import NAME, check_name
+from tableside.loader.model.nearest import did_you_mean
+from tableside.loader.segment.delta import SUFFIX, delta_name, parse_delta_name
+from tableside.loader.segment.segment import Segment, Verify
+from tableside.loader.versions.folder import Folder, make_folder, open_to_group
+from tableside.loader.versions.partial import PartialTensor, partial_tensor
+from tableside.loader.versions.record import (
+    VersionRecord,
+    flip,
+    intended,
+    read_record,
+    reserve_room,
+    write_next,
+)
+
+DEFAULT_ROOT = Path("/dev/shm/tableside")
+_PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
+
+
+class Model:
+    """The published versions of one model under `root`. Holds no file open.
+
+    owner: a user who is trusted beside this user and root. Every method raises AccessError where another user
+    owns, or could change, what it would read or write.
+    """
+
+    def __init__(self, root: Path, name: str, owner: str | None = None) -> None:
+        self.root, self.name, self.owner = root, check_name(name), owner
+        self.folder = root / name
+
+    # ---- questions ----
+
+    def record(self) -> VersionRecord:
+        """The flip record; a model that was never published has Record(). VersionError: it is damaged."""
+        try:
+            with self.opened() as folder:
+                return read_record(folder, self.name)
+        except FileNotFoundError:
+            return VersionRecord()
+
+    def versions(self) -> list[int]:
+        """Published versions, oldest first."""
+        return self._numbers(_SEGMENT)
+
+    def loading_versions(self) -> list[int]:
+        """Versions that are being loaded, or whose load was killed."""
+        return self._numbers(_PARTIAL)
+
+    def damaged_versions(self) -> list[int]:
+        """Published versions that `mark_damaged` named."""
+        return self._numbers(_DAMAGED)
+
+    def check_known(self) -> None:
+        """VersionError: no version was ever published, and none is being loaded."""
+        try:
+            with self.opened():
+                return
+        except FileNotFoundError:
+            raise self._missing("it was never published") from None
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"{version}{_SEGMENT}"
+
+    def current(self) -> int:
+        """The live version; VersionError where there is none."""
+        if version := self.record().current:
+            return version
+        raise self._missing("no version is live")
+
+    def last_good(self) -> list[int]:
+        """Published versions that were live once and are not known to be damaged, newest first."""
+        lived, damaged = self._lived(self.record()), self.damaged_versions()
+        return [v for v in reversed(lived) if v not in damaged]
+
+    def good(self) -> int:
+        """The version to serve: the live one, or the last good one if that is marked as damaged and another
+        is there. VersionError: none is live."""
+        current = self.current()
+        return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
+
+    def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
+        """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not published."""
+        for _ in range(3):  # the live version may be replaced and removed between reading its number and opening it
+            number = self.current() if version is None else version
+            try:
+                return self._attach(number, verify)
+            except FileNotFoundError:
+                if version is not None or self.record().current == number:
+                    break
+        raise self._missing(f"version {number} is not published")
+
+    def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
+        """A table of a version as a tensor of which parts are read. Raises as `attach`; VersionError: no such table."""
+        return partial_tensor(self.attach(version, verify), table)
+
+    def _attach(self, version: int, verify: Verify) -> Segment:
+        path = self.path(version)
+        with self.opened() as folder:
+            if folder.exists(f"{version}{_DAMAGED}"):
+                what = f"{path}: rows were found to have changed after they were written"
+                raise SegmentError(f"{what}; activate another version, or load it again")
+            segment = Segment(path, verify, folder.open(path.name))
+        found = segment.header
+        if (found.model, found.version) != (self.name, version):
+            raise SegmentError(
+                f"{path} holds version {found.version} of model {found.model!r}; expected version {version} of {self.name!r}; "
+                "somebody put it there under another name: remove it, and load the model again"
+            )
+        return segment
+
+    def _missing(self, what: str) -> VersionError:
+        versions, hint = self.versions(), ""
+        if not versions:
+            with contextlib.suppress(PermissionError):  # another user's root, in which only the models that one may read are open
+                hint = did_you_mean(self.name, [m.name for m in models(self.root, self.owner)])
+        known = ", ".join(map(str, versions)) or "none"
+        remedy = hint or "; publish one with: tableside load model.toml"
+        return VersionError(f"model {self.name!r} in {self.root}: {what} (versions there: {known}){remedy}")
+
+    # ---- actions ----
+
+    @contextlib.contextmanager
+    def loading(self, group: str | None = None) -> Iterator[int]:
+        """Holds the load lock; yields the next version's number. Clears what a killed load left behind.
+
+        group: may read what is published from now on. VersionError: another load of this model is under way.
+        """
+        self._make_folders()
+        if group is not None:
+            with Folder(self.root, self.owner) as root, self.opened() as folder:
+                open_to_group(folder, group)
+                open_to_group(root, group, 0o711)  # the way to the model; what other models there are stays private
+        with self.opened() as folder, folder.lock("load.lock", 0, f"another load of model {self.name!r} is under way"):
+            self._clear_leftovers(folder)
+            with folder.lock("record.lock"):
+                reserve_room(folder)
+            yield max([self._readable_record().latest, *self.versions()], default=0) + 1
+
+    def partial_path(self, version: int) -> Path:
+        return self.folder / f"{version}{_PARTIAL}"
+
+    def create_partial(self, version: int) -> int:
+        """A descriptor of the new, empty file of a load. Caller holds `loading`."""
+        with self.opened() as folder:
+            return folder.create(f"{version}{_PARTIAL}")
+
+    def create_scratch(self, version: int) -> int:
+        """A descriptor of a new, empty file that has no name, for a load that holds `loading`."""
+        name = f"{version}.scratch.partial"
+        with self.opened() as folder:
+            fd = folder.create(name)
+            folder.unlink(name)
+        return fd
+
+    def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
+        """Makes the sealed partial of `version` visible; if `activate`, live with the delta `sequence` over
+        it (0: none).
+
+        Caller holds `loading`. A full file system publishes nothing, since the record is written first.
+        """
+        with self.opened() as folder, folder.lock("record.lock"):
+            before = self._readable_record() if activate else self.record()
+            lived = self._lived(before)
+            after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
+            if activate:
+                lived = [v for v in lived if v != version] + [version]
+                after = replace(after, current=version, lived=tuple(lived), sequence=sequence)
+            for stale in set(deltas_of(folder, version)) - {sequence}:  # of a killed compaction to another version of this number
+                folder.unlink(delta_name(version, stale))
+            write_next(folder, after)
+            folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
+            try:
+                flip(folder)
+            except OSError:
+                folder.unlink(f"{version}{_SEGMENT}")
+                raise
+
+    def activate(self, version: int, sequence: int | None = None) -> None:
+        """Makes a published version the live one, with the delta `sequence` over it (0: none; None: its
+        newest). VersionError: one of them is not there. SegmentError: the version is damaged."""
+        self.attach(version)
+        with self.opened() as folder, folder.lock("record.lock"):
+            if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
+                raise self._missing(f"version {version} is not published")
+            if sequence and sequence not in (kept := deltas_of(folder, version)):
+                known = ", ".join(f"{version}+{s}" for s in kept) or "none"
+                raise VersionError(f"model {self.name!r} keeps no delta {version}+{sequence}; it has: {known}")
+            self._record_version(folder, version, sequence)
+
+    def remove(self, version: int) -> None:
+        """Unlinks a version that is not live; who has it mapped keeps it."""
+        if version not in self.versions():
+            raise self._missing(f"version {version} is not published")
+        with self.opened() as folder, folder.lock("record.lock"):
+            if self.record().current == version:
+                raise VersionError(
+                    f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
+                )
+            self._unlink(folder, [version])
+
+    def remove_all(self) -> int:
+        """Removes every version; returns how many there were. The record stays, so that no number is given again."""
+        if not self.versions():
+            raise self._missing("it is not published")
+        busy = f"a load of model {self.name!r} is under way"
+        with self.opened() as folder, folder.lock("load.lock", 0, busy), folder.lock("record.lock"):
+            self._clear_partials(folder)
+            versions = self.versions()
+            is_flipped = False
+            with _unless_full():
+                self._record_version(folder, 0)
+                is_flipped = True
+            self._unlink(folder, versions)
+            if not is_flipped:  # now there is room
+                self._record_version(folder, 0)
+        return len(versions)
+
+    def collect(self, keep: int) -> list[Path]:
+        """Removes leftovers of killed loads, older versions that never were live, and all but the `keep`
+        newest of those that were. The live version stays, and those that wait to be activated. VersionError:
+        keep is negative."""
+        if keep < 0:
+            raise VersionError(f"keep is {keep}; expected how many versions stay beside the live one, 0 or more")
+        removed: list[Path] = []
+        try:
+            folder = self.opened()
+        except FileNotFoundError:
+            return []
+        with folder:
+            with contextlib.suppress(VersionError), folder.lock("load.lock", 0):  # else a load is under way: it is its own
+                removed += self._clear_leftovers(folder)
+            with folder.lock("record.lock"):
+                record = self.record()
+                lived = sorted(v for v in self._lived(record) if v != record.current)
+                never = [v for v in self.versions() if v not in lived and v < record.current]
+                removed += self._unlink(folder, never + lived[: max(0, len(lived) - keep)])
+        return removed
+
+    def mark_damaged(self, version: int) -> None:
+        """Marks a version whose rows changed after it was published, for all processes."""
+        with self.opened() as folder, contextlib.suppress(FileExistsError):
+            os.close(folder.create(f"{version}{_DAMAGED}"))
+
+    @contextlib.contextmanager
+    def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
+        """Holds the lock `name` of this model's folder, up to `wait_s` after another holder."""
+        self._make_folders()
+        with self.opened() as folder, folder.lock(name, wait_s):
+            yield
+
+    # ---- parts ----
+
+    def opened(self) -> Folder:
+        """The model's folder. FileNotFoundError: it was never published. AccessError: another user could change it."""
+        with Folder(self.root, self.owner, only_a_way=True) as root:
+            return Folder(self.folder, self.owner, root)
+
+    def _make_folders(self) -> None:
+        make_folder(self.root, self.owner)
+        make_folder(self.folder, self.owner)
+
+    def _numbers(self, suffix: str) -> list[int]:
+        try:
+            with self.opened() as folder:
+                names = folder.names()
+        except FileNotFoundError:
+            return []
+        numbers = [n.removesuffix(suffix) for n in names if n.endswith(suffix)]
+        return sorted(int(n) for n in numbers if n.isdecimal() and n.isascii())
+
+    def _lived(self, record: VersionRecord) -> list[int]:
+        """The published versions that were live once, in the order in which they last became so."""
+        published = self.versions()
+        return published if record.lived is None else [v for v in record.lived if v in published]
+
+    def _readable_record(self) -> VersionRecord:
+        """The record, or an empty one where it is unreadable: for writers, who are about to replace it."""
+        try:
+            return self.record()
+        except AccessError:
+            raise
+        except VersionError:
+            return VersionRecord()
+
+    def _record_version(self, folder: Folder, version: int, sequence: int | None = None) -> None:
+        """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the record lock."""
+        before = self._readable_record()
+        lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
+        sequence = newest_delta(folder, version, before.latest_sequence) if sequence is None else sequence
+        latest = max([before.latest, version, *self.versions()])
+        write_next(folder, VersionRecord(version, latest, tuple(lived), sequence, before.latest_sequence))
+        flip(folder)
+
+    def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
+        """Unlinks versions whose numbers are on record, or will be as soon as there is room. Caller holds the record lock."""
+        before, latest = self._readable_record(), max(versions, default=0)
+        is_on_record = latest <= before.latest
+        if not is_on_record:
+            with _unless_full():
+                self._record_version(folder, before.current, before.sequence)
+                is_on_record = True
+        for version in versions:
+            folder.unlink(f"{version}{_SEGMENT}")
+            folder.unlink(f"{version}{_DAMAGED}")
+            for sequence in deltas_of(folder, version):
+                folder.unlink(delta_name(version, sequence))
+        if not is_on_record:
+            write_next(folder, replace(self._readable_record(), latest=latest, lived=tuple(self.versions())))
+            flip(folder)
+        return [self.path(v) for v in versions]
+
+    def _clear_leftovers(self, folder: Folder) -> list[Path]:
+        """Removes unfinished segments, and a version whose load died before it was live. Caller holds the load lock."""
+        cleared = self._clear_partials(folder)
+        with folder.lock("record.lock"):
+            meant, before = intended(folder), self._readable_record()
+            if meant is not None and before.latest < meant.latest == meant.current and folder.exists(f"{meant.latest}{_SEGMENT}"):
+                cleared += self._unlink(folder, [meant.latest])
+        return cleared
+
+    def _clear_partials(self, folder: Folder) -> list[Path]:
+        """Removes unfinished segments. Caller holds the load lock."""
+        leftovers = [name for name in folder.names() if name.endswith(".partial") and not name.endswith(f"{SUFFIX}.partial")]
+        for name in leftovers:
+            folder.unlink(name)
+        return [self.folder / name for name in leftovers]
+
+
+@contextlib.contextmanager
+def _unless_full() -> Iterator[None]:
+    """Leaves its block where the file system is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def deltas_of(folder: Folder, version: int) -> list[int]:
+    """The sequences of the deltas that are kept over a version, oldest first."""
+    found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
+    return sorted(sequence for over, sequence in found if over == version)
+
+
+def newest_delta(folder: Folder, version: int, latest: int) -> int:
+    """The newest delta over a version up to the number `latest`; 0: none."""
+    return max((s for s in deltas_of(folder, version) if s <= latest), default=0)
+
+
+def models(root: Path, owner: str | None = None) -> list[Model]:
+    """Every model that has a folder under `root`, by name."""
+    try:
+        with Folder(root, owner) as folder:
+            names = [n for n in folder.names() if NAME.fullmatch(n) and (root / n).is_dir()]
+    except FileNotFoundError:
+        return []
+    return [Model(root, n, owner) for n in names]

@@ -1,0 +1,234 @@
+/* The builder of id indexes (quant/rows/ids.py): ids are put into buckets, and each bucket gets the pilots by which no two ids meet in a row.
+ *
+ * Records are int64 [n, 2]: an id, and the number of its row in the source. Buckets of records lie one after another.
+ *
+ * count_buckets(row_map, ids, counts): adds how many of the ids each bucket has to counts, int64 [buckets]; -> None, or the position of the
+ *   first id that has no bucket
+ * put_in_buckets(row_map, ids, sources, ends, records): appends each id, with its source, to its bucket; ends: int64 [buckets], where a
+ *   bucket's next record goes
+ * distinct(records, starts, first, last, keep, own, kept): of buckets [first, last) keeps each id once, the first (keep 1) or the last (2) of
+ *   those that are the same, in front, and moves the others behind; kept: int64 [buckets], how many stay. keep 0: -> (id, source row, source
+ *   row) of two that are the same, or None. A source from `own` on is an older version's: it stays where no other has its id
+ * build(records, starts, kept, first, last, directory, pilots): finds seeds and pilots of buckets [first, last). directory has the first rows.
+ *   -> None, or the number of a bucket for which none were found
+ * find_rows(row_map, ids, rows): the row that each id has if it is there, int64 [n]; what a row keeps is not looked at
+ *
+ * All of them release the interpreter's lock; buckets of different ranges may be handled by several threads at once.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include "_ids.h"
+#include "_native_index.h"
+
+/* ---- arguments ---- */
+
+static int64_t int64s(const Py_buffer *b) { return b->len / 8; }
+
+/* A row map of an index, out of a buffer of its fields; null: it is none. */
+static const row_map *map_in(const Py_buffer *b) {
+    const row_map *m = b->buf;
+    return b->len == sizeof(row_map) && m->buckets >= 1 && m->buckets_here >= 1 ? m : NULL;
+}
+
+/* ---- ids into buckets ---- */
+
+PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
+    (void)self;
+    if (n != 3) return PyErr_Format(PyExc_TypeError, "count_buckets takes 3 arguments, got %zd", n);
+    if (!take(args, 3, 4, &all)) return NULL;
+    const row_map *m = map_in(&all.b[0]);
+    if (!m || int64s(&all.b[2]) != m->buckets_here) return unsound(&all, "count_buckets");
+    const int64_t ids = int64s(&all.b[1]);
+    int64_t *counts = all.b[2].buf, outside = -1;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < ids; i++) {
+        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), bucket = bucket_of(m, id, mix_id(id));
+        if (bucket < (uint64_t)m->buckets_here) counts[bucket]++;
+        else if (outside < 0) outside = i;
+    }
+    Py_END_ALLOW_THREADS
+    release(&all);
+    if (outside < 0) Py_RETURN_NONE;
+    return PyLong_FromLongLong(outside);
+}
+
+PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
+    (void)self;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "put_in_buckets takes 5 arguments, got %zd", n);
+    if (!take(args, 5, 24, &all)) return NULL;
+    const row_map *m = map_in(&all.b[0]);
+    const int64_t ids = int64s(&all.b[1]), room = all.b[4].len / (int64_t)sizeof(record);
+    if (!m || int64s(&all.b[2]) != ids || int64s(&all.b[3]) != m->buckets_here) return unsound(&all, "put_in_buckets");
+    int64_t *ends = all.b[3].buf;
+    record *records = all.b[4].buf;
+    int fits = 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; fits && i < ids; i++) {
+        const int64_t id = load_i64((const uint8_t *)all.b[1].buf + 8 * i);
+        const uint64_t bucket = bucket_of(m, (uint64_t)id, mix_id((uint64_t)id));
+        fits = bucket < (uint64_t)m->buckets_here && ends[bucket] >= 0 && ends[bucket] < room;
+        if (fits) records[ends[bucket]++] = (record){id, load_i64((const uint8_t *)all.b[2].buf + 8 * i)};
+    }
+    Py_END_ALLOW_THREADS
+    if (!fits) return unsound(&all, "put_in_buckets");
+    release(&all);
+    Py_RETURN_NONE;
+}
+
+/* ---- ids that are the same ---- */
+
+/* Positions + 1 of records in an open-addressed table of a power of two, twice as large as there are records. */
+typedef struct { uint32_t *at; uint64_t mask, salt; } set;
+
+static int make_set(set *s, int64_t records) {
+    uint64_t size = 16;
+    while (size < 2 * (uint64_t)records) size *= 2;
+    s->mask = size - 1;
+    /* An address that the system chose: whoever made the ids cannot know which of them meet. */
+    s->salt = mix_id((uint64_t)(uintptr_t)(s->at = calloc(size, sizeof(uint32_t))));
+    return s->at != NULL;
+}
+
+/* The record before number `i` that has its id, or -1; then number `i` is in the set. */
+static int64_t same_id(set *s, const record *records, int64_t i) {
+    uint64_t at = mix_id((uint64_t)records[i].id ^ s->salt) & s->mask;
+    for (; s->at[at]; at = (at + 1) & s->mask)
+        if (records[s->at[at] - 1].id == records[i].id) return (int64_t)s->at[at] - 1;
+    s->at[at] = (uint32_t)(i + 1);
+    return -1;
+}
+
+enum keep { KEEP_ONE = 0, KEEP_FIRST = 1, KEEP_LAST = 2 };
+typedef struct { int failed; record twice; int64_t other; } twins;
+
+/* Moves records whose id came before behind the others; the rest stays in order. Returns how many stay. */
+static int64_t keep_distinct(record *records, int64_t n, int keep, int64_t own, twins *found) {
+    set s;
+    int64_t kept = 0, dropped = 0;
+    if (n >= UINT32_MAX / 2 || !make_set(&s, n)) {
+        found->failed = 2;
+        return 0;
+    }
+    record *behind = NULL;
+    for (int64_t i = 0; i < n; i++) {
+        const record here = records[i];
+        records[kept] = here; /* a set's records are those that were kept */
+        const int64_t before = same_id(&s, records, kept);
+        if (before < 0) {
+            kept++;
+            continue;
+        }
+        const int is_older = here.source >= own;
+        if (keep == KEEP_ONE && !is_older) {
+            *found = (twins){1, here, records[before].source};
+            break;
+        }
+        if (!behind && !(behind = malloc((size_t)n * sizeof(record)))) {
+            found->failed = 2;
+            break;
+        }
+        behind[dropped++] = keep == KEEP_FIRST || is_older ? here : records[before];
+        if (keep == KEEP_LAST && !is_older) records[before] = here;
+    }
+    if (dropped) memcpy(records + kept, behind, (size_t)dropped * sizeof(record));
+    free(behind), free(s.at);
+    return kept;
+}
+
+PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
+    int64_t given[4];
+    (void)self;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "distinct takes 7 arguments, got %zd", n);
+    for (int i = 0; i < 4; i++)
+        if ((given[i] = PyLong_AsLongLong(args[2 + i])) == -1 && PyErr_Occurred()) return NULL;
+    PyObject *const of[] = {args[0], args[1], args[6]};
+    if (!take(of, 3, 5, &all)) return NULL;
+    const int64_t *starts = all.b[1].buf, buckets = int64s(&all.b[2]), room = all.b[0].len / (int64_t)sizeof(record);
+    int64_t *kept = all.b[2].buf;
+    int sound = int64s(&all.b[1]) == buckets + 1 && given[0] >= 0 && given[0] <= given[1] && given[1] <= buckets;
+    for (int64_t b = given[0]; sound && b < given[1]; b++) sound = starts[b] >= 0 && starts[b] <= starts[b + 1] && starts[b + 1] <= room;
+    if (!sound) return unsound(&all, "distinct");
+    twins found = {0};
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t b = given[0]; b < given[1] && !found.failed; b++)
+        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2], given[3], &found);
+    Py_END_ALLOW_THREADS
+    release(&all);
+    if (found.failed == 2) return PyErr_NoMemory();
+    if (!found.failed) Py_RETURN_NONE;
+    return Py_BuildValue("LLL", (long long)found.twice.id, (long long)found.other, (long long)found.twice.source);
+}
+
+/* ---- pilots of buckets ---- */
+
+PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
+    int64_t range[2], failed = -1;
+    (void)self;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "build takes 7 arguments, got %zd", n);
+    for (int i = 0; i < 2; i++)
+        if ((range[i] = PyLong_AsLongLong(args[3 + i])) == -1 && PyErr_Occurred()) return NULL;
+    PyObject *const of[] = {args[0], args[1], args[2], args[5], args[6]};
+    if (!take(of, 5, 24, &all)) return NULL;
+    const int64_t *starts = all.b[1].buf, *kept = all.b[2].buf, room = all.b[0].len / (int64_t)sizeof(record);
+    const int64_t buckets = int64s(&all.b[2]);
+    entry *directory = all.b[3].buf;
+    int sound = int64s(&all.b[1]) == buckets + 1 && all.b[3].len == (buckets + 1) * (int64_t)sizeof(entry) && range[0] >= 0
+                && range[0] <= range[1] && range[1] <= buckets;
+    for (int64_t i = range[0]; sound && i < range[1]; i++) {
+        const int64_t slots = directory[i + 1].first_row - directory[i].first_row;
+        const int64_t pilots = (int64_t)pilots_before((uint64_t)directory[i].first_row) + i;
+        sound = starts[i] >= 0 && kept[i] >= 0 && kept[i] <= room - starts[i] && directory[i].first_row >= 0 && slots >= kept[i]
+                && slots < UINT32_MAX / 4 && pilots + (int64_t)pilots_before((uint64_t)slots) + 1 <= all.b[4].len;
+    }
+    if (!sound) return unsound(&all, "build");
+    int verdict = 1;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = range[0]; i < range[1] && verdict == 1; i++) {
+        const uint64_t first = (uint64_t)directory[i].first_row, slots = (uint64_t)directory[i + 1].first_row - first;
+        if (!kept[i]) continue;
+        verdict = build_bucket((const record *)all.b[0].buf + starts[i], kept[i], slots, &directory[i].seed,
+                               (uint8_t *)all.b[4].buf + pilots_before(first) + i);
+        failed = i;
+    }
+    Py_END_ALLOW_THREADS
+    release(&all);
+    if (verdict < 0) return PyErr_NoMemory();
+    if (verdict) Py_RETURN_NONE;
+    return PyLong_FromLongLong(failed);
+}
+
+/* ---- rows ---- */
+
+PyObject *py_find_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    buffers all;
+    (void)self;
+    if (n != 3) return PyErr_Format(PyExc_TypeError, "find_rows takes 3 arguments, got %zd", n);
+    if (!take(args, 3, 4, &all)) return NULL;
+    const row_map *m = map_in(&all.b[0]);
+    const int64_t ids = int64s(&all.b[1]);
+    if (!m || !m->directory || !m->pilots || int64s(&all.b[2]) != ids) return unsound(&all, "find_rows");
+    const entry *directory = (const entry *)(intptr_t)m->directory;
+    const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots;
+    int64_t *rows = all.b[2].buf;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < ids; i++) {
+        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), hash = mix_id(id), at = bucket_of(m, id, hash);
+        rows[i] = -1;
+        if (at >= (uint64_t)m->buckets_here) continue;
+        const uint64_t first = (uint64_t)directory[at].first_row, slots = (uint64_t)directory[at + 1].first_row - first;
+        if (!slots) continue;
+        const uint64_t g = spread(hash, directory[at].seed), pilot = pilots[pilots_before(first) + at + reduce(g, pilots_before(slots) + 1)];
+        rows[i] = (int64_t)(first + slot_of(g, pilot, slots));
+    }
+    Py_END_ALLOW_THREADS
+    release(&all);
+    Py_RETURN_NONE;
+}

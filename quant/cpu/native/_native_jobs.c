@@ -1,0 +1,236 @@
+/* A request's lookups as jobs of the GPU's lookup kernel. `quant.gpu.batch.layout` does the same in Python for any lookups; here are those
+ * that come again and again, for which the device needs nothing but their ids. And copies of many small parts at once.
+ *
+ * totals(kinds, places) -> (ids, bags, columns of vectors) of the pooled lookups
+ * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can be, bags that are not the
+ *   ids, or found masks, which Python lays out; else
+ *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled):
+ *   written: where the last vector ends in the caller's output buffer
+ *   moves_in, moves_out: fields of `move`, int64, as bytes · resolved: (lookup, row_map, ids_at, ids), int64, as bytes
+ *   cached: (table, ids_at, ids, locations_at), int64, as bytes
+ *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and is_offset: int64
+ *   [jobs, fields of a job], job_of_program: int32, as bytes
+ * measure(kinds, places, out_bytes, blocks of pooled columns, of unpooled ones, of ids that the cache finds, that become row
+ *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as bytes
+ * move(moves, source, target, source_base, target_base): copies parts of one buffer to another
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <string.h>
+#include "_layout.h"
+
+typedef struct { Py_buffer kinds, places; int64_t count; } request;
+
+static int take(PyObject *const *args, request *r) {
+    if (PyObject_GetBuffer(args[0], &r->kinds, PyBUF_SIMPLE)) return 0;
+    if (PyObject_GetBuffer(args[1], &r->places, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&r->kinds);
+        return 0;
+    }
+    r->count = r->kinds.len / (int64_t)sizeof(kind);
+    if (r->places.len == r->count * (int64_t)sizeof(place)) return 1;
+    PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", r->places.len, (long long)r->count);
+    PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places);
+    return 0;
+}
+
+static void let_go(request *r) { PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places); }
+
+PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    request r;
+    int64_t ids = 0, bags = 0, columns = 0;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "totals takes 2 arguments, got %zd", n);
+    if (!take(args, &r)) return NULL;
+    const kind *k = r.kinds.buf;
+    const place *p = r.places.buf;
+    for (int64_t i = 0; i < r.count; i++)
+        if (k[i].is_pooled) ids += p[i].ids, bags += p[i].bags, columns += p[i].bags * k[i].columns;
+    let_go(&r);
+    return Py_BuildValue("LLL", (long long)ids, (long long)bags, (long long)columns);
+}
+
+static PyObject *bytes_of(const void *from, int64_t count, size_t size) {
+    return PyBytes_FromStringAndSize(from, count * (int64_t)size);
+}
+
+/* A launch's jobs as Python has them. */
+static PyObject *described(const jobs_of *to) {
+    PyObject *jobs = bytes_of(to->jobs, to->count, sizeof(job)), *is_offset = bytes_of(to->is_offset, to->count, sizeof(job));
+    PyObject *programs = PyBytes_FromStringAndSize(NULL, to->programs * 4), *made = NULL;
+    if (jobs && is_offset && programs) {
+        write_programs(to, 0, (int32_t *)(void *)PyBytes_AsString(programs));
+        made = Py_BuildValue("OOOiii", jobs, is_offset, programs, to->has_lengths, to->is_weighted, to->is_indirect);
+    }
+    Py_XDECREF(jobs), Py_XDECREF(is_offset), Py_XDECREF(programs);
+    return made;
+}
+
+void free_room(room *m) {
+    PyMem_Free(m->jobs), PyMem_Free(m->in), PyMem_Free(m->out), PyMem_Free(m->found), PyMem_Free(m->mapped);
+}
+
+int make_room(room *m, int64_t count) {
+    size_t n = (size_t)count + 1;
+    *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)), PyMem_Malloc(n * sizeof(move)),
+                PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved))};
+    if (m->jobs && m->in && m->out && m->found && m->mapped) return 1;
+    free_room(m);
+    PyErr_NoMemory();
+    return 0;
+}
+
+PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    request r;
+    room m;
+    PyObject *result = NULL;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "lay_out takes 4 arguments, got %zd", n);
+    int64_t blocks[2] = {PyLong_AsLongLong(args[2]), PyLong_AsLongLong(args[3])};
+    if (PyErr_Occurred()) return NULL;
+    if (blocks[0] < 1 || blocks[1] < 1) return PyErr_Format(PyExc_ValueError, "blocks of columns must be positive");
+    if (!take(args, &r)) return NULL;
+    const kind *k = r.kinds.buf;
+    const place *p = r.places.buf;
+    if (!are_sound(k, p, r.count)) {
+        let_go(&r);
+        Py_RETURN_NONE;
+    }
+    if (make_room(&m, r.count)) {
+        laid_out laid;
+        lay_out_in(&m, k, p, r.count, blocks[0], blocks[1], &laid);
+        const sizes s = laid.sizes;
+        PyObject *in = bytes_of(m.in, s.moved_in, sizeof(move)), *out = bytes_of(m.out, s.moved_out, sizeof(move));
+        PyObject *mapped = bytes_of(m.mapped, s.mapped, sizeof(resolved)), *found = bytes_of(m.found, s.found, sizeof(cached));
+        PyObject *first = described(&laid.pooled), *second = described(&laid.unpooled);
+        if (in && out && mapped && found && first && second)
+            result = Py_BuildValue("LLLLiOOOOOO", (long long)s.in_bytes, (long long)s.out_bytes, (long long)laid.end, (long long)s.scratch,
+                                   laid.is_direct, in, out, mapped, found, first, second);
+        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first), Py_XDECREF(second);
+        free_room(&m);
+    }
+    let_go(&r);
+    return result;
+}
+
+static int64_t traits_of(const jobs_of *j) {
+    return (j->has_lengths ? HAS_LENGTHS : 0) | (j->is_weighted ? IS_WEIGHTED : 0) | (j->is_indirect ? IS_INDIRECT : 0);
+}
+
+PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_buffer kinds, places;
+    int64_t numbers[5];
+    PyObject *made = NULL;
+    room m;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "measure takes 7 arguments, got %zd", n);
+    for (int i = 0; i < 5; i++) {
+        numbers[i] = PyLong_AsLongLong(args[2 + i]);
+        if (PyErr_Occurred()) return NULL;
+        if (numbers[i] < (i ? 1 : 0)) return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
+    }
+    if (PyObject_GetBuffer(args[0], &kinds, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[1], &places, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&kinds);
+        return NULL;
+    }
+    int64_t count = kinds.len / (int64_t)sizeof(kind);
+    if (places.len != count * (int64_t)sizeof(place))
+        PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places.len, (long long)count);
+    else if (!are_sound(kinds.buf, places.buf, count))
+        made = Py_NewRef(Py_None);
+    else if (make_room(&m, count)) {
+        laid_out laid;
+        lay_out_in(&m, kinds.buf, places.buf, count, numbers[1], numbers[2], &laid);
+        const sizes *s = &laid.sizes;
+        int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes, whole = aligned(asked, OUT_ALIGNMENT);
+        measured got = {.pooled_block = numbers[1], .unpooled_block = numbers[2], .probe_block = numbers[3], .resolve_block = numbers[4],
+                        .in_bytes = s->in_bytes, .out_bytes = laid.is_direct && whole > staged ? whole : staged, .asked_bytes = asked,
+                        .scratch = s->scratch, .pooled_jobs = laid.pooled.count, .pooled_programs = laid.pooled.programs,
+                        .pooled_traits = traits_of(&laid.pooled), .unpooled_jobs = laid.unpooled.count,
+                        .unpooled_programs = laid.unpooled.programs, .unpooled_traits = traits_of(&laid.unpooled),
+                        .cached = s->found, .resolved = s->mapped, .is_direct = laid.is_direct};
+        for (int64_t i = 0; i < s->found; i++) got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
+        for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);
+        free_room(&m);
+        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + places.len))) {
+            char *to = PyBytes_AsString(made);
+            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, places.buf, (size_t)places.len);
+        }
+    }
+    PyBuffer_Release(&kinds), PyBuffer_Release(&places);
+    return made;
+}
+
+int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {
+    int64_t last, end;
+    return at >= 0 && rows >= 0 && bytes >= 0 && step >= 0
+           && (!rows || (!__builtin_mul_overflow(rows - 1, step, &last) && !__builtin_add_overflow(at, last, &last)
+                         && !__builtin_add_overflow(last, bytes, &end) && end <= b->len));
+}
+
+int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t from, to;
+        if (__builtin_add_overflow(m[i].source, source_base, &from) || __builtin_add_overflow(m[i].target, target_base, &to)
+            || !lies_in(source, from, m[i].rows, m[i].source_step, m[i].bytes)
+            || !lies_in(target, to, m[i].rows, m[i].target_step, m[i].bytes))
+            return 0;
+        for (int64_t row = 0; row < m[i].rows; row++, from += m[i].source_step, to += m[i].target_step)
+            memcpy((char *)target->buf + to, (const char *)source->buf + from, (size_t)m[i].bytes);
+    }
+    return 1;
+}
+
+static int copy_moves(const Py_buffer *moves, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base) {
+    return copy_parts(moves->buf, moves->len / (int64_t)sizeof(move), source, target, source_base, target_base);
+}
+
+PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_buffer b[3] = {{0}};
+    int held = 0, ok = 1;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "move takes 5 arguments, got %zd", n);
+    int64_t source_base = PyLong_AsLongLong(args[3]), target_base = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
+    while (held < 3 && !PyObject_GetBuffer(args[held], b + held, held == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == 3) {
+        ok = copy_moves(b, b + 1, b + 2, source_base, target_base);
+        if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
+    }
+    ok = ok && held == 3;
+    while (held--) PyBuffer_Release(b + held);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* One of the buffers that are copied from: its moves, and what is added to where its parts go. */
+typedef struct { Py_buffer moves, source; int64_t base; } part;
+
+static int take_part(PyObject *tuple, part *p) {
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 3) return PyErr_SetString(PyExc_TypeError, "a part is moves, source and base"), 0;
+    p->base = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
+    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GetItem(tuple, 0), &p->moves, PyBUF_SIMPLE)) return 0;
+    if (!PyObject_GetBuffer(PyTuple_GetItem(tuple, 1), &p->source, PyBUF_SIMPLE)) return 1;
+    PyBuffer_Release(&p->moves);
+    return 0;
+}
+
+PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 2 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "move_all takes a list of parts and a target");
+    Py_ssize_t count = PyList_Size(args[0]), held = 0;
+    Py_buffer target;
+    if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) return NULL;
+    part *parts = PyMem_Calloc((size_t)count + 1, sizeof(part));
+    if (!parts) PyErr_NoMemory();
+    while (parts && held < count && take_part(PyList_GetItem(args[0], held), parts + held)) held++;
+    int ok = parts && held == count;
+    if (ok) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; ok && i < count; i++) ok = copy_moves(&parts[i].moves, &parts[i].source, &target, 0, parts[i].base);
+        Py_END_ALLOW_THREADS
+        if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
+    }
+    while (held--) PyBuffer_Release(&parts[held].moves), PyBuffer_Release(&parts[held].source);
+    PyMem_Free(parts);
+    PyBuffer_Release(&target);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}

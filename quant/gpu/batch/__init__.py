@@ -1,0 +1,1 @@
+"""Requests of one batch: laid out, merged, staged, launched, waited for."""

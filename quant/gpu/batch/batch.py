@@ -1,0 +1,245 @@
+"""A batch for the lookup kernel: where each request lies in the buffers that it goes through, and what each one gets.
+
+The buffers (`quant.gpu.batch.buffers`) belong to one device and to one batch at a time. The one that is sent to the device holds
+
+    inputs of request 0 · inputs of request 1 · … · header · what fills a follower's matrices (`quant.gpu.batch.follower`)
+
+`quant.gpu.batch.merge` has the header. A follower's tensors come last of a request's inputs. Outputs that stay on the device are the
+first ones. Copies go on the stream that is current, and nothing here waits for them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.cache.tickets import Ticket
+from tableside.quant.contract import Unfound
+from tableside.quant.device.device import Device
+from tableside.quant.device.locked_memory import LockedMemory
+from tableside.quant.errors import BadIds, Problem
+from tableside.quant.gpu.batch.buffers import Buffer, Buffers
+from tableside.quant.gpu.batch.clock import Clock
+from tableside.quant.gpu.batch.elsewhere import (
+    Elsewhere,
+    check_elsewhere,
+    gaps,
+    reads_of,
+    run_copies,
+    whole_inputs,
+    writes_of,
+)
+from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, Follower
+from tableside.quant.gpu.batch.layout import Layout, aligned
+from tableside.quant.gpu.batch.merge import Launches
+from tableside.quant.gpu.batch.moves import move
+from tableside.quant.gpu.batch.placed import BatchLayout, Copy, batch_layout
+from tableside.quant.gpu.batch.resolve import COUNT_BYTES, COUNTS
+
+
+class LookupResult(NamedTuple):
+    """What a request gets. outputs: its output buffer, uint8; unfound: as `Plan.run` returns it."""
+
+    outputs: Buffer
+    unfound: list[Unfound] | None
+
+
+class DeviceBatch:
+    """Requests that run together: where each one's parts lie in the shared buffers.
+
+    requests: (layout, inputs) each. locked: memory from which the device copies large inputs by itself; they stay as they
+    are until the batch is done. counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups
+    whose ids become row numbers. The host gets outputs and counts [stay_bytes, out_bytes).
+    ticket: of the rows that the cache brings. outputs: where the batch's outputs go on the host; done: an event behind them,
+    None: they are there.
+    """
+
+    ticket: Ticket | None = None
+    done: Any = None
+    outputs: Buffer
+    launches: Launches
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        requests: Sequence[tuple[Layout, Any]],
+        device: Device,
+        follower: Follower | None,
+        locked: LockedMemory,
+        clock: Clock | None,
+    ) -> None:
+        self.buffers, self._device, self.follower, self.clock = buffers, device, follower, clock
+        self._layouts = layouts = [layout for layout, _ in requests]
+        self._taken = [None] * len(layouts) if follower is None else [follower.takes(n) for n in range(len(layouts))]
+        self.fills = Fills(self._taken, device.block(FILL_BLOCK))
+        self._stays = [t is not None and t.stays for t in self._taken]
+        self._elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
+        self._inputs = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
+        for n, given in self._elsewhere.items():
+            check_elsewhere(layouts[n])
+            self._stays[n] |= sum(part.size for part in given.writes) == layouts[n].asked_bytes
+        self._reads: list[Copy] = []  # from other memory of the device to this batch's inputs
+        self._locked = locked
+        self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
+        extras = [0 if one is None else one.input_bytes for one in self._taken]
+        self._merged = batch_layout(layouts, extras, self._stays, device, natively=not self._elsewhere)
+        sizes = self._merged.sizes
+        self.stay_bytes = sizes.stay
+        self._counts_at = aligned(sizes.outputs)
+        self.out_bytes = self._counts_at + COUNT_BYTES * sizes.resolved
+        buffers.fit(inputs=sizes.inputs, rows=sizes.rows, outputs=self.out_bytes, scratch=4 * sizes.scratch, flags=4 * sizes.jobs)
+        self._header_at = sizes.inputs
+        self._flags = buffers.flags_array[: sizes.jobs]
+        self._flags[:] = 0
+        self._on_host: list[Sequence[Unfound] | None] = [None] * len(layouts)
+        self._answers: list[Buffer | None] = [None] * len(layouts)
+        self._failed = [False] * len(layouts)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """As the class says."""
+        return self.buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
+
+    def prepare(self, launches: Launches | None) -> None:
+        """Makes room for the batch. launches: their header is on the device already; None: one is written behind the inputs."""
+        header_bytes = 0
+        if launches is None:
+            rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
+            header_bytes, launches = self._merged.launches(rows)
+        self._fills_at = aligned(self._header_at + header_bytes)
+        self._end = self._fills_at + self.fills.bytes
+        self.buffers.fit(inputs=self._end)
+        if header_bytes:
+            launches = launches.placed(self.buffers.device_in.data_ptr() + self._header_at)
+        self._host = self.buffers.host_in_array
+        self.launches = launches
+
+    def stage(self) -> None:
+        """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered are sent."""
+        if isinstance(self._merged, BatchLayout):
+            for n, one in self._elsewhere.items():
+                copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
+                first = self._merged.bases[n].inputs
+                self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
+        self._locked_reads = self._merged.write(self._inputs, self._host, self._header_at, self._locked.ranges)
+        if self._merged.sizes.rows or self.fills.programs:
+            for n, one in enumerate(self._inputs):
+                self._stage(n, one)
+
+    def _stage(self, n: int, inputs: Any) -> None:
+        """Has what follows, and rows that are gathered, brought to where they are sent from; the rows are sent."""
+        layout, base = self._layouts[n], self._merged.bases[n]
+        if (taken := self._taken[n]) is not None:
+            first = base.inputs + aligned(layout.in_bytes)
+            for tensor, at in taken.staged():
+                size = 4 * tensor.values
+                self._host[first + at : first + at + size] = np.frombuffer(inputs, np.uint8, size, tensor.at)
+        host, device = self.buffers.host_rows, self.buffers.device_rows
+        for gather in layout.gathers:
+            start = base.rows + gather.target
+            chunk = host[start : start + gather.bytes]
+            try:
+                gather.plan.run(inputs, chunk.numpy())
+            except BadIds:
+                self._failed[n] = True  # what lies there is looked up all the same, and thrown away
+                return
+            device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
+
+    def send(self, stream: int | None) -> None:
+        """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that is enqueued."""
+        host, device = self.buffers.host_in, self.buffers.device_in
+        if self.fills.programs:
+            inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
+            tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._merged.bases, self._layouts, strict=True)]
+            written = self.fills.written(self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed)
+            self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
+        sent, staged = device.data_ptr(), host.data_ptr()
+        holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
+        for first, end in gaps([*self._reads, *holes], self._end):
+            self._device.copy(stream, sent + first, staged + first, end - first)
+        for copy in self._locked_reads:
+            self._device.copy(stream, sent + copy.staged, copy.address, copy.size)
+        run_copies(self._device, stream, sent, self._reads, to_staged=True)
+
+    def write_elsewhere(self, stream: int | None) -> None:
+        """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
+        for n, one in self._elsewhere.items():
+            outputs = self.buffers.device_out.data_ptr() + self._merged.outputs_at[n]
+            run_copies(self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
+
+    @property
+    def fills_address(self) -> int:
+        """Of the jobs that fill matrices, on the device."""
+        return self.buffers.device_in.data_ptr() + self._fills_at
+
+    def run_on_host(self) -> None:
+        """Looks up what the CPU does of the requests, while the device works, and makes room for what it puts together."""
+        for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True)):
+            if stays or not layout.is_direct:
+                self._run_on_host(n)
+
+    def _run_on_host(self, n: int) -> None:
+        layout = self._layouts[n]
+        self._answers[n] = self.buffers.answer(layout.asked_bytes, is_copied=False)
+        if layout.host is not None:
+            try:
+                self._on_host[n] = layout.host.run(self._inputs[n], self._answers[n])
+            except BadIds:
+                self._failed[n] = True
+
+    def results(self) -> list[LookupResult | BadIds]:
+        """What each request gets, once the device is done.
+
+        The buffer of a request whose outputs stay has room for them; nobody wrote to it.
+        """
+        flagged = self._flagged() if self._flags.any() else self._failed
+        unfound = self._unfound(self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS))
+        return [
+            self._problem(n) if failed or is_flagged else LookupResult(self._answer(n), unfound[n])
+            for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
+        ]
+
+    def _flagged(self) -> list[bool]:
+        """Whether the device refused an id or a length of each request."""
+        found = [False] * len(self._layouts)
+        for n, first, end in (member for launch in self.launches.lookups for member in launch.members):
+            found[n] |= bool(self._flags[first:end].any())
+        return found
+
+    def _problem(self, n: int) -> BadIds:
+        one = self._elsewhere.get(n)
+        inputs = self._inputs[n] if one is None else whole_inputs(self._device, one)
+        problem = self._layouts[n].problem(inputs)
+        if problem is None and one is not None:
+            return BadIds(Problem.CHANGED, 0, 0, 0, 0)
+        if problem is None:
+            raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
+        return problem
+
+    def _answer(self, n: int) -> Buffer:
+        layout, answer, outputs = self._layouts[n], self._answers[n], self.outputs
+        if self._stays[n]:
+            assert answer is not None, "run_on_host made it"
+            return answer
+        start = self._merged.outputs_at[n] - self.stay_bytes
+        if answer is None:
+            return outputs[start : start + layout.asked_bytes]
+        move(layout.moves_out, outputs, answer, start, 0)
+        for at, size in layout.all_found:
+            answer[at : at + size] = 1
+        return answer
+
+    def _unfound(self, counts: NDArray[np.int64]) -> list[list[Unfound] | None]:
+        """What was not found of each request, by the device's counts, int64 [lookups, 2], and the CPU's."""
+        found: list[list[Unfound] | None] = [None] * len(self._layouts)
+        if not (counts.any() or any(self._on_host)):
+            return found
+        rows = iter(counts.tolist())
+        for n, layout in enumerate(self._layouts):
+            of_lookup = dict(zip(layout.host_lookups, self._on_host[n] or (), strict=False))
+            of_lookup |= {resolved.lookup: Unfound(*next(rows)) for resolved in layout.resolved}
+            if any(any(unfound) for unfound in of_lookup.values()):
+                found[n] = [of_lookup.get(number, Unfound(0, 0)) for number in range(len(layout.lookups()))]
+        return found

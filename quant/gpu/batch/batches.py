@@ -1,0 +1,158 @@
+"""Batches of requests on their way through a GPU: begun, launched, waited for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tableside.quant.contract import Plan
+from tableside.quant.device.addresses import address_of
+from tableside.quant.device.locked_memory import LockedMemory
+from tableside.quant.errors import BadIds, QuantError
+from tableside.quant.gpu.batch.batch import DeviceBatch, LookupResult
+from tableside.quant.gpu.batch.buffers import Buffer, Buffers
+from tableside.quant.gpu.batch.clock import Clock, Times
+from tableside.quant.gpu.batch.follower import Follower
+from tableside.quant.gpu.batch.launcher import Launcher
+from tableside.quant.gpu.batch.plan import GpuPlan
+
+Requests = Sequence[tuple[Plan, Any]]  # a plan and its inputs each
+Results = tuple[list[LookupResult | BadIds], Times | None]  # of each request; where the time went
+
+
+class Batches:
+    """The batches of one device: its buffers, one for each batch that is under way. Any thread may call."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._take_answers: Callable[[int], Buffer] | None = None  # as `Buffers` takes it
+        self.locked = LockedMemory(launcher.device)  # that inputs are copied from where they lie
+        self._free = [Buffers(launcher.device)]  # more are made where several batches have begun
+
+    def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
+        """Has batches write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.
+
+        take: gives a part of so many bytes, which is the caller's as long as an array over it lives. QuantError: CUDA cannot
+        lock the memory.
+        """
+        self.launcher.device.page_lock(memory.ctypes.data, memory.size)
+        with self.launcher.lock:
+            self._take_answers = take
+            self._free.clear()
+
+    def read_inputs_in(self, memory: Buffer) -> None:
+        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its last view goes.
+
+        Inputs stay as they are until their batch is done. QuantError: CUDA cannot lock the memory.
+        """
+        self.locked.add(memory)
+
+    # ---- one batch ----
+
+    def run(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> Results:
+        """Runs requests as one batch; each gets its outputs and what was not found, or what is wrong with it.
+
+        The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let go. follower: runs
+        on the device before this waits for it, in the requests' order. Where a request is refused its rows are whatever numbers,
+        all finite; those of others do not depend on it.
+        """
+        return self.finish(self.begin(requests, timed, follower))
+
+    def start(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
+        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
+
+        One may be started while another thread waits for those before it.
+        """
+        with self.launcher.on_stream():
+            return self._launched(self._begun(requests, timed, follower))
+
+    def wait(self, batch: DeviceBatch) -> Results:
+        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
+        try:
+            batch.done.synchronize()
+            return batch.results(), batch.clock.times() if batch.clock else None
+        except BaseException:
+            with self.launcher.on_stream():
+                self.launcher.settle()
+            raise
+        finally:
+            self._free.append(batch.buffers)
+
+    def begin(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
+        """The first part of `run`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
+
+        Several batches may have begun; each has buffers of its own.
+        """
+        with self.launcher.on_stream():
+            return self._begun(requests, timed, follower)
+
+    def finish(self, batch: DeviceBatch) -> Results:
+        """The rest of `run`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        with self.launcher.on_stream():
+            self._launched(batch)
+        return self.wait(batch)
+
+    def _begun(self, requests: Requests, timed: bool, follower: Follower | None) -> DeviceBatch:
+        buffers = self._free.pop() if self._free else Buffers(self.launcher.device, self._take_answers)
+        try:
+            return self._begin(buffers, requests, timed, follower)
+        except BaseException:
+            self._give_back(buffers)
+            raise
+
+    def _launched(self, batch: DeviceBatch) -> DeviceBatch:
+        try:
+            self._launch(batch)
+        except BaseException:
+            self._give_back(batch.buffers)
+            raise
+        return batch
+
+    def _give_back(self, buffers: Buffers) -> None:
+        """Has the next batch take the buffers, once nothing under way reads or writes them."""
+        self.launcher.settle()
+        self._free.append(buffers)
+
+    def _begin(self, buffers: Buffers, requests: Requests, timed: bool, follower: Follower | None) -> DeviceBatch:
+        launcher = self.launcher
+        clock = Clock(launcher.device, launcher.stream) if timed else None
+        plans = [self._own(plan) for plan, _ in requests]
+        laid_out = [(plan.layout, inputs) for plan, (_, inputs) in zip(plans, requests, strict=True)]
+        batch = DeviceBatch(buffers, laid_out, launcher.device, follower, self.locked, clock)
+        batch.prepare(plans[0].launches_alone() if len(plans) == 1 else None)
+        batch.stage()
+        if clock:
+            clock.mark()
+        batch.send(launcher.device.current_handle())
+        if clock:
+            clock.mark()
+        launches = batch.launches
+        if batch.fills.programs and any(one.has_lengths for one in launches.lookups):
+            buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
+        if launches.resolve is not None:
+            inputs = buffers.device_in.data_ptr()
+            launcher.resolve(launches.resolve, inputs, inputs, buffers.device_out.data_ptr(), batch.counts.zero_().data_ptr())
+        batch.ticket = launcher.prefetch(launches, buffers.device_in)
+        return batch
+
+    def _launch(self, batch: DeviceBatch) -> None:
+        launcher, buffers, clock = self.launcher, batch.buffers, batch.clock
+        launcher.look_up(batch.launches, buffers, batch.ticket)
+        fills, stream = batch.fills_address, launcher.device.current_handle()
+        launcher.fill(batch.fills.programs, stream, fills, fills + batch.fills.programs_at)
+        batch.write_elsewhere(stream)
+        if clock:
+            clock.mark()
+        batch.outputs = outputs = buffers.answer(batch.out_bytes - batch.stay_bytes)
+        if outputs.size:
+            source = buffers.device_out.data_ptr() + batch.stay_bytes
+            launcher.device.copy(stream, address_of(outputs.data), source, outputs.size)
+        if clock:
+            clock.mark()
+        batch.done = launcher.stream.record_event(buffers.done)
+        batch.run_on_host()
+        if batch.follower is not None:
+            batch.follower.run()
+
+    def _own(self, plan: Plan) -> GpuPlan:
+        if not isinstance(plan, GpuPlan) or plan.batches is not self:
+            raise QuantError("the plan was made by another backend; make it with this one")
+        return plan

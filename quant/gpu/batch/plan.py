@@ -1,0 +1,74 @@
+"""Plans of the GPU's backend: lookups of one request, laid out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tableside.quant.contract import LookupKind, Plan, Planner, Unfound
+from tableside.quant.errors import BadIds
+from tableside.quant.gpu.batch.layout import Layout
+from tableside.quant.gpu.batch.merge import Launches, jobs_on_device
+from tableside.quant.gpu.batch.steady import SteadyLayouts
+
+if TYPE_CHECKING:
+    from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.batch.batches import Batches
+
+
+class GpuPlan(Plan):
+    """Lookups of one request, laid out for batches of a device."""
+
+    def __init__(self, batches: "Batches", layout: Layout) -> None:
+        self.batches, self.layout = batches, layout
+        self._runs = 0
+        self._on_device: tuple[torch.Tensor, Launches] | None = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that a run takes of the buffers that the requests of a batch share."""
+        return self.layout.staged_bytes
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.layout.host is None
+
+    def launches_alone(self) -> Launches | None:
+        """What to launch where this plan is a whole batch; None: its header must be sent.
+
+        From its second run on its header is on the device. That does not work where rows are gathered, because their address is
+        that of a buffer that may grow.
+        """
+        self._runs += 1
+        if self.layout.gathers or self._runs < 2:
+            return None
+        if self._on_device is None:
+            self._on_device = jobs_on_device(self.layout, self.batches.launcher.device)
+        return self._on_device[1]
+
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        """As the contract says, as a batch of one request."""
+        ((result,), _) = self.batches.run([(self, inputs)])
+        if isinstance(result, BadIds):
+            raise result
+        target = np.frombuffer(outputs, np.uint8)
+        for lk in self.layout.lookups():
+            target[lk.out_at : lk.out_at + lk.out_bytes] = result.outputs[lk.out_at : lk.out_at + lk.out_bytes]
+            if lk.found_at is not None:
+                target[lk.found_at : lk.found_at + lk.ids] = result.outputs[lk.found_at : lk.found_at + lk.ids]
+        return result.unfound
+
+
+class SteadyPlanner(Planner):
+    """Plans lookups for which the device needs their ids alone."""
+
+    def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
+        self._backend, self._threads = backend, threads
+        self._layouts = SteadyLayouts(kinds, backend.configs, backend.device)
+
+    def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
+        layout = self._layouts.lay_out(places, out_bytes)
+        if layout is None:
+            return self._backend.plan(self._layouts.lookups(places), self._threads, out_bytes)  # which says what is wrong
+        return GpuPlan(self._backend.batches, layout)

@@ -1,0 +1,246 @@
+"""Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes 10 µs a lookup."""
+
+import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
+from tableside.quant.cache.kernels.state import ProbeField
+from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_at
+from tableside.quant.cpu import _native
+from tableside.quant.device.device import Device
+from tableside.quant.errors import MissingBackend
+from tableside.quant.gpu.batch.layout import Jobs, Layout, aligned, columns
+from tableside.quant.gpu.batch.moves import Move
+from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolvedLookup
+from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField
+from tableside.quant.gpu.kernels.launch_config import (
+    LaunchConfig,
+    LaunchConfigs,
+    NativeLayout,
+    shared_launch,
+)
+from tableside.quant.gpu.kernels.wanted import KernelKey
+from tableside.quant.gpu.residence.tables import DeviceTable, on_device
+
+
+def are_steady(kinds: Sequence[LookupKind]) -> bool:
+    """Whether `SteadyLayouts` can lay these out."""
+    return all(on_device(kind.table).residence.is_steady for kind in kinds)
+
+
+class SteadyKind(NamedTuple):
+    """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the names of JobField."""
+
+    table: int
+    rows: int
+    row_bytes: int
+    dim: int
+    row_format: int
+    mean: int
+    precision: int
+    hbm_rows: int
+    hbm_share: int
+    cache_table: int  # its number in the cache, or -1
+    is_pooled: int
+    columns: int
+    out_row_bytes: int  # from one vector to the next, or 0: they lie one after another
+    row_map: int  # address of its NativeRowMap on the device, or 0
+
+
+class LayoutSizes(NamedTuple):
+    """What `_native.measure` finds of a request, before its places; most of it as `Layout` says.
+
+    *_block: what a program takes. *_traits: bits of has_lengths, is_weighted and is_indirect.
+    """
+
+    pooled_block: int
+    unpooled_block: int
+    probe_block: int
+    resolve_block: int
+    in_bytes: int
+    out_bytes: int
+    asked_bytes: int
+    scratch: int
+    cached_ids: int
+    pooled_jobs: int
+    pooled_programs: int
+    pooled_traits: int
+    unpooled_jobs: int
+    unpooled_programs: int
+    unpooled_traits: int
+    cached: int
+    probe_blocks: int
+    resolved: int
+    resolve_programs: int
+    is_direct: int
+
+
+_MEASURED = struct.Struct(f"<{len(LayoutSizes._fields)}q")
+_FIELDS = {
+    "GPU_KIND_FIELDS": SteadyKind._fields,
+    "MOVE_FIELDS": Move._fields,
+    "MEASURED_FIELDS": LayoutSizes._fields,
+    "BASE_FIELDS": ("inputs", "outputs", "scratch", "locations"),
+    **{
+        name: tuple(f.name.lower() for f in fields)
+        for name, fields in (("JOB_FIELDS", JobField), ("PROBE_FIELDS", ProbeField), ("RESOLVE_FIELDS", ResolveField))
+    },
+}  # that both sides write and read
+
+
+def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
+    """What the device needs to know of lookups of this kind, with rows that the CPU does not gather."""
+    residence = table.residence
+    return SteadyKind(
+        residence.address,
+        table.job_rows,
+        kind.table.row_bytes,
+        kind.table.dim,
+        kind.table.row_format,
+        int(kind.pooling is Pooling.MEAN),
+        kind.precision,
+        residence.hbm_rows,
+        residence.hbm_share,
+        residence.cache_table,
+        int(kind.pooling is not Pooling.NONE),
+        columns(kind.table),
+        kind.out_row_bytes or 0,
+        0 if table.device_map is None else table.device_map.address,
+    )
+
+
+class SteadyLayouts:
+    """Lays out lookups of the same kinds again and again, by a C routine; what `lay_out` does for any lookups.
+
+    The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
+    """
+
+    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device) -> None:
+        if any(
+            getattr(_native, name) != fields for name, fields in _FIELDS.items()
+        ):  # of other sources: it would read other fields
+            raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
+        tables = [on_device(kind.table) for kind in kinds]
+        self._kinds, self._configs = tuple(kinds), configs
+        self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
+        self._key, self._are_overlaid = KernelKey(), [table.is_overlaid for table in tables]
+        self._is_overlaid = any(self._are_overlaid)
+        for table in tables:
+            self._key |= table.key
+        every = (configs.long, configs.short, configs.few, configs.unpooled)
+        self._shared = {id(config): shared_launch(self._key, config) for config in every}  # hashing takes longer than the rest
+        rows = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        self._rows = np.array(rows, np.int64).tobytes()
+
+    def lookups(self, places: Any) -> list[Lookup]:
+        """The lookups at these places."""
+        rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
+        return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
+
+    def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
+        """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks, or says what is wrong
+        with them. out_bytes: as there."""
+        config = self._configs.of_pooled(*_native.totals(self._rows, places))
+        blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
+        measured = _native.measure(self._rows, places, out_bytes, *blocks)
+        if measured is None:
+            return None
+        shared = self._shared[id(config)], self._shared[id(self._configs.unpooled)]
+        return SteadyLayout(self, config, NativeLayout(self._rows, measured, *shared, self._is_overlaid))
+
+    def whole(self, places: bytes, out_bytes: int, config: LaunchConfig) -> Layout:
+        """The layout as Python has it, of lookups that were measured with this configuration."""
+        found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
+        assert found is not None, "they were measured"
+        in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled = found
+        asked = max(written, out_bytes)
+        return Layout(
+            lookups=lambda: self.lookups(places),
+            key=self._key,
+            jobs=(_jobs(True, config, *pooled), _jobs(False, self._configs.unpooled, *unpooled)),
+            moves_in=moves_in,
+            moves_out=moves_out,
+            gathers=(),
+            resolved=tuple(
+                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._are_overlaid[number])
+                for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
+            ),
+            cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
+            host=None,
+            host_lookups=(),
+            all_found=(),
+            in_bytes=in_bytes,
+            rows_bytes=0,
+            out_bytes=max(staged, aligned(asked)) if is_direct else staged,
+            scratch=scratch,
+            asked_bytes=asked,
+            is_direct=bool(is_direct),
+        )
+
+
+_MADE_LATER = ("jobs", "moves_in", "moves_out", "resolved", "cached")  # fields of a SteadyLayout
+
+
+class SteadyLayout(Layout):
+    """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of such layouts does not."""
+
+    _layouts: SteadyLayouts
+    _config: LaunchConfig
+
+    def __init__(self, layouts: SteadyLayouts, config: LaunchConfig, native: NativeLayout) -> None:
+        found = LayoutSizes(*_MEASURED.unpack_from(native.measured))
+        places = native.measured[_MEASURED.size :]
+        self.__dict__.update(
+            _layouts=layouts,
+            _config=config,
+            native=native,
+            lookups=partial(layouts.lookups, places),
+            key=native.pooled.key,
+            gathers=(),
+            host=None,
+            host_lookups=(),
+            all_found=(),
+            in_bytes=found.in_bytes,
+            rows_bytes=0,
+            out_bytes=found.out_bytes,
+            scratch=found.scratch,
+            asked_bytes=found.asked_bytes,
+            is_direct=bool(found.is_direct),
+            job_count=found.pooled_jobs + found.unpooled_jobs,
+            cached_ids=found.cached_ids,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Makes what is missing, when Python first asks for any of it."""
+        if name not in _MADE_LATER:
+            raise AttributeError(name)
+        assert self.native is not None
+        whole = self._layouts.whole(self.native.measured[_MEASURED.size :], self.asked_bytes, self._config)
+        self.__dict__.update((field, getattr(whole, field)) for field in _MADE_LATER)
+        return self.__dict__[name]
+
+
+def _jobs(
+    pooled: bool,
+    config: LaunchConfig,
+    rows: bytes,
+    is_offset: bytes,
+    job_of_program: bytes,
+    has_lengths: int,
+    is_weighted: int,
+    is_indirect: int,
+) -> Jobs:
+    return Jobs(
+        pooled,
+        config,
+        np.frombuffer(rows, np.int64).reshape(-1, FIELDS),
+        np.frombuffer(is_offset, np.int64).reshape(-1, FIELDS),
+        np.frombuffer(job_of_program, np.int32),
+        bool(has_lengths),
+        bool(is_weighted),
+        bool(is_indirect),
+    )

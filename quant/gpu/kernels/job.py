@@ -1,0 +1,112 @@
+"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`. Before it, where the
+table's ids are not its row numbers, another row for the kernel that makes them so, by `ResolveField`.
+
+Imports neither torch nor Triton.
+"""
+
+from enum import IntEnum
+
+SPLIT_BLOCK = 1024  # rows; a split table has the first `share` rows of each block in HBM
+
+
+class JobField(IntEnum):
+    """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is none."""
+
+    TABLE = 0  # address of row 0, or of the first gathered row
+    ROWS = 1  # of the table, or gathered rows; ids must be below, both as uint64. -1: any id but -1, as the table has an overlay
+    ROW_BYTES = 2
+    DIM = 3
+    FORMAT = 4  # a RowFormat
+    MEAN = 5  # 1: sums are divided by the bag's length
+    IDS_AT = 6  # offset in inputs, int64 [ids]; -1: id i of the job reads row i
+    IDS = 7
+    LENGTHS_AT = 8  # offset in inputs, int32 [bags]; -1: every bag has BAG_LENGTH ids
+    BAG_LENGTH = 9
+    VECTORS = 10  # that the job writes: bags, or ids where it is not pooled
+    WEIGHTS_AT = 11  # offset in inputs, fp32 [ids]
+    OUT_AT = 12  # offset in outputs, [VECTORS, DIM] of PRECISION, OUT_STEP values apart
+    PRECISION = 13  # a Precision
+    FIRST_PROGRAM = 14  # of the launch, that works on this job
+    STARTS_AT = 15  # index in scratch, int32 [2 + VECTORS]: a verdict, then where each bag starts, then where the last one ends
+    HBM_ROWS = 16  # address of slot 0 of the cache, or of the first HBM row of a split table
+    LOCATIONS_AT = 17  # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
+    HBM_SHARE = 18  # rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split
+    OUT_STEP = 19  # values from one output vector to the next; DIM where they lie one after another
+
+
+class TensorField(IntEnum):
+    """What a job has besides, behind the fields of JobField, where ids and offsets are tensors of a caller on the device."""
+
+    OFFSETS_AT = 0  # offset in offsets, of where the first bag begins; -1: every bag has BAG_LENGTH ids
+    OFFSET_BYTES = 1  # of one: 4 or 8
+    OFFSETS = 2  # that may be read from OFFSETS_AT on: VECTORS, or one more. Where there is none, a bag ends with the ids
+    IS_FIRST = 3  # 1: the first bag must begin at id 0
+    IS_LAST = 4  # 1: the last bag must end with the ids
+    ASKED_AT = 5  # offset of the ids as they came, as IDS_AT is of the row numbers
+    NAME = 6  # a number for reports
+
+
+class ResolveField(IntEnum):
+    """The fields of a job of `quant.gpu.kernels.resolve`."""
+
+    ROW_MAP = 0  # address of the table's NativeRowMap on the device
+    IDS_AT = 1  # offset in the source, int64 [IDS]
+    TARGET_AT = 2  # offset in inputs, int64 [IDS], where row numbers go
+    IDS = 3
+    FOUND_AT = 4  # offset in outputs, uint8 [IDS]: 1 where the table has the id; -1: none is written
+    FIRST_PROGRAM = 5  # of the launch, that works on this job
+
+
+class FillField(IntEnum):
+    """The fields of a job of `quant.gpu.kernels.fill`."""
+
+    SOURCE = 0  # address of the first value, fp32 or fp16; 0: zeros are written
+    IS_HALF = 1  # 1: the values are fp16
+    VALUES = 2
+    WIDTH = 3  # values of a row
+    STEP = 4  # values from one row of the source to the next
+    TARGET = 5  # address of [VALUES] of PRECISION
+    FIRST_PROGRAM = 6  # of the launch, that works on this job
+    PRECISION = 7  # a Precision: what the target is written as
+
+
+class ReportField(IntEnum):
+    """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first one that is found."""
+
+    IS_THERE = 0  # 1: the others are written
+    NAME = 1  # of the job
+    BAG = 2  # number of the bag whose offsets are wrong; -1: an id is
+    POSITION = 3  # of the id, among the job's
+    VALUE = 4  # the id, or where the bag begins
+    END = 5  # of the bag
+    IDS = 6  # of the job
+
+
+FIELDS = len(JobField)
+TENSOR_JOB_FIELDS = FIELDS + len(TensorField)
+
+
+def split_rows(rows: int, share: int) -> int:
+    """How many rows of a split table are in HBM."""
+    blocks, rest = divmod(rows, SPLIT_BLOCK)
+    return blocks * share + min(rest, share)
+
+
+class LookupJob:
+    """The fields of one job while they are written. What is written with `offset` moves with the request inside a batch."""
+
+    def __init__(self) -> None:
+        self.values = [0] * FIELDS
+        self.is_offset = [0] * FIELDS
+        for field in (JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT):
+            self.values[field] = -1
+
+    def __getitem__(self, field: JobField) -> int:
+        return self.values[field]
+
+    def __setitem__(self, field: JobField, value: int) -> None:
+        self.values[field] = value
+
+    def offset(self, field: JobField, value: int) -> None:
+        """Writes a value that counts from the start of the request's part of a buffer."""
+        self.values[field], self.is_offset[field] = value, 1

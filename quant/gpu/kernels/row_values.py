@@ -1,0 +1,119 @@
+"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the output.
+
+tests/quant/gpu/test_lookup.py holds them, through the kernel, to tests/helpers/reference.py, which has every
+format in plain torch.
+"""
+
+import triton
+import triton.language as tl
+
+from tableside.quant.gpu.kernels.constants import (
+    AS_FP16,
+    AS_FP32,
+    FORMAT_FP8,
+    FORMAT_FP16,
+    FORMAT_FP32,
+    FORMAT_INT4,
+    FORMAT_INT8,
+    JOB_OUT_AT,
+    JOB_OUT_STEP,
+    JOB_PRECISION,
+)
+
+FP8_SCALE = tl.constexpr(2.0**-8)  # fp8 bits taken for fp16 bits are 2 ** 8 times too small, see `values_of`
+_TWO_23 = tl.constexpr(8388608.0)  # 2 ** 23, above which fp32 counts integers one by one
+_TWO_23_BITS = tl.constexpr(0x4B000000)
+
+
+@triton.jit
+def _exact(part):
+    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a slow instruction."""
+    return (part | _TWO_23_BITS).to(tl.float32, bitcast=True) - _TWO_23
+
+
+@triton.jit
+def half(bits):
+    """fp16 in the low 16 bits -> fp32."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def values_of(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
+    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
+
+    int4 and int2: each is as many times too large as it stands to the left in its half of the word (`scale_of`). fp8: 2 ** 8
+    times too small.
+    """
+    values = ()
+    if FORMAT == FORMAT_FP32:
+        values = (word.to(tl.float32, bitcast=True),)
+    elif FORMAT == FORMAT_FP16:
+        values = (half(word), half(word >> 16))
+    elif FORMAT == FORMAT_FP8:
+        # The same bits in fp16, whose exponent bias is 15, not 7; two at a time.
+        even = ((word << 8) & -2147450880) | ((word << 7) & 0x3F803F80)
+        odd = (word & -2147450880) | ((word >> 1) & 0x3F803F80)
+        values = (half(even), half(odd), half(even >> 16), half(odd >> 16))
+    elif FORMAT == FORMAT_INT8:
+        for i in tl.static_range(4):
+            values = values + (_exact((word >> (8 * i)) & 0xFF),)
+    else:
+        ones: tl.constexpr = (1 << (32 // PER_WORD)) - 1
+        for i in tl.static_range(PER_WORD):
+            part = word if 2 * i < PER_WORD else word >> 16
+            values = values + (_exact(part & (ones << (i % (PER_WORD // 2) * (32 // PER_WORD)))),)
+    return values
+
+
+@triton.jit
+def scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
+    """What value number INDEX of `values_of` is multiplied by."""
+    left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= FORMAT_INT4 else 0
+    return scale * (1.0 / (1 << left))
+
+
+@triton.jit
+def interleaved(values, COUNT: tl.constexpr):
+    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then the second of each."""
+    if COUNT == 1:
+        result = values[0]
+    else:
+        pairs: tl.constexpr = COUNT // 2
+        even = ()
+        odd = ()
+        for i in tl.static_range(pairs):
+            even = even + (values[2 * i],)
+            odd = odd + (values[2 * i + 1],)
+        result = tl.interleave(interleaved(even, pairs), interleaved(odd, pairs))
+    return result
+
+
+@triton.jit
+def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
+
+    vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the
+    chunk begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as
+    for `quant.gpu.kernels.lookup.pool`.
+    """
+    number = value[:, None] + tl.arange(0, VALUES)[None, :]
+    is_value = is_real[:, None] & (number >= 0)
+    is_value = is_value & (number < dim)
+    at = vector.to(tl.int64) * tl.load(job + JOB_OUT_STEP) + value
+    out = outputs + tl.load(job + JOB_OUT_AT)
+    precision = tl.load(job + JOB_PRECISION)
+    if precision == AS_FP32:
+        _write(out.to(tl.pointer_type(tl.float32)), at, result, is_value, WHOLE_WORDS, VALUES)
+    elif precision == AS_FP16:
+        _write(out.to(tl.pointer_type(tl.float16)), at, result, is_value, WHOLE_WORDS, VALUES)
+    else:
+        _write(out.to(tl.pointer_type(tl.bfloat16)), at, result, is_value, WHOLE_WORDS, VALUES)
+
+
+@triton.jit
+def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
+    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at multiples of 4 values."""
+    begin = out + at
+    if WHOLE_WORDS:
+        begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)
+    tl.store(begin[:, None] + tl.arange(0, VALUES)[None, :], result.to(out.dtype.element_ty), is_value)

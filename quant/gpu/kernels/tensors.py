@@ -1,0 +1,178 @@
+"""Lookups of ids that are tensors of a caller on the device, in Triton: the lookup kernel over several buffers, and the jobs of
+kernels before it, whose numbers only the device knows.
+
+A request of the server has its inputs in one buffer, whose parts the host laid out. Here ids, offsets and weights stay where they
+are. Where the ids of many features lie one after another, only the offsets say where those of a feature begin, and nobody reads
+them on the host. `quant.gpu.tensors.tensors` launches both kernels.
+"""
+
+import triton
+import triton.language as tl
+
+from tableside.quant.gpu.kernels.constants import (
+    FORMAT_SIZE,
+    JOB_FIRST_PROGRAM,
+    JOB_FORMAT,
+    JOB_SIZE,
+    TENSOR_SIZE,
+)
+from tableside.quant.gpu.kernels.lookup import pool
+from tableside.quant.gpu.kernels.tensor_bags import offset_at
+
+_ENTRIES = tl.constexpr(1024)  # of `job_of_program`, that are written at once
+
+
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        "job_of_program",
+        "inputs",
+        "asked",
+        "offsets",
+        "weights",
+        "outputs",
+        "locations",
+        "staging",
+        "ids_count",
+        "target",
+    ]
+)
+def look_up(
+    jobs: tl.int64,
+    job_of_program: tl.int64,
+    inputs: tl.int64,
+    asked: tl.int64,
+    offsets: tl.int64,
+    weights: tl.int64,
+    outputs: tl.int64,
+    locations: tl.int64,
+    staging: tl.int64,
+    ids_count: tl.int64,
+    target: tl.int64,
+    FORMATS: tl.constexpr,
+    POOLED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INDIRECT: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Every job of a call. FORMATS: a bit for each row format among the tables, so that only those are compiled.
+
+    jobs            address of int64 [jobs, TENSOR_JOB_FIELDS], written by `quant.gpu.tensors.tensors`
+    job_of_program  address of int32 [programs], written there too
+    inputs          address that IDS_AT counts from: row numbers, or ids that are such
+    asked           address that ASKED_AT counts from: the ids as they came
+    offsets         address that OFFSETS_AT counts from; weights: the same for WEIGHTS_AT
+    ids_count       ids of jobs whose IDS are -1
+    target          address of a report (`quant.gpu.kernels.tensor_bags.report`)
+    outputs, locations, staging: as for `quant.gpu.kernels.lookup.pool`
+    """
+    number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
+    job = jobs.to(tl.pointer_type(tl.int64)) + number * (JOB_SIZE + TENSOR_SIZE)
+    program = tl.program_id(0).to(tl.int64) - tl.load(job + JOB_FIRST_PROGRAM)
+    row_format = tl.load(job + JOB_FORMAT)
+    for FORMAT in tl.static_range(FORMAT_SIZE):
+        if (FORMATS >> FORMAT) & 1:
+            if row_format == FORMAT:
+                pool(
+                    job,
+                    inputs,
+                    offsets,
+                    weights,
+                    outputs,
+                    target,
+                    locations,
+                    staging,
+                    program,
+                    ids_count,
+                    asked,
+                    FORMAT,
+                    POOLED,
+                    WEIGHTED,
+                    INDIRECT,
+                    WHOLE_WORDS,
+                    UNROLL,
+                    COLUMNS,
+                    LANES,
+                    True,
+                )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "template",
+        "places",
+        "offsets",
+        "offset_bytes",
+        "bags",
+        "ids",
+        "jobs",
+        "job_of_program",
+        "programs",
+        "count",
+    ]
+)
+def spread(
+    template: tl.int64,
+    places: tl.int64,
+    offsets: tl.int64,
+    offset_bytes: tl.int64,
+    bags: tl.int64,
+    ids: tl.int64,
+    jobs: tl.int64,
+    job_of_program: tl.int64,
+    programs: tl.int64,
+    count: tl.int64,
+    LANES: tl.constexpr,
+    SIZE: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    OTHER_AT: tl.constexpr,
+    OTHER_BYTES: tl.constexpr,
+    IDS: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the jobs of a kernel that works on each feature's ids, where these lie one after another. One program a job.
+
+    template        address of int64 [count + 1, SIZE]: jobs as they are for all calls; the last one is for programs without work
+    places          address of int64 [count]: where each job's feature is among those of the offsets
+    offsets         address of the first offset: int32 or int64 (`offset_bytes`) [features * bags + 1] into `ids` ids
+    jobs            address of int64 [count + 1, SIZE], written here: fields IDS_AT (in bytes of int64), OTHER_AT (in ids of
+                    OTHER_BYTES), IDS, and FIRST, the first program of BLOCK ids each
+    job_of_program  address of int32 [programs], written here too
+    LANES           a power of 2, count or more
+    """
+    mine = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    is_job = lane < count
+    place = tl.load(places.to(tl.pointer_type(tl.int64)) + lane, is_job, 0)
+    start = offset_at(offsets, place * bags, is_job, 0, offset_bytes)
+    end = offset_at(offsets, (place + 1) * bags, is_job, 0, offset_bytes)
+    is_right = is_job & (start >= 0) & (end >= start) & (end <= ids)  # the lookup says what is wrong
+    start = tl.where(is_right, start, 0)
+    ids_of_job = tl.where(is_right, end - start, 0)
+    blocks = (ids_of_job + BLOCK - 1) // BLOCK
+    first = tl.sum(tl.where(lane < mine, blocks, 0), 0)
+    own_start = tl.sum(tl.where(lane == mine, start, 0), 0)
+    own_count = tl.sum(tl.where(lane == mine, ids_of_job, 0), 0)
+    last = first + tl.sum(tl.where(lane == mine, blocks, 0), 0)
+    if mine == count:
+        last = programs
+    source = template.to(tl.pointer_type(tl.int64)) + mine * SIZE
+    target = jobs.to(tl.pointer_type(tl.int64)) + mine * SIZE
+    for field in tl.static_range(SIZE):
+        value = tl.load(source + field)
+        if field == IDS_AT:
+            value = own_start * 8
+        elif field == OTHER_AT:
+            value = own_start * OTHER_BYTES
+        elif field == IDS:
+            value = own_count
+        elif field == FIRST:
+            value = first
+        tl.store(target + field, value)
+    for at in range(first, last, _ENTRIES):
+        entry = at + tl.arange(0, _ENTRIES)
+        tl.store(job_of_program.to(tl.pointer_type(tl.int32)) + entry, mine, entry < last)

@@ -1,0 +1,130 @@
+"""Layers of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM once. Where a budget
+does not hold the rows, or any of it, these lie in page-locked memory of the host.
+
+A layer lies over one table and is part of one state of it after another, as long as no newer changes are merged into it. So
+states share what was copied of it, and it goes with the last of them. Where the table's own rows live makes no difference:
+nothing of them is copied, moved or looked at.
+
+The lookup kernel finds a row at `table + number * row_bytes`, in arithmetic of 64 bits that wraps. A layer's memory begins whole
+rows away from the table's first one, and row_bytes is a multiple of 16; so 2 ** 60 may be added to a number without changing
+where it leads. `first_row` is taken between -2 ** 63 and -2 ** 63 + 2 ** 60. That makes the numbers of all overlays' rows
+negative, and never -1: the cache and tables in two places tell them from their own by the sign, and the lookup kernel, for which
+ids are numbers without a sign, refuses -1 alone.
+"""
+
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.contract import Table
+from tableside.quant.device.device import Device
+from tableside.quant.gpu.residence.residence import InHost, Residence, allocate_for, fill
+from tableside.quant.rows.ids import ID_BYTES
+from tableside.quant.rows.overlay import MOST_LAYERS, NativeLayer, OverlayLayer
+
+_ALIGNMENT = 16  # bytes, of each part
+_NUMBERS_STEP = 1 << 60  # numbers this far apart lead to one address, for rows of multiples of 16 bytes
+
+
+class DeviceLayer:
+    """A layer of the overlay of one table, for a device. native: as kernels read it; bytes: of HBM.
+
+    table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
+    """
+
+    def __init__(self, layer: OverlayLayer, table_at: int, device: Device, in_host: InHost = InHost.NOTHING) -> None:
+        self.index = layer.index  # by which `DeviceLayers` knows the layer
+        self.bytes, self.in_host = layer_bytes(layer, in_host), in_host
+        row_bytes, slots = layer.packed.shape[1], layer.index.slots
+        assert row_bytes % _ALIGNMENT == 0, "rows are padded to 16 bytes (row_format)"
+        rows = layer.packed[:slots]
+        self._rows = allocate_for(rows.nbytes + row_bytes, device, "a delta of a table", in_host >= InHost.SOME)
+        first = (table_at - self._rows.data_ptr()) % row_bytes  # whole rows away from the table
+        fill(self._rows[first : first + rows.nbytes], rows, in_host >= InHost.SOME)
+        rows_at = self._rows.data_ptr() + first
+        parts, starts = _parts(layer)
+        self._memory = allocate_for(starts[-1], device, "the index of a delta", in_host is InHost.ALL)
+        together = np.zeros(starts[-1], np.uint8)  # one copy takes as long as each of five
+        at = {}
+        for (name, part), start in zip(parts.items(), starts, strict=False):
+            at[name] = self._memory.data_ptr() + start
+            together[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
+        fill(self._memory, together, in_host is InHost.ALL)
+        self.native = NativeLayer(
+            filter=at["filter"],
+            filter_words=layer.filter.size,
+            first_row=(rows_at - table_at) // row_bytes % _NUMBERS_STEP - 2**63,
+            deleted=at.get("deleted", 0),
+            entries=at["entries"],
+            pilots=at["pilots"],
+            ids=at["ids"],
+            id_step=ID_BYTES,
+            buckets=layer.index.buckets,
+            slots=slots,
+            marks=0,  # which are the CPU's
+            marks_before=0,
+            marked_slots=0,
+            first_marked=0,
+            marked=0,
+        )
+
+
+def layer_bytes(layer: OverlayLayer, in_host: InHost = InHost.NOTHING) -> int:
+    """HBM that a layer takes."""
+    _, starts = _parts(layer)
+    index_bytes = 0 if in_host is InHost.ALL else starts[-1]
+    return index_bytes + (0 if in_host else (layer.index.slots + 1) * layer.packed.shape[1])
+
+
+def _parts(layer: OverlayLayer) -> tuple[dict[str, NDArray[Any]], list[int]]:
+    """What is copied to HBM beside the rows, and where each part begins, and the last one ends."""
+    index = layer.index
+    parts: dict[str, NDArray[Any]] = {"filter": layer.filter, "entries": index.entries, "pilots": index.pilots}
+    parts["ids"] = np.ascontiguousarray(index.ids)
+    if layer.deleted is not None:
+        parts["deleted"] = layer.deleted
+    sizes = (-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts.values())
+    return parts, [0, *accumulate(sizes)]
+
+
+class DeviceLayers:
+    """The layers that a device has. Any thread may call."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: WeakValueDictionary[tuple[int, int], DeviceLayer] = WeakValueDictionary()
+        self._lock = threading.Lock()  # held while layers are copied, so that each is once
+
+    def of(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> tuple[DeviceLayer, ...]:
+        """Those of a table's overlay, the newest first; none where it has none. What is not there is copied, on the current
+        stream, and is there when this returns. in_host: of layers that are not there. QuantError: there is no room."""
+        if table.row_map is None or table.row_map.overlay is None:
+            return ()
+        with self._lock:
+            return tuple(self._layer(layer, residence.address, in_host) for layer in table.row_map.overlay.layers)
+
+    def new_bytes(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> int:
+        """HBM that `of` would take."""
+        if table.row_map is None or table.row_map.overlay is None:
+            return 0
+        new = [v for v in table.row_map.overlay.layers if (id(v.index), residence.address) not in self._known]
+        return sum(layer_bytes(layer, in_host) for layer in new)
+
+    def _layer(self, layer: OverlayLayer, table_at: int, in_host: InHost) -> DeviceLayer:
+        key = id(layer.index), table_at
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = DeviceLayer(layer, table_at, self._device, in_host)
+        return found
+
+
+def native_layers(layers: Sequence[DeviceLayer], device: Device) -> torch.Tensor:
+    """int64 [MOST_LAYERS, fields of NativeLayer] on the device."""
+    rows = np.zeros((MOST_LAYERS, len(NativeLayer._fields)), np.int64)
+    rows[: len(layers)] = [layer.native for layer in layers]
+    return torch.from_numpy(rows).to(device.torch_device)

@@ -1,0 +1,236 @@
+"""Where a table's rows live for one device. A new tier or placement is a new class here.
+
+A residence owns the memory that its rows need on the device. It says what the jobs of lookups need to find the rows, and what
+must happen before the kernel runs: rows gathered by the CPU, or ids probed in the cache. Nobody asks which kind it is. The
+kernel turns a job and an id into an address in one function, `_row_address` of `quant.gpu.kernels.lookup`.
+
+    InHbm      all rows were copied to HBM
+    Stashable  as InHbm, in memory that can be given back and filled again at the same address (`quant.gpu.residence.stashable`)
+    Mapped     rows are read in host memory that is registered with CUDA, by the GPU or, for many ids, gathered by the CPU
+    Cached     rows are read through the device's cache; misses come from host memory
+    Split      some rows of each block were copied to HBM, the others are read in host memory
+    OnHost     the CPU looks the rows up; the device never sees them
+"""
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tableside.quant.cache.cache import Cache
+from tableside.quant.contract import Table
+from tableside.quant.device.device import Device
+from tableside.quant.errors import QuantError
+from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
+
+_COPY_CHUNK = 64 << 20  # bytes
+
+
+class Residence:
+    """Where the rows of one table live for one device, as the jobs of its lookups say it."""
+
+    is_on_device = True
+    """False: the CPU looks the rows up."""
+    is_gathered = False
+    """Whether the CPU gathers the rows of requests with many ids."""
+    address = 0
+    """Of row 0 as jobs have it, whether or not row 0 is read there."""
+    hbm_address = 0
+    """Of row 0, where all rows lie in HBM as they do on the host; 0: they do not."""
+    host_rows: torch.Tensor | None = None
+    """The rows in host memory as the device reads them, uint8 [bytes]; None: it does not."""
+    hbm_rows = 0
+    """Address of slot 0 of the cache, or of the first HBM row of a split table."""
+    hbm_share = 0
+    """Rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split."""
+    cache_table = -1
+    """The table's number in the cache; -1: it is not read through one."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a lookup of any ids needs no more of the host than that the ids are staged."""
+        return self.is_on_device and not self.is_gathered
+
+    def hot(self) -> NDArray[np.int64]:
+        """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the device."""
+        return np.zeros(0, np.int64)
+
+    def warm(self, ids: NDArray[np.int64]) -> None:
+        """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits for nothing."""
+
+    def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
+        """Keeps rows that another table's residence holds in the cache that both share, and that are rows of this table with the
+        same bytes: int64 [n] each, numbers of its rows and of this one's. That table has to fetch them again. Waits for the
+        device."""
+
+
+class OnHost(Residence):
+    """The CPU looks the rows up."""
+
+    is_on_device = False
+
+
+class InHbm(Residence):
+    """All rows were copied to HBM: uint8 [bytes] in `memory`."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.address = self.hbm_address = memory.data_ptr()
+
+    @classmethod
+    def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
+        """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster. QuantError: no room."""
+        memory = allocate(table.packed.size, device, "a table")
+        copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
+        return cls(memory)
+
+
+class _InHostMemory(Residence):
+    """Rows lie in host memory.
+
+    rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the interpreter reads.
+    """
+
+    def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
+        self._table = table  # keeps the memory of `host_rows` alive
+        self.host_rows = host_bytes(table) if rows is None else rows
+        self.address = self.host_rows.data_ptr()
+
+
+class Mapped(_InHostMemory):
+    """Rows are read in host memory, or gathered there by the CPU."""
+
+    is_gathered = True
+
+
+class Cached(_InHostMemory):
+    """Rows are read through the device's cache. The table leaves the cache with this object.
+
+    name: for statistics. QuantError: the cache cannot hold rows of this size.
+    """
+
+    def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
+        super().__init__(table, rows)
+        self._cache = cache
+        self._registered = cache.registered(self.address, table.rows, table.row_bytes, name)
+        self.hbm_rows, self.cache_table = cache.slots_address, self._registered.number
+
+    def hot(self) -> NDArray[np.int64]:
+        return self._cache.hot(self.cache_table)
+
+    def warm(self, ids: NDArray[np.int64]) -> None:
+        self._cache.warm(self.cache_table, ids)
+
+    def take_over(self, before: Residence, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
+        if isinstance(before, Cached) and before._cache is self._cache:
+            self._cache.hand_over(before.cache_table, self.cache_table, rows, successors)
+
+
+class Split(_InHostMemory):
+    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
+
+    def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
+        """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
+        if not 0 < share < SPLIT_BLOCK:
+            raise QuantError(
+                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
+                "copy the whole table (to_hbm), or read it in place (map_host)"
+            )
+        super().__init__(table, rows)
+        assert self.host_rows is not None, "they are in host memory"
+        self._memory = allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
+        self.hbm_rows, self.hbm_share = self._memory.data_ptr(), share
+        self._fill(table, self.host_rows)
+        device.current_stream().synchronize()
+
+    def _fill(self, table: Table, source: torch.Tensor) -> None:
+        blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
+        whole = blocks * SPLIT_BLOCK * size
+        of_blocks, rest = self._memory[: blocks * self.hbm_share * size], self._memory[blocks * self.hbm_share * size :]
+        every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
+        of_blocks.view(blocks, self.hbm_share * size).copy_(every_block[:, : self.hbm_share * size])
+        rest.copy_(source[whole : whole + rest.numel()])
+
+
+def host_bytes(table: Table) -> torch.Tensor:
+    """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to the tensor."""
+    return array_bytes(table.packed)
+
+
+def array_bytes(array: NDArray[Any]) -> torch.Tensor:
+    """A contiguous array's memory, of a byte at least, as a tensor, uint8 [bytes]. The caller keeps the array alive, and must not
+    write to the tensor."""
+    # torch warns of arrays that say they are read-only, as a segment's do.
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class InHost(IntEnum):
+    """What of a delta, or of a table's index, lies in page-locked memory of the host, where the device reads it; it takes no HBM.
+
+    SOME: a delta's rows; the ids that an index keeps.
+    """
+
+    NOTHING = 0
+    SOME = 1
+    ALL = 2
+
+
+def allocate_for(size: int, device: Device, what: str, in_host: bool) -> torch.Tensor:
+    """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is no room for `what`."""
+    if not in_host:
+        return allocate(size, device, what)
+    try:
+        return device.pinned(size)
+    except RuntimeError as error:
+        raise QuantError(
+            f"{size:,} bytes of {what} cannot be page-locked; the machine has too little memory ({error})"
+        ) from error
+
+
+def fill(target: torch.Tensor, array: NDArray[Any], in_host: bool) -> None:
+    """Copies an array to memory of `allocate_for`, and waits for it."""
+    if not array.nbytes:
+        return
+    if in_host:
+        target.copy_(array_bytes(array))
+    else:
+        copy_from_host(target, array_bytes(array), is_pinned=False)
+
+
+def allocate(size: int, device: Device, what: str) -> torch.Tensor:
+    """uint8 [size] on a device. QuantError: there is no room for `what`."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
+    except torch.OutOfMemoryError as error:
+        raise QuantError(
+            f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in host memory ({error})"
+        ) from error
+
+
+def copy_from_host(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
+    """Fills a tensor on a device from the host, and waits for it.
+
+    Memory that is not page-locked goes through two page-locked chunks in turn.
+    """
+    if target.device.type != "cuda":
+        target.copy_(source)
+        return
+    with torch.cuda.device(target.device):
+        if is_pinned:
+            target.copy_(source)
+            torch.cuda.current_stream().synchronize()
+            return
+        size = min(_COPY_CHUNK, source.numel())
+        chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        copied: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+        for n, start in enumerate(range(0, source.numel(), size)):
+            count = min(size, source.numel() - start)
+            copied[n % 2].synchronize()
+            chunks[n % 2][:count].copy_(source[start : start + count])
+            target[start : start + count].copy_(chunks[n % 2][:count], non_blocking=True)
+            copied[n % 2].record()
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,1 @@
+"""Lookups from callers' tensors: modules and captured calls."""

@@ -1,0 +1,398 @@
+"""Lookups of a caller's tensors where they lie on a GPU: nothing is brought together, and nobody waits for the device.
+
+A call takes ids, offsets and weights of each feature as tensors of their own (`each`), or all ids one after another with the
+offsets of all features (`packed`), as FBGEMM and TorchRec keep them. In a packed call the host does not know where the ids of a
+feature begin. The lookup kernel reads its bags from the offsets, so a call with as many bags as one before needs nothing sent.
+Kernels before it, which work on ids, get their jobs from `quant.gpu.kernels.tensors.spread`.
+
+What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls on several streams share none.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
+from tableside.quant.cache.kernels.state import ProbeField
+from tableside.quant.cache.tickets import Ticket
+from tableside.quant.contract import LookupKind, Pooling, Precision
+from tableside.quant.device.launch import Kernel
+from tableside.quant.errors import QuantError
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.batch.launcher import OnDevice
+from tableside.quant.gpu.batch.layout import check_size
+from tableside.quant.gpu.batch.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
+from tableside.quant.gpu.batch.steady import steady_kind
+from tableside.quant.gpu.kernels import compiled as kernels
+from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField, TensorField
+from tableside.quant.gpu.kernels.launch_config import LaunchConfig
+from tableside.quant.gpu.kernels.wanted import KernelKey
+from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.residence.tables import on_device
+from tableside.quant.gpu.tensors.jobs import (
+    JobAddresses,
+    JobSpreader,
+    KernelJobs,
+    Rows,
+    probe_rows,
+    resolve_rows,
+    send,
+    template_rows,
+)
+from tableside.quant.rows.ids import NO_ROW_MAP
+
+_SHAPES = 64  # of calls, whose jobs are kept
+_DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+_EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # each id is its own row number
+_OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (FIELDS + field for field in TensorField)
+_ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT)
+_OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
+_captured: list[object] = []  # what graphs read: a graph does not say when it goes
+
+
+class TensorInput(NamedTuple):
+    """The tensors of one feature, all on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, where each of the
+    `bags` bags begins, with or without the end of the last one; None: bags of `bag_length` ids, or not pooled. weights: fp32
+    [ids]."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    bag_length: int
+    bags: int
+    weights: torch.Tensor | None
+
+
+class _CallShape(NamedTuple):
+    """What calls of tensors of these shapes have in common: all but addresses."""
+
+    jobs: KernelJobs
+    config: LaunchConfig
+    is_weighted: bool
+    values: int
+    cached_ids: int
+    is_even: bool
+
+
+class _BaseAddresses(NamedTuple):
+    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids: of a job without
+    IDS."""
+
+    inputs: int = 0
+    asked: int = 0
+    offsets: int = 0
+    weights: int = 0
+    ids: int = 0
+
+
+class StagedLookup(NamedTuple):
+    """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the cache looks for first.
+
+    is_even: all features have as many values. held: what the kernels read. sent: what a graph of the call reads besides, in no
+    memory that belongs to the graph. ticket: of its rows in the cache, where they were prefetched.
+    """
+
+    jobs: JobAddresses
+    config: LaunchConfig
+    base: _BaseAddresses
+    is_weighted: bool
+    probe: ProbeJobs | None
+    shape: tuple[int, ...]
+    held: object
+    sent: object
+    is_even: bool = False
+    ticket: Ticket | None = None
+
+
+class TensorLookup:
+    """Lookups of some features, all pooled or none, of tables on one device. names, reports: what wrong ids are told by.
+
+    unfound: int64 [features, 2] on the device: ids without a row in all calls so far, and those whose row came from an older
+    version. QuantError: a table is looked up by the CPU.
+    """
+
+    def __init__(self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports) -> None:
+        tables = [on_device(kind.table) for kind in kinds]
+        if not all(table.residence.is_on_device for table in tables):
+            raise QuantError("the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it (map_host)")
+        self._device, self._launcher, self._configs = backend.device, backend.launcher, backend.configs
+        self._reports, self._tables = reports, tables  # whose memory the kernels read
+        self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        self._key = KernelKey()
+        for table in tables:
+            self._key |= table.key
+        self._is_pooled, self._dtype = kinds[0].pooling is not Pooling.NONE, _DTYPES[kinds[0].precision]
+        self._dims = np.array([k.dim for k in self._of_kind], np.int64)
+        self._columns = np.array([k.columns for k in self._of_kind], np.int64)
+        self._template = template_rows(self._of_kind, reports.add(names, tables))
+        self._is_mapped = np.array([k.row_map != 0 for k in self._of_kind])
+        self._cached = np.flatnonzero([k.cache_table >= 0 for k in self._of_kind])
+        self._has_maps, self._has_cached = bool(self._is_mapped.any()), bool(self._cached.size)
+        self._is_overlaid = any(table.is_overlaid for table in tables)
+        self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
+        self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device.torch_device)
+        self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device)
+        self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
+        self._shapes: OrderedDict[tuple[int, ...], _CallShape] = OrderedDict()
+        self._spreads: dict[Any, JobSpreader] = {}
+        self._kernels: dict[Any, Kernel] = {}
+        self._reserved = 0
+        self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
+        self._new = torch.empty(0, dtype=self._dtype, device=backend.device.torch_device).new_empty  # sooner than torch.empty
+        self.on_device = OnDevice(backend.launcher)
+
+    # ---- calls ----
+
+    def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
+        """A call with tensors of its own for each feature. It gives the vectors of all, one feature after another, [values]."""
+        addresses: list[int] = []
+        shape: list[int] = []
+        for ids, offsets, bag_length, bags, weights in inputs:
+            addresses += (
+                ids.data_ptr(),
+                -1 if offsets is None else offsets.data_ptr(),
+                -1 if weights is None else weights.data_ptr(),
+            )
+            of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
+            shape += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
+        with self.on_device:
+            kept = self._shape(tuple(shape))
+        jobs = kept.jobs.rows.copy()
+        jobs[:, _ADDRESSES] = np.array(addresses, np.int64).reshape(-1, len(_ADDRESSES))
+        jobs[:, _ASKED_AT] = jobs[:, JobField.IDS_AT]
+        lists = [KernelJobs(jobs, kept.jobs.of_program)]
+        rows = self._add_resolve(jobs, lists)
+        if self._has_cached:
+            lists.append(self._probe(jobs))
+        with self.on_device:
+            memory, host, (sent, *before) = send(self._device, lists)
+            if rows is not None:
+                self._resolve(before.pop(0), 0, 0)
+        probe = None
+        if before:
+            probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
+        return StagedLookup(
+            sent,
+            kept.config,
+            _BaseAddresses(),
+            kept.is_weighted,
+            probe,
+            (kept.values,),
+            (inputs, memory, rows),
+            host,
+            kept.is_even,
+        )
+
+    def stage_packed(
+        self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
+    ) -> StagedLookup:
+        """A call of pooled features with all ids in one tensor. It gives their vectors side by side, [bags, sum of dims].
+
+        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1] into them, those of the first feature first; weights: fp32
+        [ids], all contiguous on the device. order: where each feature of the lookup is among those of the offsets.
+        """
+        bags, count = (offsets.numel() - 1) // features, ids.numel()
+        check_size(count, bags)
+        config = self._config(count * len(order) // features, bags * len(order), bags * self._columns_of_bag)
+        key = (bags, features, order, offsets.element_size(), weights is None, config)
+        with self.on_device:
+            if (found := self._packed.get(key)) is None:
+                self._compile_for_overlays(offsets, bags, count, order)
+                found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
+                if not self._device.is_capturing():  # a graph sends its own at each replay
+                    self._packed[key] = found
+                    if len(self._packed) > _SHAPES:
+                        self._packed.popitem(last=False)
+            memory, kept, sent = found
+            base = _BaseAddresses(
+                ids.data_ptr(), ids.data_ptr(), offsets.data_ptr(), 0 if weights is None else weights.data_ptr(), count
+            )
+            held: list[object] = [ids, offsets, weights, memory]
+            probe = None
+            if self._has_maps:
+                rows = torch.empty_like(ids)
+                places, resolve = self._spread(True, order)(offsets, bags, count)
+                self._resolve(resolve, base.asked, rows.data_ptr())
+                base = base._replace(inputs=rows.data_ptr())
+                held += (places, rows)
+            if self._has_cached:
+                places, blocks = self._spread(False, order)(offsets, bags, count)
+                probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
+                held.append(places)
+        return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
+
+    def prefetch(self, staged: StagedLookup) -> StagedLookup:
+        """Begins to bring the rows of a call to the cache, where some are read through it; they stay until the call."""
+        if staged.probe is None:
+            return staged
+        with self.on_device:
+            self._check_can_run()
+            return staged._replace(ticket=self._prefetched(staged, self._device.current_stream()))
+
+    def __call__(self, staged: StagedLookup) -> torch.Tensor:
+        """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
+
+        QuantError: a graph is captured, and no such call ran before, or rows are read through the cache.
+        """
+        with self.on_device:
+            self._check_can_run()
+            kernel = self._kernel(staged)
+            self._launcher.await_tables()
+            ticket, stream = staged.ticket, None
+            if staged.probe is not None:
+                stream = self._device.current_stream()
+                ticket = ticket or self._prefetched(staged, stream)
+            locations, staging = 0, 0
+            if ticket is not None:
+                ticket.wait(stream)
+                locations, staging = ticket.locations.data_ptr(), ticket.staging
+            out = self._new(staged.shape)
+            jobs, base = staged.jobs, staged.base
+            kernel(
+                jobs.programs,
+                self._device.current_handle(),
+                jobs.jobs_at,
+                jobs.programs_at,
+                base.inputs,
+                base.asked,
+                base.offsets,
+                base.weights,
+                out.data_ptr(),
+                locations,
+                staging,
+                base.ids,
+                self._reports.address,
+            )
+            if ticket is not None:
+                ticket.release(stream)
+            if self._device.is_capturing():
+                _captured.append((self, staged.sent))
+        return out
+
+    def _check_can_run(self) -> None:
+        """QuantError: a graph is captured of rows that move."""
+        if self._has_cached and self._device.is_capturing():
+            raise QuantError(
+                "rows behind a cache move from call to call, which a captured graph would not know; "
+                "keep the tables in HBM (placement='hbm'), or call without a graph"
+            )
+
+    def _check_not_capturing(self) -> None:
+        """QuantError: a graph is captured."""
+        if self._device.is_capturing():
+            raise QuantError("a call of a new kind cannot be captured; call once like this before")
+
+    # ---- jobs ----
+
+    def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
+        return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
+
+    def _shape(self, shape: tuple[int, ...]) -> _CallShape:
+        """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether it has weights."""
+        if (found := self._shapes.get(shape)) is None:
+            of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
+            jobs, counts = self._template.copy(), of_feature[:, 0]
+            jobs[:, _OF_SHAPE] = of_feature[:, : len(_OF_SHAPE)]
+            vectors = jobs[:, JobField.VECTORS] = of_feature[:, 4] if self._is_pooled else counts
+            values = vectors * self._dims
+            jobs[:, JobField.OUT_AT] = (np.add.accumulate(values) - values) * self._dtype.itemsize
+            columns = vectors * self._columns
+            config = self._config(int(counts.sum()), int(vectors.sum()), int(columns.sum()))
+            check_size(int(counts.max()), int(vectors.max()))
+            listed = KernelJobs.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
+            is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
+            found = self._shapes[shape] = _CallShape(
+                listed, config, is_weighted, int(values.sum()), cached_ids, len(set(values.tolist())) == 1
+            )
+            if len(self._shapes) > _SHAPES:
+                self._shapes.popitem(last=False)
+        return found
+
+    def _add_resolve(self, jobs: Rows, lists: list[KernelJobs]) -> torch.Tensor | None:
+        """Has ids become row numbers in a tensor of their own, which the jobs read then."""
+        if not self._has_maps:
+            return None
+        counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
+        ends = np.add.accumulate(counts)
+        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self._device.torch_device)
+        found = resolve_rows(self._of_kind, 0)
+        found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
+        found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
+        jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
+        block = self._device.block(RESOLVE_BLOCK)
+        lists.append(KernelJobs.of(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
+        return rows
+
+    def _probe(self, jobs: Rows) -> KernelJobs:
+        """Has the cache look for ids, and says the jobs where their locations are."""
+        counts = jobs[self._cached, JobField.IDS]
+        found = probe_rows([self._of_kind[n] for n in self._cached])
+        found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
+        found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
+        jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
+        return KernelJobs.of(found, -(-counts // self._device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
+
+    def _send_packed(
+        self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
+    ) -> tuple[object, object, JobAddresses]:
+        jobs, places = self._template.copy(), np.array(order, np.int64)
+        jobs[:, JobField.IDS], jobs[:, JobField.WEIGHTS_AT] = -1, -1 if is_plain else 0
+        jobs[:, JobField.VECTORS] = bags
+        jobs[:, JobField.OUT_AT] = (np.add.accumulate(self._dims) - self._dims) * self._dtype.itemsize
+        jobs[:, JobField.OUT_STEP] = self._dims.sum()
+        jobs[self._cached, JobField.LOCATIONS_AT] = 0
+        jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = places * bags * offset_bytes, offset_bytes, bags + 1
+        jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
+        programs = -(-bags * self._columns // config.block_columns)
+        memory, host, (sent,) = send(self._device, [KernelJobs.of(jobs, programs, JobField.FIRST_PROGRAM)])
+        return memory, (memory, host) if not self._device.is_capturing() else host, sent
+
+    def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
+        """Has a first packed call compile what a state of the same tables with overlays takes beside."""
+        if not self._has_maps and (True, order) not in self._spreads and not self._device.is_capturing():
+            self._spread(True, order)(offsets, bags, count)
+
+    def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "JobSpreader":
+        """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
+        if (found := self._spreads.get((is_resolve, order))) is None:
+            self._check_not_capturing()
+            device, places = self._device, np.array(order, np.int64)
+            if is_resolve:
+                rows, block = resolve_rows(self._of_kind, self._every_id.data_ptr()), device.block(RESOLVE_BLOCK)
+            else:
+                rows, block = probe_rows([self._of_kind[n] for n in self._cached]), device.block(PROBE_BLOCK)
+                places = places[self._cached]
+            kernel = kernels.spread(is_resolve, kernels.spread_lanes(len(rows)), block)
+            found = self._spreads[is_resolve, order] = JobSpreader(rows, kernel, places, block, device)
+        return found
+
+    # ---- launches ----
+
+    def _kernel(self, staged: StagedLookup) -> Kernel:
+        key = (staged.config, staged.is_weighted)
+        if (kernel := self._kernels.get(key)) is None:
+            self._check_not_capturing()
+            kernel = self._kernels[key] = kernels.lookup(
+                self._key,
+                staged.config,
+                pooled=self._is_pooled,
+                is_weighted=staged.is_weighted,
+                is_indirect=self._is_indirect,
+                of_tensors=True,
+            )
+        return kernel
+
+    def _resolve(self, jobs: JobAddresses, source: int, target: int) -> None:
+        placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs, self._is_overlaid)
+        self._launcher.resolve(placed, source, target, 0, self.unfound.data_ptr())
+
+    def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
+        cache, probe = self._launcher.cache, staged.probe
+        assert cache is not None and probe is not None, "a table is read through the cache"
+        if probe.ids > self._reserved:
+            self._reserved = probe.ids
+            cache.reserve(probe.ids)
+        cache.follow_current_stream(stream)
+        return cache.prefetch(probe, staged.base.inputs)

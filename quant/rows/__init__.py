@@ -1,0 +1,1 @@
+"""How ids become row numbers: the id index, and overlays of changed rows."""

@@ -1,0 +1,281 @@
+"""From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels do the same.
+
+A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row numbers as it says,
+and an id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows
+of ids.
+
+Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without signs, with `>>`
+and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT` below):
+
+    h = mix(id)                                    mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
+    bucket = h & (buckets - 1)                     interleaved, or, chunked: id // bucket_ids, which must lie in [0, buckets)
+    g = (h ^ seed(bucket) * SEED) * SPREAD         seed, slots, first_row: of the directory's entry of the bucket
+    g = (g ^ g >> 32) * MIX
+    pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]   first_pilot = first_row * 5 // 16 + bucket here
+    row = first_row + (((g ^ (pilot + 1) * PILOT) * SLOT >> 32) * slots >> 32)
+
+A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two
+of its ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that
+has 8 bytes, else in an array. A slot without an id keeps an int64 whose row would be another one, so no value of an id is
+special.
+
+Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes, and the pilots of
+a bucket are; both move as they are.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.quant.row_format import RowFormat
+
+if TYPE_CHECKING:
+    from tableside.quant.rows.overlay import Overlay
+
+MIX = 0xD6E8FEB86659FD93
+SEED = 0x9E3779B97F4A7C15
+SPREAD = 0xBF58476D1CE4E5B9
+PILOT = 0x94D049BB133111EB
+SLOT = 0xC2B2AE3D27D4EB4F
+ID_BYTES = 8
+
+Ids = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+
+class DirectoryField(NamedTuple):
+    """An entry of a directory, int64 each: of one bucket. The entry behind the last one has the row behind the last one."""
+
+    first_row: int
+    seed: int
+
+
+def slots_for(ids: int) -> int:
+    """Rows that a bucket of so many ids takes."""
+    return ids + ids // 64 + 1 if ids else 0
+
+
+def pilots_for(slots: int, buckets: int) -> int:
+    """Bytes of pilots of a table of so many slots in all its buckets."""
+    return slots * 5 // 16 + buckets
+
+
+def id_at(row_format: RowFormat, dim: int) -> int:
+    """The byte of a row where its id lies, at a multiple of 8; -1: its padding has no room, and ids lie in an array."""
+    row_bytes = row_format.row_bytes(dim)
+    return row_bytes - ID_BYTES if row_bytes - row_format.used_bytes(dim) >= ID_BYTES else -1
+
+
+def mix(ids: Ids) -> U64:
+    """The hash of ids [n]: a bijection of 64 bits, so no two ids have one hash."""
+    x = ids.astype(np.uint64) if ids.dtype != np.int64 else ids.view(np.uint64)
+    for _ in range(2):
+        x = x ^ (x >> np.uint64(32))
+        x = x * np.uint64(MIX)
+    return x ^ (x >> np.uint64(32))
+
+
+def bits_at(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of the bits with these numbers [n] are set; bit n is bit n % 8 of byte n // 8."""
+    return np.asarray(bits[at >> 3] >> (at & 7).astype(np.uint8) & 1, np.bool_)
+
+
+def set_bits(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+    """Sets the bits with these numbers [n], each named any number of times."""
+    np.bitwise_or.at(bits, at >> 3, np.left_shift(1, at & 7).astype(np.uint8))
+
+
+@dataclass(frozen=True, eq=False)
+class IdIndex:
+    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on: one less than its directory has
+    entries.
+
+    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets here)]; ids: int64
+    [slots], the id of each row, at any stride; backfilled: bit `row` says that the row came from an older version, uint8
+    [(slots + 7) // 8], or None: none did. bucket_ids: ids of a bucket, or 0: buckets are made by the hash.
+    """
+
+    directory: NDArray[np.int64]
+    pilots: NDArray[np.uint8]
+    ids: Ids
+    buckets: int
+    bucket_ids: int = 0
+    first_bucket: int = 0
+    backfilled: NDArray[np.uint8] | None = None
+
+    @property
+    def slots(self) -> int:
+        return int(self.directory[-1, 0])
+
+    @cached_property
+    def entries(self) -> NDArray[np.uint32]:
+        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
+        entries = np.empty((len(self.directory) - 1, 4), np.uint32)
+        entries[:, :2] = np.ascontiguousarray(self.directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
+        entries[:, 2] = np.diff(self.directory[:, 0])
+        entries[:, 3] = self.directory[:-1, 1]
+        return entries
+
+    def bucket_of(self, ids: Ids) -> NDArray[np.int64]:
+        """The bucket of each id, counted from `first_bucket`; -1: it has none here."""
+        if self.bucket_ids:
+            bucket = ids // np.int64(self.bucket_ids)
+            bucket = np.where((ids >= 0) & (bucket < self.buckets), bucket, np.int64(-1))
+        else:
+            bucket = (mix(ids) & np.uint64(self.buckets - 1)).astype(np.int64)
+        here = bucket - self.first_bucket
+        return np.where((bucket >= 0) & (here >= 0) & (here < len(self.directory) - 1), here, -1)
+
+    def places(self, ids: Ids) -> NDArray[np.int64]:
+        """The row that each id has if it is there; -1: its bucket is empty or not here."""
+        bucket = self.bucket_of(ids)
+        at = np.maximum(bucket, 0)
+        first = self.directory[at, 0]
+        slots = self.directory[at + 1, 0] - first
+        wide = np.uint64(32)
+        g = (mix(ids) ^ (self.directory[at, 1].astype(np.uint64) * np.uint64(SEED))) * np.uint64(SPREAD)
+        g = (g ^ (g >> wide)) * np.uint64(MIX)
+        pilots = (slots * 5 // 16 + 1).astype(np.uint64)
+        pilot_at = first * 5 // 16 + at + ((g >> wide) * pilots >> wide).astype(np.int64)
+        pilot = self.pilots[pilot_at].astype(np.uint64) + np.uint64(1)
+        slot = ((g ^ (pilot * np.uint64(PILOT))) * np.uint64(SLOT) >> wide) * slots.astype(np.uint64) >> wide
+        return np.where((bucket >= 0) & (slots > 0), first + slot.astype(np.int64), -1)
+
+    def find(self, ids: Ids) -> NDArray[np.int64]:
+        """The row of each id; -1: it is not there."""
+        rows = self.places(ids)
+        if not self.slots:
+            return rows
+        kept = self.ids[np.maximum(rows, 0)]
+        return np.where((rows >= 0) & (kept == ids), rows, -1)
+
+    def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
+        """The id of each row, and which rows have one: what a slot without an id keeps has its place elsewhere."""
+        if not self.slots:
+            return rows, np.zeros(rows.shape, np.bool_)
+        ids = np.ascontiguousarray(self.ids[np.clip(rows, 0, self.slots - 1)])
+        return ids, self.places(ids) == rows
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """How ids become row numbers of one table.
+
+    count: ids that have a row of their own. default_row: the row of every other id; None: those are refused. index: of raw ids.
+    first: the id of row 0 of a table without an index, whose ids are [first, first + count). own: rows of such a table that did
+    not come from an older version, which are the first ones; None: all. overlay: rows that override these or are beside them;
+    all else is said of the table without it.
+    """
+
+    count: int
+    default_row: int | None = None
+    index: IdIndex | None = None
+    first: int = 0
+    own: int | None = None
+    overlay: "Overlay | None" = None
+
+    def find(self, ids: Ids) -> NDArray[np.int64]:
+        """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which may be negative."""
+        if self.index is not None:
+            rows = self.index.find(ids)
+        else:
+            rows = ids - np.int64(self.first) if self.first else ids
+            rows = np.where((ids >= self.first) & (ids < self.first + self.count), rows, -1)
+        if self.overlay is not None:
+            self.overlay.override(ids, rows)
+        return rows
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table that ids can have, which are the first ones."""
+        return self.count if self.index is None else self.index.slots
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the table's ids are its row numbers and all others are refused, so that the map is there for its overlay."""
+        return self.index is None and self.default_row is None and not self.first
+
+    def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
+        """The id of each row, and which rows have one; what is given for the others is no id of theirs. The inverse of `find`
+        without an overlay."""
+        if self.index is not None:
+            return self.index.ids_of(rows)
+        return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
+
+    def rows_with_ids(self, start: int, stop: int) -> tuple[NDArray[np.int64], Ids]:
+        """Those of the rows [start, stop) that have an id, and their ids."""
+        rows = np.arange(start, stop, dtype=np.int64)
+        ids, has_id = self.ids_of(rows)
+        return rows[has_id], ids[has_id]
+
+    def is_backfilled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these rows, none of them -1, came from an older version. None of an overlay's did."""
+        result = (rows >= 0) & (rows < self.rows)
+        if self.index is None:
+            return result & (rows >= (self.count if self.own is None else self.own))
+        if (bits := self.index.backfilled) is None:
+            return np.zeros(rows.shape, np.bool_)
+        result[result] = bits_at(bits, rows[result])
+        return result
+
+    @cached_property
+    def _native(self) -> NDArray[np.int64]:
+        found = native_row_map(self)
+        return np.array(found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64)
+
+    @property
+    def native_address(self) -> int:
+        """Where the fields of `NativeRowMap` lie, as long as this object lives."""
+        return _address(self._native)
+
+
+class NativeRowMap(NamedTuple):
+    """A RowMap as kernels read it, int64 each. Addresses are 0 where there is nothing; default_row: -1 where ids are refused."""
+
+    id_count: int
+    default_row: int
+    first: int
+    own: int
+    directory: int
+    entries: int  # the same for the resolver, of 16 bytes: first_row int64, slots uint32, seed uint32
+    pilots: int
+    ids: int
+    id_step: int  # bytes from one row's id to the next
+    buckets: int
+    bucket_ids: int
+    first_bucket: int
+    buckets_here: int
+    backfilled: int
+    layers: int  # of an overlay: int64 [layer_count, fields of quant.rows.overlay.NativeLayer]
+    layer_count: int
+
+
+NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
+
+
+def native_row_map(of: RowMap) -> NativeRowMap:
+    """The map with the addresses of its arrays in this process; without entries, which resolvers alone need."""
+    default, own = (-1 if of.default_row is None else of.default_row), (of.count if of.own is None else of.own)
+    found = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
+    if of.overlay is not None:
+        found = found._replace(layers=of.overlay.native_address, layer_count=len(of.overlay.layers))
+    if (index := of.index) is None:
+        return found
+    return found._replace(
+        directory=_address(index.directory),
+        pilots=_address(index.pilots),
+        ids=_address(index.ids),
+        id_step=index.ids.strides[0] if index.ids.size else ID_BYTES,
+        buckets=index.buckets,
+        bucket_ids=index.bucket_ids,
+        first_bucket=index.first_bucket,
+        buckets_here=len(index.directory) - 1,
+        backfilled=0 if index.backfilled is None else _address(index.backfilled),
+    )
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)

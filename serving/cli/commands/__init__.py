@@ -1,0 +1,1 @@
+"""The commands of `tableside`, a file for each group."""

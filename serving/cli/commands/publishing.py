@@ -1,0 +1,268 @@
+"""Commands about what is published: a checkpoint becomes versions, which are checked, made live and removed."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tableside.loader.deltas.apply import ApplySettings
+from tableside.loader.deltas.compact import compact
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.load.load import Loaded, LoadSettings
+from tableside.loader.load.load import load as load_model
+from tableside.loader.load.manifest import write_manifest
+from tableside.loader.load.verification import summary
+from tableside.loader.model.first_model import IDS_ALONE, first_model, module_model
+from tableside.loader.model.hps import hps_model, hps_text, is_hps
+from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.model.text import write_model
+from tableside.loader.versions.retention import collect_states
+from tableside.loader.versions.states import state_of
+from tableside.loader.versions.versions import Model
+from tableside.quant import RowFormat
+from tableside.serving.cli.arguments import count, size, state, url
+from tableside.serving.cli.commands import showing
+from tableside.serving.cli.commands.models import chosen, published, root_settings
+from tableside.serving.cli.commands.showing import describe_reused, describe_scorer
+from tableside.serving.cli.options import KEEP, AddCommand, add_json, add_keep_states
+from tableside.serving.cli.output import console, errors, mb, progress_bar
+from tableside.serving.cli.remote import add_headers
+from tableside.serving.client.address import default_url
+from tableside.serving.errors import ServingError
+
+
+def init(options: argparse.Namespace) -> int:
+    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of HPS's ps.json.
+
+    Notes go to stdout, or to stderr where the model.toml itself goes to stdout.
+    """
+    out: Path = options.out
+    is_printed = str(out) == "-"
+    if not is_printed and out.exists() and not options.force:
+        raise ServingError(f"{out} exists; choose another --out, or --force to replace it")
+    text, spec, notes = _first_text(options, Path.cwd() if is_printed else out.resolve().parent)
+    say = errors if is_printed else console
+    for note in notes:
+        say.print(note, markup=False)
+    if is_printed:
+        sys.stdout.write(text)
+        return 0
+    out.write_text(text, encoding="utf-8")
+    names = ", ".join(t.name for t in spec.tables)
+    console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
+    return 0
+
+
+def _first_text(options: argparse.Namespace, folder: Path) -> tuple[str, ModelSpec, list[str]]:
+    """The text of a first model.toml, what it says, and what a user should know of it. folder: where it will lie."""
+    asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), folder)
+    module: Path | None = options.from_module
+    if is_hps(options.checkpoint):
+        if module is not None:
+            raise ServingError("--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them out")
+        spec, notes = hps_model(*asked)
+        return hps_text(spec, options.checkpoint, notes), spec, notes
+    found = first_model(*asked) if module is None else module_model(module, *asked)
+    notes = [f"left out: {line}" for line in found.left_out if line.endswith(IDS_ALONE)]
+    return write_model(found.spec, found.left_out, found.sizes), found.spec, notes
+
+
+def manifest(options: argparse.Namespace) -> int:
+    """Writes a checkpoint's manifest."""
+    with progress_bar("reading") as progress:
+        path = write_manifest(options.checkpoint, options.out, progress)
+    console.print(f"wrote {path}; tableside load checks the checkpoint's rows against it")
+    return 0
+
+
+def load(options: argparse.Namespace) -> int:
+    """Loads a checkpoint and publishes a version; removes older versions beyond --keep."""
+    spec = read_model(options.model)
+    root = root_settings(options).root
+    settings = LoadSettings(
+        options.threads,
+        options.max_memory,
+        options.backend,
+        not options.no_activate,
+        options.group,
+        tuple(options.only),
+    )
+    with progress_bar(spec.name) as progress:
+        loaded = load_model(spec, root, settings, progress)
+    console.print(describe_load(loaded))
+    console.print(summary(loaded.header.source))
+    if reused := describe_reused(loaded.header.source):
+        console.print(reused)
+    for line in describe_scorer(loaded.header):
+        console.print(line, markup=False)
+    if not options.no_activate:
+        for path in Model(root, spec.name).collect(options.keep):
+            console.print(f"removed {path}")
+    return 0
+
+
+def describe_load(loaded: Loaded) -> str:
+    """A line about a load that is done: tables, bytes, time, pages."""
+    fp32, stored = loaded.header.fp32_bytes, loaded.segment_bytes
+    against = (
+        f"{fp32 / stored:.1f} x less than fp32" if stored <= fp32 or not fp32 else f"{stored / fp32:.1f} x the bytes of fp32"
+    )
+    return (
+        f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
+        f"({against}) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
+        f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
+    )
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Reads every byte of the versions. Exit code 1: one of them is damaged."""
+    named = chosen(options)
+    if options.model and options.version is not None:
+        named[0].attach(options.version)
+        console.print(f"{options.model} version {options.version}: whole")
+        return 0
+    if options.model and not named[0].versions():
+        named[0].current()
+    if not named:
+        console.print(f"nothing is published under {root_settings(options).root}")
+    bad = 0
+    for model in named:
+        for version in model.versions():
+            found = "whole"
+            try:
+                model.attach(version)
+            except SegmentError as error:
+                found, bad = str(error), bad + 1
+            console.print(f"{model.name} version {version}: {found}")
+    return 1 if bad else 0
+
+
+def activate(options: argparse.Namespace) -> int:
+    """Makes a version the live one."""
+    model = published(options)
+    model.activate(*options.version)
+    console.print(f"{options.model} version {state_of(model.record())} is live; servers take it within a second")
+    return 0
+
+
+def compact_model(options: argparse.Namespace) -> int:
+    """Makes the live version and its deltas the next version."""
+    model = published(options)
+    with progress_bar(f"compacting {options.model}") as progress:
+        done = compact(model, ApplySettings(threads=options.threads), progress)
+    if done is None:
+        console.print(f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done")
+        return 0
+    console.print(
+        f"{options.model} version {done.state} is live: {done.rows:,} rows, {done.merged:,} changes merged, "
+        f"{mb(done.segment_bytes)} in {done.seconds:.2f} s, {done.segment_bytes / done.seconds / 1e9:.2f} GB/s"
+    )
+    return 0
+
+
+def remove(options: argparse.Namespace) -> int:
+    """Removes a version or a model."""
+    model = published(options)
+    if options.all and options.version is not None:
+        raise VersionError("--all removes every version; leave the version or --all out")
+    if options.all:
+        console.print(f"removed {options.model} with {model.remove_all()} versions")
+    elif options.version is None:
+        raise VersionError(f"say which version of {options.model!r}, or --all for the whole model")
+    else:
+        model.remove(options.version)
+        console.print(f"removed {options.model} version {options.version}")
+    return 0
+
+
+def gc(options: argparse.Namespace) -> int:
+    """Removes what killed loads left, and old versions."""
+    removed = [p for m in chosen(options) for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]]
+    for path in removed:
+        console.print(f"removed {path}")
+    console.print(f"{len(removed)} files removed")
+    return 0
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("init", init, "write a first model.toml from what a checkpoint holds")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument(
+        "--from-module",
+        type=Path,
+        metavar="FILE",
+        help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
+    )
+    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write; -: print it (default: %(default)s)")
+    p.add_argument("--name", help="the model's name (default: the checkpoint's)")
+    p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
+    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+
+    p = command("manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
+
+    p = command("load", load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p.add_argument("model", type=Path, metavar="MODEL.TOML")
+    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument(
+        "--max-memory",
+        type=size,
+        default="64MiB",
+        metavar="BYTES",
+        help="most private memory for buffers, such as 256MiB (default: %(default)s)",
+    )
+    p.add_argument(
+        "--backend",
+        default="native",
+        help="what quantizes: native, fbgemm (default: %(default)s)",
+    )
+    p.add_argument(
+        "--keep",
+        type=KEEP,
+        default=1,
+        help="older versions that stay published, for a rollback (default: %(default)s)",
+    )
+    p.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TABLE",
+        help="a table to load, the others are those of the live version; may come again (default: all tables)",
+    )
+    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
+    p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
+
+    p = command("list", showing.list_models, "list models and versions in shared memory, or those that a running server has")
+    p.add_argument("--url", type=url, nargs="?", const=default_url(), help="list what this server serves (alone: TABLESIDE_URL)")
+    add_headers(p)
+    add_json(p)
+
+    p = command("inspect", showing.inspect, "show what a version holds")
+    p.add_argument("model")
+    p.add_argument("version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)")
+    add_json(p)
+
+    p = command("verify", verify, "read every byte of the versions and compare checksums")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("version", type=count(1), nargs="?", help="(default: all versions)")
+
+    p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
+    p.add_argument("model")
+    p.add_argument(
+        "version", type=state, metavar="VERSION[+SEQUENCE]", help="a version with its newest changes, or those up to one"
+    )
+
+    p = command("remove", remove, "remove a version that is not live, or a whole model")
+    p.add_argument("model")
+    p.add_argument("version", type=count(1), nargs="?")
+    p.add_argument("--all", action="store_true", help="the whole model, the live version too")
+
+    p = command("gc", gc, "remove what killed loads left, and old versions")
+    p.add_argument("model", nargs="?", help="(default: all models)")
+    p.add_argument("--keep", type=KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    add_keep_states(p)
+
+    p = command("compact", compact_model, "make the live version and the changes over it the next version")
+    p.add_argument("model")
+    p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")

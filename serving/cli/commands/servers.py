@@ -1,0 +1,230 @@
+"""Commands about a server: start one, ask one that runs, and load it."""
+
+import argparse
+import signal
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+import orjson
+from rich.table import Table
+
+from tableside.loader.model.nearest import did_you_mean
+from tableside.serving.cli import remote
+from tableside.serving.cli.arguments import count, exponent, rate, seconds
+from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
+from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
+from tableside.serving.cli.commands.models import load_where_named
+from tableside.serving.cli.commands.top import top as show_top
+from tableside.serving.cli.options import AddCommand, add_json
+from tableside.serving.cli.output import console, mb, print_json
+from tableside.serving.cli.remote import add_server
+from tableside.serving.client import Jagged
+from tableside.serving.client.address import Address
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import ServerSettings, add_options, given
+
+_LATENCIES = {"p50_ms": 50, "p99_ms": 99, "p99_9_ms": 99.9}
+_TURNS = 5  # of each form, where there are several
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
+    from tableside.serving.workers.server import serve as run
+
+    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too
+    if options.models == []:
+        options.models = None
+    settings = ServerSettings(**given(options, ServerSettings))
+    return run(settings.model_copy(update={"models": load_where_named(settings.models, settings)}))
+
+
+def _end(sig: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + sig)
+
+
+def lookup(options: argparse.Namespace) -> int:
+    """Looks ids up on a running server and prints the vectors."""
+    features: dict[str, Jagged] = {}
+    for name, ids in map(_parse_feature, options.features):
+        if name in features:
+            raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
+        features[name] = ids
+    with remote.client(options) as client:
+        vectors = client.lookup(options.model, features)
+    if options.json:
+        print(orjson.dumps({k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        return 0
+    for name, array in vectors.items():
+        console.print(f"{name} {array.dtype} {list(array.shape)}")
+        for row in array:
+            shown = " ".join(f"{x: .4f}" for x in row[:8])
+            console.print(f"  {shown}{' ...' if len(row) > 8 else ''}")
+    return 0
+
+
+def score(options: argparse.Namespace) -> int:
+    """Scores rows on a running server and prints a line for each."""
+    features = dict(map(_parse_feature, options.features))
+    dense = dict(map(_parse_dense, options.dense or []))
+    with remote.client(options) as client:
+        scores = client.score(options.model, features, dense)
+    for number, row in enumerate(np.atleast_1d(scores)):
+        console.print(f"{number} {' '.join(f'{x:.6f}' for x in np.atleast_1d(row))}")
+    return 0
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Loads a running server; prints throughput and latencies. Exit code 1: a request failed."""
+    with remote.client(options) as client:
+        served = {m["name"]: m for m in client.models()}
+    if (described := served.get(options.model)) is None:
+        hint = did_you_mean(options.model, served)
+        raise ServingError(f"model {options.model!r} is not served at {options.url}, which has {', '.join(served)}{hint}")
+    shape = Shape(options.batch, options.ids, options.same, options.zipf)
+    forms = FORMS if options.form == "both" else (options.form,)
+    address = remote.address(options)
+    common: dict[str, Any] = {"max_bytes": MAX_BYTES // len(forms), "extra_headers": address.headers}
+    requests = {form: make_requests(described, address.http_url, shape, form, **common) for form in forms}
+    features = len(described["features"])
+    loads = [_measured(form, load, features, shape) for form, load in _in_turns(options, address, requests).items()]
+    failures = [load for load in loads if load["failed"]]
+    if options.json:
+        asked = {"batch": shape.batch, "ids": shape.ids, "same": shape.same, "zipf": shape.zipf, "rate": options.rate}
+        asked |= {"arrivals": options.arrivals, "concurrency": options.concurrency, "seconds": options.seconds}
+        print_json({"model": options.model, "url": options.url, "features": features, **asked, "forms": loads})
+    else:
+        console.print(f"{options.model}: {features} features x {shape}")
+        console.print(_how(options, requests))
+        console.print(_loads_table(loads))
+        for load in failures:
+            console.print(f"{load['form']}: {load['failed']} failed, the first of: {load['failure']}", markup=False)
+    return 1 if failures else 0
+
+
+def _loads_table(loads: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
+    for load in loads:
+        rates = (f"{load[key]:,.0f}" for key in ("requests_per_s", "ids_per_s"))
+        table.add_row(load["form"], *rates, *(f"{load[key]:.2f}" for key in _LATENCIES), str(load["failed"]))
+    return table
+
+
+def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, Any]:
+    """What a form's load gave: an entry of `forms` in JSON (docs/operations.md)."""
+    ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
+    counts = {"requests": load.requests, "failed": load.failed, "failure": load.failure or None}
+    latencies = {key: load.percentile_ms(percent) for key, percent in _LATENCIES.items()}
+    return {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s, **latencies, **counts}
+
+
+def _in_turns(options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
+    """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
+    turns = 1 if len(requests) == 1 else _TURNS
+    loads: dict[Form, list[Load]] = {form: [] for form in requests}
+    for turn in range(turns):
+        for form, prepared in requests.items():
+            common = {
+                "concurrency": options.concurrency,
+                "seconds": options.seconds / turns / len(requests),
+                "first": sum(load.latencies_s.size for load in loads[form]),
+            }
+            if options.rate is None:
+                load = run(address, prepared, **common)
+            else:
+                load = run_at_rate(address, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common)
+            loads[form].append(load)
+    return {form: merged(found) for form, found in loads.items()}
+
+
+def _how(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> str:
+    prepared = [f"{len(p)} different {form} requests of {mb(sum(map(len, p)))}" for form, p in requests.items()]
+    when = "" if options.rate is None else f", {options.rate:g} requests/s due at {options.arrivals} times"
+    return f"{', '.join(prepared)}, {options.concurrency} connections, {options.seconds:g} s{when}"
+
+
+def _parse_feature(text: str) -> tuple[str, Jagged]:
+    name, equals, ids = text.partition("=")
+    try:
+        bags = [[int(i) for i in bag.split(",") if i.strip()] for bag in ids.split(";")]
+    except ValueError:
+        bags = []
+    if not (name and equals and bags):
+        raise ServingError(f"{text!r}: expected FEATURE=IDS such as clicked=1,2,3;7")
+    return name, Jagged([i for bag in bags for i in bag], [len(bag) for bag in bags])
+
+
+def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
+    name, equals, rows = text.partition("=")
+    try:
+        parsed = [[float(x) for x in row.split(",") if x.strip()] for row in rows.split(";")]
+    except ValueError:
+        parsed = []
+    if not (name and equals and parsed and len({len(row) for row in parsed}) == 1):
+        raise ServingError(f"{text!r}: expected NAME=ROWS such as context=0.5,1;0.25,2, every row as long")
+    return name, parsed
+
+
+def add_commands(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("serve", serve, "serve models over HTTP; those that are named by a path are loaded first")
+    p.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        default=None,
+        help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
+    )
+    add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
+    p.usage = f"{p.prog} [OPTION ...] [MODEL ...]"
+
+    p = command("lookup", lookup, "look ids up on a running server and print the vectors")
+    _add_server(p)
+    p.add_argument(
+        "features",
+        nargs="+",
+        metavar="FEATURE=IDS",
+        help="bags separated by ';', ids by ',': clicked=1,2,3;7",
+    )
+    p.add_argument("--json", action="store_true", help="whole vectors as JSON")
+
+    p = command("score", score, "score rows on a running server, with the model's scorer")
+    _add_server(p)
+    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
+    p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
+
+
+def add_bench_and_top(command: AddCommand) -> None:
+    """Adds these commands."""
+    p = command("bench", bench, "load a running server and report throughput and latencies")
+    _add_server(p)
+    p.add_argument("--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
+    p.add_argument("--same", action="store_true", help="as many ids in every bag; without it lengths differ in every request")
+    p.add_argument(
+        "--form",
+        choices=(*FORMS, "both"),
+        default="named",
+        help="tensors for each feature, or two for all of them; both: in turns (default: %(default)s)",
+    )
+    p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
+    p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
+    p.add_argument("--rate", type=rate, help="requests a second, sent when they are due; without it as fast as they are answered")
+    p.add_argument(
+        "--arrivals", choices=ARRIVALS, default="poisson", help="when requests are due with --rate (default: %(default)s)"
+    )
+    p.add_argument("--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+
+    add_json(p)
+
+    p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
+    add_server(p)
+    p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
+    p.add_argument("--once", action="store_true", help="one table, and end")
+    add_json(p)
+
+
+def _add_server(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model")
+    add_server(p)

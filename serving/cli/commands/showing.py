@@ -1,0 +1,243 @@
+"""Commands that show what is published: the versions that there are, and what one of them holds."""
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.load.verification import summary
+from tableside.loader.model.nearest import did_you_mean
+from tableside.loader.segment.delta import Delta
+from tableside.loader.segment.header import Header, StoredScorer
+from tableside.loader.segment.memory import available_bytes
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
+from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
+from tableside.loader.versions.versions import Model, models
+from tableside.serving.cli import remote
+from tableside.serving.cli.commands.models import published, root_settings
+from tableside.serving.cli.output import console, mb, print_json
+
+_UNKNOWN = dict.fromkeys(
+    ("state", "created", "tables", "bytes", "delta_bytes", "fp32_bytes", "scorer", "error", "sequence", "states")
+)
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """Prints a line for each version, and how much shared memory is free; or what a running server serves."""
+    if options.url is not None:
+        return _list_served(options)
+    settings = root_settings(options)
+    root = settings.root
+    versions = [v for model in models(root, settings.owner) for v in _versions(model)]
+    free = available_bytes(root if root.exists() else Path("/dev/shm"))
+    if options.json:
+        print_json({"root": str(root), "free_bytes": free, "versions": versions})
+        return 0
+    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", "scorer", box=None)
+    for v in versions:
+        named = f"{v['version']}+{v['sequence']}" if v["sequence"] else str(v["version"])
+        cells = [v["model"], named, "" if v["state"] == "published" else v["state"]]
+        if v["error"] is not None:
+            cells.append(escape(v["error"]))
+        elif v["created"] is not None:
+            sizes = f"{mb(v['bytes'])} + {mb(v['delta_bytes'])}" if v["delta_bytes"] else mb(v["bytes"])
+            cells += [v["created"], str(v["tables"]), sizes, mb(v["fp32_bytes"]), escape(_scorer_text(v["scorer"]))]
+        table.add_row(*cells)
+    console.print(table if table.row_count else f"nothing is published under {root}")
+    console.print(f"{mb(free)} of shared memory free")
+    return 0
+
+
+def _list_served(options: argparse.Namespace) -> int:
+    """Prints a line for each model of a running server."""
+    with remote.client(options) as client:
+        served = client.models()
+    if options.json:
+        print_json({"url": options.url, "models": served})
+        return 0
+    table = Table("model", "version", "published", "tables", "features", "bytes", "fp32", box=None)
+    for m in served:
+        counts = (str(len(m[key])) for key in ("tables", "features"))
+        published = ", ".join(map(str, m["versions"]))
+        table.add_row(escape(m["name"]), str(m["version"]), published, *counts, mb(m["segment_bytes"]), mb(m["fp32_bytes"]))
+    console.print(table if table.row_count else f"{options.url} serves no model")
+    return 0
+
+
+def _versions(model: Model) -> Iterator[dict[str, Any]]:
+    """What `list` says of a model's versions, by its keys in JSON (docs/operations.md)."""
+    live = state_of(model.record())
+    for version in model.versions():
+        kept = kept_states(model, version)
+        newest = live.sequence if version == live.version else kept[-1].sequence
+        changes: dict[str, Any] = {"sequence": newest, "states": [str(s) for s in kept]}
+        unknown: dict[str, Any] = {"model": model.name, "version": version, **_UNKNOWN, **changes}
+        try:
+            segment = model.attach(version, "header")
+        except SegmentError as error:
+            yield {**unknown, "state": "damaged", "error": str(error)}
+            continue
+        h = segment.header
+        sizes = {"tables": len(h.tables), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
+        state = "live" if version == live.version else "published"
+        sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
+        yield {**unknown, "state": state, "created": h.created, **sizes, "scorer": _scorer(h.scorer)}
+    for version in model.loading_versions():
+        yield {"model": model.name, "version": version, **_UNKNOWN, "state": "loading"}
+
+
+def _deltas(model: Model, state: State) -> tuple[Delta, ...]:
+    try:
+        return attach_state(model, state, "header").deltas
+    except (SegmentError, VersionError):  # a reader of them says what is wrong
+        return ()
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Prints the tables and features of a version."""
+    model = published(options)
+    segment = attach_state(model, None if options.version is None else resolve(model, *options.version), "header")
+    h = segment.header
+    if options.json:
+        print_json(_version(segment))
+        return 0
+    console.print(
+        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
+    )
+    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
+    if reused := describe_reused(h.source):
+        console.print(reused)
+    for line in _changes(segment):
+        console.print(line)
+    if (o := h.owner) is not None:
+        console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
+    for table in _tables(h):
+        console.print(table)
+    return 0
+
+
+def _changes(segment: Segment) -> Iterator[str]:
+    """Lines about the changes that a state holds."""
+    for delta in segment.deltas:
+        c = delta.change
+        yield (
+            f"changes up to {c.sequence}, applied {datetime.fromtimestamp(c.applied_at, UTC).isoformat(timespec='seconds')}: "
+            f"{delta.entries:,} rows of {', '.join(delta.tables)}, {mb(delta.segment.size)}, {delta.path}"
+        )
+    if (last := segment.change) is not None:
+        if not segment.deltas:
+            yield f"made of changes up to {last.sequence}"
+        for source, at in last.positions.items():
+            yield f"changes of {source} up to {at}"
+
+
+def _tables(h: Header) -> Iterator[Table]:
+    """What a version holds, for people."""
+    table = Table("table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
+    for t in h.tables:
+        table.add_row(
+            t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
+            mb(t.bytes), escape(t.key),
+        )  # fmt: skip
+    yield table
+    table = Table("feature", "table", "pooling", "output", box=None)
+    for f in h.features:
+        table.add_row(f.name, f.table, f.pooling, f.output)
+    yield table
+    if h.scorer is not None:
+        table = Table(f"{h.scorer.kind} scorer's input", "feature", "width", box=None)
+        for i in h.scorer.inputs:
+            table.add_row(escape(i.name), i.feature or "(dense: a request brings it)", str(i.width))
+        yield table
+
+
+def _version(segment: Segment) -> dict[str, Any]:
+    """What `inspect` says, by its keys in JSON (docs/operations.md)."""
+    h = segment.header
+    tables = [
+        {
+            **{name: getattr(t, name) for name in ("name", "key", "rows", "dim", "row_format", "row_bytes", "bytes")},
+            "ids": t.rows if t.ids is None else t.ids.count,
+            "is_raw": t.ids is not None and t.ids.index is not None,
+            "first_id": 0 if t.ids is None else t.ids.first,
+            "backfilled": 0 if t.ids is None else t.ids.backfilled,
+            "missing": "error" if t.ids is None else t.ids.missing,
+        }
+        for t in h.tables
+    ]
+    return {
+        **{"model": h.model, "version": h.version, "created": h.created, "path": str(segment.path)},
+        **{"bytes": segment.size, "fp32_bytes": h.fp32_bytes},
+        **{"checkpoint": h.source.get("path"), "load_seconds": h.load.get("seconds"), "verification": summary(h.source)},
+        "owner": None if h.owner is None else asdict(h.owner),
+        "sequence": segment.sequence,
+        "positions": {} if segment.change is None else segment.change.positions,
+        "deltas": [
+            {
+                **{"sequence": d.sequence, "rows": d.entries, "bytes": d.segment.size, "path": str(d.path)},
+                **{"made_at": d.change.made_at or None, "applied_at": d.change.applied_at},
+            }
+            for d in segment.deltas
+        ],
+        "tables": tables,
+        "features": [asdict(f) for f in h.features],
+        "scorer": _scorer(h.scorer),
+    }
+
+
+def _ids_of(t: StoredTable) -> str:
+    """How many ids a table has, for people; a table of raw ids has more rows, some of which no id has."""
+    if t.ids is None:
+        return f"{t.rows:,} row numbers"
+    kind = f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets" if t.ids.index else f"row numbers from {t.ids.first:,} on"
+    return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
+
+
+def describe_reused(source: Mapping[str, Any]) -> str:
+    """A line about tables that were taken over from another version, of the source in a header; "" where none were."""
+    reused = source.get("reused")
+    if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
+        return ""
+    names = list(map(str, tables))
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"taken over from version {reused.get('version')}: {', '.join(names[:5])}{more}"
+
+
+def describe_scorer(header: Header) -> Iterator[str]:
+    """Lines about what a version's scorer takes: its inputs, those that no feature gives, and the features that none takes."""
+    if (scorer := header.scorer) is None:
+        return
+    yield f"scorer {_scorer_text(_scorer(scorer))}"
+    taken = {i.feature for i in scorer.inputs if i.feature is not None}
+    unused = [f.name for f in header.features if f.name not in taken]
+    for i in scorer.inputs:
+        if i.feature is None:
+            yield (
+                f"scorer input {i.name} is called like no feature: a request brings it as a dense tensor of width {i.width}"
+                f"{did_you_mean(i.name, unused)}"
+            )
+    for name in unused:
+        yield f"feature {name} is not scored: no input of the scorer is called like it, or given it by inputs of [scorer]"
+
+
+def _scorer(scorer: StoredScorer | None) -> dict[str, Any] | None:
+    """A scorer's kind and inputs, by their keys in JSON; feature: None: a request brings the input as a dense tensor."""
+    return None if scorer is None else {"kind": scorer.kind, "inputs": [asdict(i) for i in scorer.inputs]}
+
+
+def _scorer_text(scorer: Mapping[str, Any] | None) -> str:
+    """The same for people: program(user, item=clicked, dense context)."""
+    return "" if scorer is None else f"{scorer['kind']}({', '.join(_input(**i) for i in scorer['inputs'])})"
+
+
+def _input(name: str, feature: str | None, width: int) -> str:
+    if feature is None:
+        return f"dense {name}"
+    return name if name == feature else f"{name}={feature}"

@@ -1,0 +1,1 @@
+"""Running requests: on the CPU alone, on a GPU in batches; admission and scores."""

@@ -1,0 +1,347 @@
+"""Dynamic batching: requests that arrive while the GPU works go to it together, lookups and scores.
+
+Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it all
+(`serving.executors.batch_threads`): one takes what waits and starts it, the other waits for results and passes them on. The event loop only
+adds to what waits. No request waits for others: a batch is what came while the two before it were under way.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tableside.quant import BadIds
+from tableside.serving.errors import ApiError, DeviceLost
+from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
+from tableside.serving.executors.batch_threads import BatchThreads
+from tableside.serving.executors.deadline import timed_out
+from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
+from tableside.serving.executors.executors import Executor
+from tableside.serving.executors.scoring import ScoreStage
+from tableside.serving.metrics import metrics
+from tableside.serving.model.request import Answer, Request
+from tableside.serving.model.scorer import Scorer
+from tableside.serving.model.scores import ToScore
+
+if TYPE_CHECKING:  # both import torch
+    from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.batch.clock import Times
+
+logger = logging.getLogger("tableside")
+
+_UNDER_WAY = 2  # batches at most
+_FINISH_S = 0.005  # between two looks whether a batch is done, at the end
+_TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
+_BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
+
+
+class Future(Protocol):
+    """What the batcher asks of an asyncio.Future, and gives its answers to."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, result: Answer, /) -> None: ...
+
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+Told = Sequence[tuple[Future, Answer | BaseException]]  # of each request: who waits for it, and what it gets
+
+
+@dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
+class _Waiting:
+    request: Request
+    inputs: Any
+    future: Future
+    since: float  # of time.perf_counter
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Requests that run together. scores: those that are computed on the device."""
+
+    taken: list[_Waiting]
+    timed: bool
+    scores: DeviceScores | None = None
+
+
+class Batcher(Executor):
+    """Runs requests on a GPU, at most `max_batch` together. Belongs to one event loop.
+
+    Its first thread takes what waits and starts it, its second one passes results on.
+    """
+
+    def __init__(
+        self,
+        backend: "GpuBackend",
+        max_batch: int,
+        max_waiting: int = 1024,
+        max_wait_s: float = 1.0,
+        tell: Callable[[Told], None] | None = None,
+    ) -> None:
+        """max_waiting, max_wait_s: as for `serving.executors.admission.Slots`, whose rules are followed here. tell: gets the results of a
+        batch on a thread, where the requests' futures allow that; None: futures are told on the event loop."""
+        self._backend, self._max_batch = backend, max_batch
+        self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
+        self._tell = tell or self._tell_on_loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # for what is below, up to the empty line
+        self._waiting: deque[_Waiting] = deque()
+        self._under_way: list[_Batch] = []  # in order
+        self._is_ending = self._is_closed = False
+        self._is_idle = True  # the first thread; before all else it waits, as those that come in the same round go together
+        self._lost: ApiError | None = None
+
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # what the first thread waits for where it is idle
+        self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
+        self._is_looking = False  # of the event loop
+        self._scores, self._device_scores = ScoreStage(backend.is_lost), ScoreStage(backend.is_lost)  # of a thread each
+        self._batches = 0  # of the first thread
+        self._metrics = metrics.GpuMetrics(str(backend.device))
+        self._cache_metrics = metrics.CacheMetrics(str(backend.device))
+
+    async def _run(self, request: Request, inputs: Any) -> Answer:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.submit(request, inputs, future)
+        return await future
+
+    def submit(self, request: Request, inputs: Any, future: Future) -> None:
+        """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an ApiError."""
+        self.submit_all([(request, inputs, future)])
+
+    def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
+        """As `submit`, for several requests that came together."""
+        now = time.perf_counter()
+        came = [_Waiting(*one, now) for one in asked]
+        try:
+            self._threads.begin()
+            self._loop = asyncio.get_running_loop()
+            refused = self._add(came)
+        except RuntimeError as error:  # there is no room for threads, or this worker is closing
+            for w in came:
+                _fail(w, error)
+            return
+        for w in refused:
+            _fail(w, self._lost or self._too_many())
+        if not self._is_looking:  # those that came in the same round go together
+            self._is_looking = True
+            self._loop.call_soon(self._look)
+
+    def _add(self, came: list[_Waiting]) -> list[_Waiting]:
+        """Has requests wait; returns those that may not any more. RuntimeError: the batcher was closed."""
+        with self._lock:
+            if self._is_closed:
+                raise _closing()
+            if self._lost is not None:
+                return came
+            self._waiting.extend(came)
+            return [self._waiting.popleft() for _ in range(len(self._waiting) - self._max_waiting)]
+
+    def _too_many(self) -> ApiError:
+        return overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)")
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        self._wake()
+        self._threads.join()
+        for w in self._waiting:
+            _fail(w, _closing())
+
+    async def finish(self) -> None:
+        """Begins no other batch, and waits for those under way."""
+        self._is_ending = True
+        while self._under_way:
+            await asyncio.sleep(_FINISH_S)
+
+    def count_cache(self, wait: bool = False) -> None:
+        """Brings the counters of the device's cache up to date, as of some batches ago. wait: as of now, where no batch runs."""
+        if self._backend.cache is not None:
+            self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._under_way))
+
+    def end_if_lost(self) -> bool:
+        if self._lost is None and self._backend.is_lost():
+            logger.critical("%s is lost to this process, which ends; the supervisor replaces it", self._backend.description)
+            with self._lock:
+                self._lost = DeviceLost()
+                waiting = list(self._waiting)
+                self._waiting.clear()
+            for w in waiting:
+                _fail(w, self._lost)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self._lost is not None
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self._wake()
+
+    def _wake(self) -> None:
+        """Has the first thread look for what it may begin, if it waits; on any thread."""
+        with self._lock:
+            was_idle, self._is_idle = self._is_idle, False
+        if was_idle:
+            self._woken.put(None)
+
+    # ---- on the first thread ----
+
+    def _next(self) -> _Batch | None:
+        """The next batch, once there is one and fewer than `_UNDER_WAY` are under way; None: the batcher was closed."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return None
+                if not self._is_idle and self._may_begin() and (taken := self._take()):
+                    self._under_way.append(batch := _Batch(taken, self._batches % _TIMED_EVERY == 0))
+                    break
+                self._is_idle = True
+            self._woken.get()
+            with self._lock:
+                self._is_idle = False
+        self._batches += 1
+        return batch
+
+    def _may_begin(self) -> bool:
+        return not self._is_ending and self._lost is None and len(self._under_way) < _UNDER_WAY
+
+    def _take(self) -> list[_Waiting]:
+        self._refuse_late()
+        taken: list[_Waiting] = []
+        size, late_since = 0, time.perf_counter() - NEWEST_FIRST_AFTER_S
+        while self._waiting and len(taken) < self._max_batch:
+            end = -1 if self._waiting[0].since < late_since else 0
+            w = self._waiting[end]
+            if w.future.done():  # its client left
+                del self._waiting[end]
+                continue
+            size += w.request.staged_bytes
+            if taken and size > _BATCH_BYTES:
+                break
+            del self._waiting[end]
+            taken.append(w)
+        return taken
+
+    def _refuse_late(self) -> None:
+        while self._waiting and time.perf_counter() - self._waiting[0].since > self._max_wait_s:
+            error = overloaded(f"the request waited {self._max_wait_s:g} s for the GPU (max_wait_s)")
+            self._on_loop(_fail, self._waiting.popleft(), error)
+
+    def _tell_late(self, scorer: Scorer) -> None:
+        """What a thread calls where a scorer takes too long."""
+        self._on_loop(self._give_up, scorer)
+
+    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None, "a request came"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _begin(self, batch: _Batch) -> Any:
+        """Sends all requests of a batch to the device, and has it score those that it can."""
+        if scored := {n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)}:
+            batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
+        began = time.perf_counter()
+        started = self._backend.batches.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
+        self._metrics.waited([began - w.since for w in batch.taken])
+        return started
+
+    # ---- on the second thread ----
+
+    def _finish(self, batch: _Batch, started: Any) -> "tuple[list[Answer | Exception], Times | None]":
+        """Waits for a batch, and scores on the CPU what is scored there."""
+        found, times = self._backend.batches.wait(started)
+        answers: list[Answer | Exception] = []
+        places: list[int] = []
+        to_score: list[ToScore] = []
+        for n, (w, result) in enumerate(zip(batch.taken, found, strict=True)):
+            if isinstance(result, BadIds):
+                answers.append(w.request.refusal(result))
+                continue
+            answer = Answer(*result)
+            if batch.scores is not None and batch.scores.has(n):
+                answers.append(batch.scores.write(n, answer.buffer) or answer)
+                continue
+            if w.request.scoring is not None:
+                places.append(len(answers))
+                to_score.append(ToScore(w.request.scoring, w.inputs, answer.buffer))
+            answers.append(answer)
+        if to_score:
+            for place, refused in zip(places, self._scores.run(to_score, self._tell_late), strict=True):
+                if refused is not None:
+                    answers[place] = refused
+        return answers, times
+
+    def _end(self, batch: _Batch, found: "tuple[list[Answer | Exception], Times | None] | Exception") -> None:
+        """Passes a batch's results on. The next one begins before that where the device has nothing to do."""
+        if isinstance(found, Exception):
+            self._on_loop(self._failed, batch, found)
+            return
+        results, times = found
+        is_idle = len(self._under_way) == 1
+        if is_idle:
+            self._leave(batch)
+        try:
+            self._tell([(w.future, result) for w, result in zip(batch.taken, results, strict=True)])
+        except Exception:  # whatever it is, later batches need this thread
+            logger.exception("answers of a batch of %d requests could not be passed on", len(results))
+        if not is_idle:
+            self._leave(batch)
+        self._metrics.answered(len(results), times)
+        if batch.timed:
+            self._on_loop(self.count_cache)
+
+    def _leave(self, batch: _Batch) -> None:
+        """A batch is not under way any more."""
+        with self._lock:
+            self._under_way.remove(batch)
+        self._wake()
+
+    def _tell_on_loop(self, told: Told) -> None:
+        self._on_loop(_tell_all, told)
+
+    # ---- on the event loop ----
+
+    def _failed(self, batch: _Batch, error: Exception) -> None:
+        """A batch gave no results. Where the device is lost, no other one begins."""
+        taken = batch.taken
+        if not isinstance(error, ApiError):
+            logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error)
+        for w in taken:
+            _fail(w, error)
+        if isinstance(error, RuntimeError):
+            self.end_if_lost()
+        self._leave(batch)
+
+    def _give_up(self, scorer: Scorer) -> None:
+        """Where a scorer takes too long this worker answers no request any more, and ends."""
+        with self._lock:
+            self._lost = timed_out(scorer)
+            left = (*(w for batch in self._under_way for w in batch.taken), *self._waiting)
+            self._waiting.clear()
+        for w in left:
+            _fail(w, self._lost)
+
+
+def _tell_all(told: Told) -> None:
+    for future, result in told:
+        if future.done():
+            continue
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def _closing() -> RuntimeError:
+    return RuntimeError("no batch runs any more: this worker is closing")
+
+
+def _fail(w: _Waiting, error: BaseException) -> None:
+    if not w.future.done():
+        w.future.set_exception(error)

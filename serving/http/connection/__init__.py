@@ -1,0 +1,1 @@
+"""A connection: its parser, its limits and refusals, the hand-over of its requests."""

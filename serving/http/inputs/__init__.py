@@ -1,0 +1,1 @@
+"""Inputs of requests of both protocols: tensors, JSON lists, jagged pairs."""

@@ -1,0 +1,1 @@
+"""JSON requests, /v1."""

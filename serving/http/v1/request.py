@@ -1,0 +1,280 @@
+"""A request of /v1: from its JSON to a laid-out `Request`, and from its vectors to JSON.
+
+Real requests have hundreds of features and thousands of ids. Where all features came in one form, as bags of ids or as values
+with lengths, they are flattened, checked and laid out together, without a step of Python for each of them. Where they did not,
+found masks are wanted, or something is wrong, each feature is taken by itself, which takes longer and says what is wrong.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tableside.loader.versions.states import State
+from tableside.quant import Place
+from tableside.serving.errors import bad_request, short
+from tableside.serving.http.asgi import json_object
+from tableside.serving.http.inputs.json_lists import (
+    Counts,
+    FeatureLists,
+    are_all,
+    bags_of,
+    from_list,
+    jagged_of,
+    starts_of,
+)
+from tableside.serving.http.inputs.large_json import text_of
+from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, feature_inputs
+from tableside.serving.model.places import Buffer, DenseInput, Output, masked_feature
+from tableside.serving.model.request import FeatureInput, Request
+from tableside.serving.model.version import Planners, ServedVersion
+
+_NAMES = 64  # orders of features that are remembered of each version
+_PLACE = np.dtype([(name, np.int64) for name in Place._fields])
+
+
+@dataclass(frozen=True)
+class Body:
+    """The JSON object of a request. has_booleans: `true` or `false` stands somewhere in its text."""
+
+    fields: dict[str, Any]
+    has_booleans: bool
+
+
+@dataclass(frozen=True)
+class JsonRequest:
+    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of `request.outputs`).
+
+    bags: lengths of each bag of the features whose ids came as bags, where found masks are wanted.
+    """
+
+    request: Request
+    inputs: bytes
+    vectors: "_Vectors | None" = None
+    bags: "Mapping[str, NDArray[np.int32]]" = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Names:
+    """Features that requests name in one order, and what their lookups need: arrays of one value a feature."""
+
+    features: tuple[str, ...]
+    planners: Planners
+    is_pooled: NDArray[np.bool_]
+    vector_bytes: Counts
+    row_bytes: Counts
+    dims: tuple[int, ...]
+    halves: tuple[bool, ...]
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether the vectors of all have one width and one type."""
+        return len(set(self.dims)) == len(set(self.halves)) == 1
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """Where the vectors of features lie in an output buffer. counts: of each feature."""
+
+    names: _Names
+    out_at: Counts
+    counts: Counts
+
+    def read(self, buffer: Buffer) -> dict[str, NDArray[np.float32]]:
+        """The vectors of each feature, fp32 [bags or ids, dim]."""
+        names, counts = self.names, self.counts
+        if names.are_alike and (counts == counts[0]).all():
+            dtype = np.float16 if names.halves[0] else np.float32
+            size = int(names.vector_bytes @ counts)
+            found = buffer[:size].view(dtype).reshape(len(counts), int(counts[0]), names.dims[0])
+            return dict(zip(names.features, found.astype(np.float32, copy=False), strict=True))
+        rows = zip(names.features, self.out_at.tolist(), counts.tolist(), names.dims, names.halves, strict=True)
+        return {
+            feature: np.ndarray((count, dim), np.float16 if half else np.float32, buffer, at).astype(np.float32, copy=False)
+            for feature, at, count, dim, half in rows
+        }
+
+
+def parse(text: bytes, more: tuple[str, ...]) -> Body:
+    """The JSON of a request. more: fields that it may have beside the usual. ApiError: it is no such JSON."""
+    fields = json_object(text)
+    known = ("model", "version", "features", *more)
+    if unknown := sorted(set(fields) - set(known)):
+        raise bad_request(f"field {short(unknown[0])} is unknown; expected {', '.join(known)}")
+    for needed in ("model", "features"):
+        if needed not in fields:
+            raise bad_request(f"field {needed!r} is missing")
+    if fields.get("version") is not None and type(fields["version"]) is not int:
+        raise bad_request(f"version is {short(fields['version'])}; expected a number from 1")
+    if type(fields.get("found", False)) is not bool:
+        raise bad_request(f"found is {short(fields['found'])}; expected true or false")
+    return Body(fields, b"true" in text or b"false" in text)
+
+
+def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
+    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these.
+
+    state: that answered.
+    """
+    request = laid_out.request
+    found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
+    if request.scoring is not None:
+        found["scores"] = request.scoring.output.view(buffer)
+    elif laid_out.vectors is not None:
+        found["vectors"] = {feature: text_of(vectors) for feature, vectors in laid_out.vectors.read(buffer).items()}
+    else:
+        found["vectors"] = {o.feature: text_of(_as_fp32(o, buffer)) for o in request.outputs if not o.is_mask}
+    if masks := [o for o in request.outputs if o.is_mask]:
+        found["found"] = _found(masks, laid_out.bags, buffer)
+    return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _as_fp32(output: Output, buffer: Buffer) -> NDArray[Any]:
+    return output.view(buffer).astype(np.float32, copy=False)
+
+
+def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffer: Buffer) -> dict[str, Any]:
+    """Feature -> which ids its table has, in the shape in which the ids came: a list for each bag, or one of all."""
+    found: dict[str, Any] = {}
+    for mask in masks:
+        feature = masked_feature(mask.feature) or ""
+        flat = mask.view(buffer).tolist()
+        starts = starts_of(bags[feature]).tolist() if feature in bags else None
+        found[feature] = flat if starts is None else [flat[a:b] for a, b in itertools.pairwise(starts)]
+    return found
+
+
+class Layouts:
+    """Lays requests out. It remembers what the features of each version need, as long as the version is served."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[ServedVersion, dict[tuple[str, ...], _Names]] = WeakKeyDictionary()
+
+    def lay_out(self, served: ServedVersion, body: Body, score: bool) -> JsonRequest:
+        """The request for a version. ApiError: something of it is wrong."""
+        features, dense = body.fields["features"], body.fields.get("dense", {})
+        if not isinstance(features, dict) or not features:
+            raise bad_request("features: expected an object of feature to ids, with at least one feature")
+        wants_found = body.fields.get("found", False)
+        lists = None if body.has_booleans or wants_found else bags_of(features) or jagged_of(features)
+        names = None if lists is None else self._names(served, tuple(features))
+        if lists is None or names is None or not (lists.are_sums or names.is_pooled.all()):
+            return _one_by_one(served, features, dense, score, wants_found)
+        places, counts = _places(lists, names)
+        inputs = lists.ids + lists.lengths + lists.weights
+        if score:
+            given, parts = _dense_inputs(served, dense, len(inputs))
+            return JsonRequest(
+                served.lay_out(_feature_inputs(names, places), given, True, scores_alone=True), b"".join([inputs, *parts])
+            )
+        out_bytes = int(names.vector_bytes @ counts)
+        if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
+            return _one_by_one(served, features, dense, score)
+        ids = int(lists.id_counts.sum())
+        lookups = names.planners.plan(places.view(np.int64).reshape(len(places), -1), out_bytes, ids)
+        sizes = ids, int(counts.sum()), int(names.row_bytes @ lists.id_counts), out_bytes
+        request = Request(served.header.model, served.version, lookups, sizes)
+        return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
+
+    def _names(self, served: ServedVersion, features: tuple[str, ...]) -> _Names | None:
+        """What features of these names need; None: the version lacks one."""
+        of_version = self._known.setdefault(served, {})
+        if (known := of_version.get(features)) is None:
+            if not served.features.keys() >= set(features):
+                return None
+            bound = [served.features[f] for f in features]
+            known = _Names(
+                features,
+                served.planners(features),
+                np.array([b.is_pooled for b in bound]),
+                np.array([b.vector_bytes for b in bound], np.int64),
+                np.array([b.table.row_bytes for b in bound], np.int64),
+                tuple(b.table.dim for b in bound),
+                tuple(b.half for b in bound),
+            )
+            if len(of_version) >= _NAMES:
+                of_version.clear()
+            of_version[features] = known
+        return known
+
+
+def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
+    """The places of features' ids, lengths and weights in `ids + lengths + weights` and of their vectors; how many vectors."""
+    counts = np.where(names.is_pooled, lists.bag_counts, lists.id_counts)
+    id_starts = starts_of(lists.id_counts)[:-1]
+    places = np.zeros(len(counts), _PLACE)
+    places["ids_at"] = 8 * id_starts
+    places["ids"] = lists.id_counts
+    places["lengths_at"] = len(lists.ids) + 4 * starts_of(lists.bag_counts)[:-1]
+    places["bags"] = lists.bag_counts
+    places["weights_at"] = len(lists.ids) + len(lists.lengths) + 4 * id_starts if lists.weights else -1
+    places["out_at"] = starts_of(counts * names.vector_bytes)[:-1]
+    places["found_at"] = -1
+    return places, counts
+
+
+def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
+    """The same places for a request that has more than vectors."""
+    columns = (places[part].tolist() for part in ("ids_at", "ids", "bags", "bag_length", "lengths_at"))
+    weights_at = [None if at < 0 else at for at in places["weights_at"].tolist()]
+    return list(map(FeatureInput, names.features, *columns, weights_at))
+
+
+def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, score: bool, found: bool = False) -> JsonRequest:
+    """The request of features in any form, with found masks where these are wanted. ApiError: something of it is wrong."""
+    tensors, parts, at = [], [], 0
+    bags: dict[str, NDArray[np.int32]] = {}
+    for feature, value in features.items():
+        served.feature(feature)
+        for part, array in _arrays(feature, value):
+            tensors.append(Tensor(f"{feature}.{part}", DATATYPES[part], (array.size,), at))
+            parts.append(array.tobytes())
+            at += array.nbytes
+            if part == "lengths" and isinstance(value, list):
+                bags[feature] = array
+    given, dense_parts = _dense_inputs(served, dense, at)
+    request = served.lay_out(feature_inputs(tensors), given, score, found=features if found else (), scores_alone=score)
+    return JsonRequest(request, b"".join([*parts, *dense_parts]), bags=bags if found else {})
+
+
+def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
+    """The values, lengths and weights of a feature, from its JSON. ApiError: it is something else."""
+    if isinstance(value, list):
+        if not are_all(list, value):
+            raise bad_request(f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths")
+        lengths = np.fromiter(map(len, value), np.int32, len(value))
+        return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
+    if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
+        raise bad_request(f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights")
+    parts = [part for part in ("values", "lengths", "weights") if value.get(part) is not None]
+    for part in parts:
+        if isinstance(value[part], list) and any(isinstance(x, list) for x in value[part][:1]):
+            raise bad_request(f"{short(f'{feature}.{part}')}: expected a list of numbers, not of lists")
+    return [(part, from_list(f"{feature}.{part}", DATATYPES[part], value[part])) for part in parts]
+
+
+def _dense_inputs(served: ServedVersion, raw: Any, at: int) -> tuple[list[DenseInput], list[bytes]]:
+    """The dense tensors of a request, and their values, which lie from byte `at` on."""
+    given, parts = [], []
+    for name, array in _dense(served, raw):
+        given.append(DenseInput(name, at, *array.shape))
+        parts.append(array.tobytes())
+        at += array.nbytes
+    return given, parts
+
+
+def _dense(served: ServedVersion, raw: Any) -> Iterator[tuple[str, NDArray[Any]]]:
+    widths = {} if served.scorer is None else served.scorer.dense
+    if not isinstance(raw, dict):
+        raise bad_request("dense: expected an object of dense tensor to rows")
+    for name, rows in raw.items():
+        if name not in widths:
+            raise bad_request(f"dense tensor {short(name)} is unknown; the scorer has: {', '.join(widths) or 'none'}")
+        if not isinstance(rows, list) or not are_all(list, rows) or not set(map(len, rows)) <= {widths[name]}:
+            raise bad_request(f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each")
+        yield name, from_list(name, "FP32", rows).reshape(len(rows), widths[name])

@@ -1,0 +1,107 @@
+"""Where the tensors of a header lie that names regions of shared memory, by the numbers of the header.
+
+A template (`serving.http.v2.templates`) has one `RegionParts` for its inputs and one for its outputs. Tensors that follow each other
+in a region and in the buffer are copied in one piece. The loops here are written for speed, as a request has dozens of tensors.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tableside.serving.http.v2 import shm
+from tableside.serving.shm import regions
+from tableside.serving.shm.regions import Regions, Slice
+
+_BODY, _NONE = -1, -1
+
+
+class Gathered(NamedTuple):
+    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and all inputs behind it."""
+
+    body: memoryview
+    header_bytes: int
+
+
+class RegionParts:
+    """Of each tensor of one side of a header: its region, if it has one, and which numbers say its offset and its size."""
+
+    def __init__(self, parameters: Iterable[dict[str, Any]]) -> None:
+        """parameters: of each tensor, with the place of a number among the header's numbers where the number was."""
+        given = list(parameters)
+        self.names = tuple(dict.fromkeys(p[shm.REGION] for p in given if shm.REGION in p))
+        self.in_body = [shm.REGION not in p for p in given]
+        self._parts = [
+            (
+                self.names.index(p[shm.REGION]) if shm.REGION in p else _BODY,
+                p.get(shm.OFFSET, _NONE),
+                p[shm.SIZE] if shm.REGION in p else p.get("binary_data_size", _NONE),
+            )
+            for p in given
+        ]
+
+    def gather(self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions) -> Gathered | None:
+        """Copies inputs behind the header. The header gets spaces at its end, so that ids begin at a multiple of 8.
+
+        None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a region is gone, or was
+        truncated.
+        """
+        if any(map(known.is_on_device, self.names)):
+            return None
+        found = [known.find(name) for name in self.names]
+        limits = [*(region.entry.byte_size for region in found), binary.nbytes]
+        header_bytes = -(-header.nbytes // 8) * 8
+        at, body_at = header_bytes, 0
+        runs: list[tuple[int, int, int, int]] = []  # source, offset, size, and where in the buffer
+        last, begin, begin_at, end = _BODY - 1, 0, at, 0
+        for source, offset_hole, size_hole in self._parts:
+            size = numbers[size_hole]
+            if source == _BODY:
+                offset = body_at
+                body_at += size
+            else:
+                offset = 0 if offset_hole < 0 else numbers[offset_hole]
+            if offset + size > limits[source]:
+                return None
+            if source != last or offset != end:
+                runs.append((last, begin, at - begin_at, begin_at))
+                last, begin, begin_at = source, offset, at
+            end = offset + size
+            at += size
+        runs.append((last, begin, at - begin_at, begin_at))
+        region_bytes = at - header_bytes - body_at
+        if region_bytes > shm.INLINE_BYTES or body_at != binary.nbytes:
+            return None
+        body = np.empty(at, np.uint8).data
+        body[:header_bytes] = bytes(header).ljust(header_bytes)
+        for source, offset, size, place in runs:
+            if source == _BODY:
+                body[place : place + size] = binary[offset : offset + size]
+            elif size:
+                found[source].read(offset, body[place : place + size])
+        return Gathered(body, header_bytes)
+
+    def into(self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions) -> tuple[Slice, ...] | None:
+        """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of `gather`.
+
+        None: the slow path says what is wrong.
+        """
+        if any(map(known.is_on_device, self.names)):
+            return None
+        found = [known.find(name) for name in self.names]
+        limits = [region.entry.byte_size for region in found]
+        runs: list[tuple[int, int, int, int]] = []
+        last, begin, begin_at, end, end_at = _BODY, 0, 0, 0, 0
+        for (source, offset_hole, size_hole), (start, stop) in zip(self._parts, ends, strict=True):
+            if source == _BODY:
+                continue
+            offset, most = 0 if offset_hole < 0 else numbers[offset_hole], numbers[size_hole]
+            if stop - start > most or offset + most > limits[source]:
+                return None
+            if source != last or offset != end or start != end_at:
+                runs.append((last, begin, end - begin, begin_at))
+                last, begin, begin_at = source, offset, start
+            end, end_at = offset + stop - start, stop
+        runs.append((last, begin, end - begin, begin_at))
+        slices = tuple(Slice(found[source], offset, size, place) for source, offset, size, place in runs if size)
+        return None if len(slices) > 1 and regions.overlap(slices) else slices

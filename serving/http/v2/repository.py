@@ -1,0 +1,92 @@
+"""The model repository extension: which models there are, and which are loaded and unloaded while the server runs.
+
+    POST /v2/repository/index                       {"ready": true} leaves out what is not served
+    POST /v2/repository/models/{m}/load|unload      an operator's: need `Authorization: Bearer TOKEN`
+
+To load a model is to attach its live published version in every worker, to unload it is to let it go. Nothing is read from a
+request but the model's name: Triton's parameters that bring a configuration or files with them are refused.
+(github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md)
+"""
+
+import hmac
+from typing import Any
+
+from tableside.loader.errors import LoaderError
+from tableside.loader.versions.versions import models
+from tableside.serving.errors import ApiError, Kind, bad_request, short
+from tableside.serving.service.service import Service
+
+UNLOAD_DEPENDENTS = "unload_dependents"
+
+
+async def change(service: Service, action: str, model: str, asked: dict[str, Any], authorization: bytes | None) -> None:
+    """Loads or unloads a model. ApiError: the caller may not, or the model cannot be loaded."""
+    check_operator(service, authorization, f"{action} models")
+    _check_parameters(asked, action)
+    await (service.load_model(model) if action == "load" else service.unload_model(model))
+
+
+def is_operator(service: Service, authorization: bytes | None) -> bool:
+    """Whether a request brings the server's admin token."""
+    scheme, _, given = (authorization or b"").partition(b" ")
+    token = service.admin_token
+    return token is not None and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
+
+
+def check_operator(service: Service, authorization: bytes | None, what: str) -> None:
+    """ApiError: 403 where nobody may do this here, 401 where the request does not bring the token."""
+    if service.admin_token is None:
+        raise ApiError(
+            403,
+            Kind.DENIED,
+            f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE, or with "
+            "TABLESIDE_ADMIN_TOKEN in its environment",
+        )
+    if not is_operator(service, authorization):
+        raise ApiError(
+            401,
+            Kind.DENIED,
+            f"only an operator may {what}: the request's Authorization is not 'Bearer ' and this server's admin token",
+            headers=((b"www-authenticate", b"Bearer"),),
+        )
+
+
+def _check_parameters(asked: dict[str, Any], action: str) -> None:
+    parameters = asked.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise bad_request(f"parameters are {short(parameters)}; expected an object")
+    if unknown := [name for name in parameters if action == "load" or name != UNLOAD_DEPENDENTS]:
+        raise bad_request(
+            f"{action} takes no parameter {short(unknown[0])}; a model is loaded as `tableside load` published it, so publish "
+            "another version instead"
+        )
+
+
+def index(service: Service, asked: dict[str, Any], authorization: bytes | None) -> list[dict[str, str]]:
+    """The models that are served; for an operator the other published ones too, unless {"ready": true} leaves them out."""
+    is_ready = asked.get("ready", False)
+    if not isinstance(is_ready, bool):
+        raise bad_request(f"ready is {short(is_ready)}; expected true or false")
+    found = []
+    for name, engine in service.engines.items():
+        state = "READY" if service.ready and engine.is_usable else "UNAVAILABLE"
+        if state == "READY" or not is_ready:
+            found.append({"name": name, "version": str(engine.attached().version), "state": state})
+    if not is_ready and is_operator(service, authorization):
+        found += [_unloaded(model.name, model.versions()) for model in _published(service) if model.name not in service.engines]
+    return found
+
+
+def _published(service: Service) -> list[Any]:
+    try:
+        return [m for m in models(service.settings.root, service.settings.owner) if m.versions()]
+    except (LoaderError, OSError) as error:
+        raise ApiError(
+            500,
+            Kind.INTERNAL,
+            "the folder of published models cannot be read; the server's log has the reason",
+        ) from error
+
+
+def _unloaded(name: str, versions: list[int]) -> dict[str, str]:
+    return {"name": name, "version": str(versions[-1]), "state": "UNAVAILABLE", "reason": "unloaded"}

@@ -1,0 +1,1 @@
+"""What /metrics shows: counters, their files, gauges of the processes."""

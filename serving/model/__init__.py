@@ -1,0 +1,1 @@
+"""A served version of a model: placement, requests laid out, scorers."""

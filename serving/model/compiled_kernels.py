@@ -1,0 +1,183 @@
+"""Kernels compiled before they are needed, once for a machine: one process compiles, the others wait until it is done.
+
+What is compiled lies in Triton's cache on disk. Its folder `tableside` has a lock (`flock`, which the kernel drops with a killed
+process), and an empty file for each set of kernels that is complete. Its name is a digest of all that the set depends on: the
+kernels and their sources, the architecture, Triton, and whether the code that launches them could be compiled too. So a set that
+is there costs a look at one file.
+
+This saves time and keeps nothing right: what is not compiled ahead is compiled when it is launched first. Imports neither torch
+nor Triton.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tableside import quant
+from tableside.loader.segment.segment import Segment
+from tableside.quant import Pooling, QuantError
+from tableside.quant.contract import INTERPRETER
+from tableside.quant.device.architecture import architectures
+from tableside.quant.gpu.ahead import CompiledKernel, compile_all, has_driver
+from tableside.quant.gpu.kernels.wanted import KernelKey, WantedKernels
+from tableside.quant.installed import version_of
+from tableside.serving.settings import ServerSettings
+
+logger = logging.getLogger("tableside")
+
+_WAIT_S = 300.0  # for another process that compiles
+_LOOK_S = 0.05
+_DIRECT = ("hbm", "zero_copy")  # placements whose rows lie in one place
+_TELLS = 4  # lines in the log about one set
+Progress = Callable[[int, int], None]
+
+
+def triton_cache() -> Path:
+    """The folder of Triton's cache on disk."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
+
+
+def kernels_wanted(
+    segment: Segment, placement: str, *, is_lfu: bool = True, gathers: tuple[bool, ...] = (False, True), tensors: bool = False
+) -> WantedKernels:
+    """What a version's tables launch where they are placed so; auto: wherever they may come to lie.
+
+    is_lfu: the cache's policy. gathers: whether the CPU gathers what the cache misses; both: the host's cores say. tensors: what
+    PyTorch modules launch, too.
+    """
+    features = segment.header.features
+    poolings = {Pooling.parse(f.pooling) for f in features}
+    is_cached = placement in ("auto", "cached")
+    return WantedKernels(
+        KernelKey.of(*segment.tables.values()),
+        pooled=poolings != {Pooling.NONE},
+        unpooled=Pooling.NONE in poolings,
+        has_maps=any(t.row_map is not None for t in segment.tables.values()),
+        is_indirect=(placement not in _DIRECT,) if placement in (*_DIRECT, "cached") else (False, True),
+        cached_row_bytes=tuple(sorted({t.row_bytes for t in segment.tables.values()})) if is_cached else (),
+        gathers=gathers if is_cached else (),
+        is_lfu=is_lfu,
+        is_followed=segment.header.scorer is not None,
+        tensor_features=len(features) if tensors else 0,
+    )
+
+
+def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKernels:
+    """What an engine process of these settings launches for a version."""
+    threads = settings.gather_threads
+    return kernels_wanted(
+        segment,
+        settings.placement,
+        is_lfu=settings.cache_policy == "lfu",
+        gathers=(False, True) if threads is None else (threads > 0,),
+    )
+
+
+def are_compiled(settings: ServerSettings) -> bool:
+    """Whether engine processes of these settings launch kernels that are compiled: not where all is interpreted, or the CPU's."""
+    return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != "host"
+
+
+def compile_once(
+    wanted: WantedKernels, arch: int, jobs: int | None = None, progress: Progress | None = None
+) -> list[CompiledKernel] | None:
+    """Compiles a set of kernels, `jobs` at a time (None: one a core), unless it is there; None: it was.
+
+    Where another process compiles, this one waits for it. QuantError: a kernel cannot be compiled, or the architecture is
+    unknown. OSError: nothing may be written to Triton's cache.
+    """
+    done = triton_cache() / "tableside" / _digest(wanted, arch)
+    if done.exists():
+        return None
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(done.parent / "lock", arch):
+        if done.exists():
+            return None
+        compiled = compile_all(wanted, arch, jobs or len(os.sched_getaffinity(0)), progress)
+        done.touch()
+    return compiled
+
+
+def compile_ahead(wanted: WantedKernels, arch: int) -> None:
+    """As `compile_once`, told in the log. What cannot be compiled ahead is left to the first launch, which says why."""
+    started = time.monotonic()
+    told = 0
+
+    def tell(done: int, of: int) -> None:
+        nonlocal told
+        if done * _TELLS // of > told:
+            told = done * _TELLS // of
+            logger.info("kernels for sm_%d: %d of %d are compiled", arch, done, of)
+
+    try:
+        compiled = compile_once(wanted, arch, progress=tell)
+    except (QuantError, OSError) as error:
+        logger.warning("kernels are compiled when they are first launched, as they cannot be before: %s", error)
+        return
+    if compiled is not None:
+        logger.info("kernels for sm_%d: %d in %.1f s, in %s", arch, len(compiled), time.monotonic() - started, triton_cache())
+
+
+def begin_to_compile(settings: ServerSettings, segments: Sequence[Segment]) -> threading.Thread | None:
+    """Compiles what engine processes of these settings will launch, on a thread, while they start; None: there is nothing.
+
+    Engine processes wait for it where they are sooner. It ends with this process.
+    """
+    if not are_compiled(settings):
+        return None
+    wanted = [kernels_of_server(settings, segment) for segment in segments]
+
+    def run() -> None:
+        for arch in sorted(set(architectures([int(device) for device in settings.devices]))):
+            for one in wanted:
+                compile_ahead(one, arch)
+
+    thread = threading.Thread(target=run, name="tableside-kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+def _digest(wanted: WantedKernels, arch: int) -> str:
+    room = Path(quant.__file__).parent
+    parts = [repr(wanted), str(arch), str(version_of("triton")), sys.implementation.cache_tag, str(has_driver())]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for folder in ("gpu", "cache", "device"):
+        for file in sorted((room / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone(lock: Path, arch: int) -> Iterator[None]:
+    """No other process compiles meanwhile. Who waits for longer than `_WAIT_S` seconds goes on beside it, and says so."""
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline, waits = time.monotonic() + _WAIT_S, False
+        while not _is_locked(fd):
+            if not waits:
+                logger.info("another process compiles kernels; this one waits for them (sm_%d)", arch)
+                waits = True
+            if time.monotonic() > deadline:
+                logger.warning("%s is locked for more than %g s; kernels are compiled beside that process", lock, _WAIT_S)
+                break
+            time.sleep(_LOOK_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,296 @@
+"""Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with the CPU."""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
+from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
+from tableside.quant.contract import INTERPRETER
+from tableside.serving.errors import ServingError
+from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
+from tableside.serving.model.hbm_plan import (
+    Placement,
+    largest_share,
+    map_bytes,
+    plan_indexes,
+    plan_placements,
+    split_bytes,
+    without_deltas,
+)
+from tableside.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from tableside.quant.cache.cache import Cache
+    from tableside.quant.cache.settings import CacheSettings
+    from tableside.quant.gpu.backend import GpuBackend
+    from tableside.quant.gpu.residence.layers import DeviceLayer
+    from tableside.quant.gpu.residence.residence import InHost
+    from tableside.quant.gpu.residence.tables import DeviceTable
+
+logger = logging.getLogger("tableside")
+
+_WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
+_MOST_GATHERERS = 8  # more gain little, and take cores from other work
+_GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
+_DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
+
+
+class Placements:
+    """A version's tables where a worker looks them up. Their HBM is given back with this object.
+
+    placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker has none.
+    hbm_bytes: HBM that they take beside the cache. base: those of the version without deltas, whose memory they share.
+    """
+
+    def __init__(
+        self,
+        placements: Mapping[str, Placement],
+        *,
+        on_host: Mapping[str, Table] | None = None,
+        on_gpu: "Mapping[str, DeviceTable] | None" = None,
+        hbm_bytes: int = 0,
+        base: "Placements | None" = None,
+    ) -> None:
+        self.placements, self.hbm_bytes = placements, hbm_bytes
+        self._base = base
+        self.handovers: list[Callable[[], None]] = []  # what `take_over` calls
+        self.on_gpu = on_gpu or {}
+        self.tables: Mapping[str, RowSource] = {**(on_host or {}), **self.on_gpu}
+
+    @property
+    def base(self) -> "Placements":
+        return self if self._base is None else self._base
+
+    def take_over(self) -> None:
+        """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To be called when this
+        version is about to take the other one's requests: that one fetches these rows again."""
+        base = self.base
+        handovers, base.handovers = base.handovers, []  # they hold the replaced version
+        for handover in handovers:
+            handover()
+
+
+class Placer:
+    """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays with the CPU.
+
+    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache
+    brings before they are looked up (`GpuBackend.begin`).
+    """
+
+    def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0) -> None:
+        self.gpu: GpuBackend | None = None
+        self._stashable, self._ahead = stashable, ahead
+        self._settings, self.cpu = settings, cpu
+        self._budget = self._held = 0
+        self._lock = threading.Lock()
+        self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakSet[DeviceLayer] = weakref.WeakSet()  # that `_held` has
+
+    def open(self) -> None:
+        """Takes the device that the settings name. MissingBackend: it is not here."""
+        if not self._settings.devices:
+            return
+        (device,) = self._settings.devices  # the supervisor gave each worker one
+        name = device if device == INTERPRETER else f"cuda:{device}"
+        try:
+            from tableside.quant.gpu.backend import GpuBackend
+
+            self.gpu = GpuBackend(name, self.cpu, threads=self._settings.threads)
+        except MissingBackend as error:
+            raise MissingBackend(f"{error}; or serve without --devices") from error
+        default = int(self.gpu.device.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
+        self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
+
+    @property
+    def torch_device(self) -> str:
+        """Where scorers run."""
+        return "cpu" if self.gpu is None else str(self.gpu.device)
+
+    @property
+    def cache(self) -> "Cache | None":
+        """The worker's cache, once a table needed one."""
+        return None if self.gpu is None else self.gpu.cache
+
+    def place(self, segment: Segment, replaced: Placements | None = None) -> Placements:
+        """A segment's tables where this worker looks them up, within what other models and versions leave of the budget.
+
+        replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be kept for the tables
+        of the same names (`Placements.take_over`); hot rows that changed are fetched anew.
+
+        A state of a version that is placed here, in the same segment, shares all that the version takes but new deltas.
+
+        RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
+        """
+        if (gpu := self.gpu) is None:
+            return Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
+        known = self._bases.get(segment.base)
+        if (base := None if known is None else known()) is None:
+            base = self._place_version(gpu, segment.base, replaced)
+            self._bases[segment.base] = weakref.ref(base)
+            if replaced is not None:
+                self._warm(base, replaced.base)
+        return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
+
+    def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None) -> Placements:
+        from tableside.serving.model.placed_deltas import going_bytes, with_deltas
+
+        with self._lock:
+            going = 0 if replaced is None else going_bytes(replaced.on_gpu, segment)
+            if replaced is not None and replaced.base is not base:
+                going += replaced.base.hbm_bytes
+            tables = with_deltas(gpu, segment, base.on_gpu, max(0, self._budget - self._held + going))
+            layers = {layer for table in tables.values() for layer in table.layers}
+            for layer in layers - set(self._layers):
+                self._layers.add(layer)
+                self._held += layer.bytes
+                weakref.finalize(layer, self._release, layer.bytes)
+        taken = sum(layer.bytes for layer in layers)
+        return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
+
+    def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
+        gpu.device.trim()
+        with self._lock:  # one version after another: each sees what those before it took
+            left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
+            placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
+            in_host, indexes = plan_indexes(segment.header.tables, placements, left, self.cache is not None, replaced is not None)
+            split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
+            share = largest_share(split, without_deltas(left) - indexes)
+            hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
+            try:
+                if self.cache is None:  # it is opened with room for these tables' maps
+                    self._open_cache(gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH)
+                else:
+                    hbm_bytes += map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
+                tables = self._tables(gpu, segment, placements, share, in_host)
+                placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
+            except QuantError as error:
+                raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
+            self._held += hbm_bytes
+        weakref.finalize(placed, self._release, hbm_bytes)
+        return placed
+
+    def compile(self, segment: Segment) -> None:
+        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
+        if self.gpu is not None:
+            if are_compiled(self._settings):
+                compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
+            self.gpu.launcher.warm_up_overlays()  # for the first delta, which comes while requests run
+
+    def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
+        """HBM that a version's tables take, but for what they take of the cache."""
+        whole = [t for t in tables if placements[t.name] is Placement.HBM]
+        split = [t for t in tables if placements[t.name] is Placement.HYBRID]
+        hbm_bytes = sum(t.bytes for t in whole) + split_bytes(split, share)
+        if self._stashable:
+            from tableside.quant.device.memory import GRANULARITY
+
+            hbm_bytes += sum(-t.bytes % GRANULARITY for t in whole)
+        return hbm_bytes
+
+    def _warm(self, placed: Placements, replaced: Placements) -> None:
+        """Plans to keep the rows that the cache holds of a version and that did not change. Those of the hotter half that did are
+        brought to the cache now."""
+        from tableside.quant.unchanged import successors
+
+        for name, table in placed.on_gpu.items():
+            if (before := replaced.on_gpu.get(name)) is None or not (hot := before.residence.hot()).size:
+                continue
+            rows, is_same = successors(before.host, table.host, hot)
+            placed.handovers.append(partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same]))
+            half = (hot.size + 1) // 2
+            fetched = rows[:half][(rows[:half] >= 0) & ~is_same[:half]]
+            table.residence.warm(fetched)
+            logger.info("table %s: %d rows of the cache are kept, %d are fetched anew", name, is_same.sum(), fetched.size)
+        if self.cache is not None:
+            self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
+
+    def _open_cache(self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
+        """Makes the cache when a first table needs it, of all that is left. All models and versions of the worker share it."""
+        tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
+        if not tables:
+            return
+        settings = self._cache_settings(sum(t.packed.size for t in tables))
+        if (maps := 2 * map_bytes(tables)) >= budget_bytes:  # of a version and its successor
+            raise ServingError(
+                f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
+                f"leaves {max(0, budget_bytes):,}; raise --hbm-budget, or choose --placement zero_copy"
+            )
+        cache = gpu.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
+        self._held += budget_bytes
+        logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, gpu.description)
+
+    def _cache_settings(self, cached_bytes: int) -> "CacheSettings":
+        """How a cache over so many bytes of tables decides."""
+        from tableside.quant.cache.settings import CacheSettings, Policy
+
+        return CacheSettings(
+            Policy(self._settings.cache_policy),
+            staging_buffers=1 + self._ahead,
+            gather_threads=self._gatherers(cached_bytes),
+            replays=True,
+        )
+
+    def _gatherers(self, cached_bytes: int) -> int:
+        """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
+        if self._settings.gather_threads is not None:
+            return self._settings.gather_threads
+        if cached_bytes < _WIDE_BYTES:
+            return 0
+        spare = len(os.sched_getaffinity(0)) - self._settings.workers  # doors keep a core each
+        return max(1, min(_MOST_GATHERERS, spare // self._settings.engines))
+
+    def _release(self, hbm_bytes: int) -> None:
+        self._held -= hbm_bytes
+
+    def _tables(
+        self,
+        gpu: "GpuBackend",
+        segment: Segment,
+        placements: Mapping[str, Placement],
+        share: int,
+        in_host: "Mapping[str, InHost]",
+    ) -> "dict[str, DeviceTable]":
+        from tableside.quant.gpu.kernels.wanted import KernelKey
+
+        view = self._registered(gpu, segment, placements)
+        key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
+        tables: dict[str, DeviceTable] = {}
+        for stored in segment.header.tables:
+            table, rows = segment.tables[stored.name], view(stored)
+            match placements[stored.name]:
+                case Placement.HBM:
+                    tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable)
+                case Placement.CACHED:
+                    name = f"{segment.header.model}/{stored.name}"
+                    tables[stored.name] = gpu.to_cache(table, rows, key, name, in_host=in_host[stored.name])
+                case Placement.HYBRID:
+                    tables[stored.name] = gpu.split(table, rows, share, key, in_host=in_host[stored.name])
+                case Placement.ZERO_COPY:
+                    tables[stored.name] = gpu.map_host(table, rows, key, in_host=in_host[stored.name])
+                case Placement.HOST:
+                    tables[stored.name] = gpu.on_host(table)
+        return tables
+
+    def _registered(
+        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement]
+    ) -> "Callable[[StoredTable], torch.Tensor | None]":
+        """Registers the segment with CUDA where the GPU reads it; the result gives a table's rows as the GPU sees them.
+
+        Tables that are copied once are not worth the registration, unless they are copied again after each stash.
+        """
+        unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
+        if gpu.device.reads_all_memory or not set(placements.values()) - unregistered:
+            return lambda stored: None
+        from tableside.loader.segment.registration import Registration
+
+        registration = Registration(segment, gpu.device.torch_device)
+        logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
+        return lambda stored: registration.view(stored.offset, stored.bytes)

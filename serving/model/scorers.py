@@ -1,0 +1,158 @@
+"""The scorers that there are: `dot` or `cosine` of two features, and exported programs.
+
+A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any on a GPU, runs by
+torch, in `serving.model.program`, as two towers do on a GPU. `open_scorer` opens what a version was published with. It imports torch
+only where it has to.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tableside.loader.errors import ProgramError
+from tableside.loader.program import Program, ProgramInput, read_program
+from tableside.loader.program.layers import PackedLayers, Source, kernel_name, pack_sources, runnable_layers
+from tableside.loader.program.recognize import Layer
+from tableside.loader.segment.header import ScorerInput, StoredScorer
+from tableside.loader.segment.segment import Segment
+from tableside.quant.contract import Precision
+from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
+from tableside.serving.model.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
+
+TORCH_MODULES = (
+    "tableside.serving.model.program",
+    "torch._dynamo",
+)  # what a scorer by torch imports; the second when it is measured
+
+
+class Similarity(Scorer):
+    """How alike two vectors are: their dot product, or their cosine. The cosine is 0 where one of the vectors is all zeros."""
+
+    def __init__(self, stored: StoredScorer) -> None:
+        self.kind, self.inputs = stored.kind, stored.inputs
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        a, b = arrays
+        scores: Floats = np.einsum("bd,bd->b", a, b, dtype=np.float32)
+        if self.kind == "cosine":
+            lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+            np.divide(scores, lengths, out=scores, where=lengths > 0)
+        return scores
+
+
+class LayersScorer(Scorer):
+    """A program that is dense layers alone, on the CPU and without torch. A row's scores do not depend on the rows beside it."""
+
+    kind = "program"
+
+    def __init__(
+        self,
+        stored: StoredScorer,
+        program: Program,
+        found: Sequence[Layer],
+        threads: int = 1,
+        limits: ScorerLimits = NO_LIMITS,
+    ) -> None:
+        """found: the program's layers. ServingError: the program takes something else than was published beside it."""
+        if [i.width for i in stored.inputs] != [i.width for i in program.inputs]:
+            raise ServingError(
+                f"the scorer's inputs are {_widths(stored.inputs)} wide where its program takes {_widths(program.inputs)}; "
+                "publish the model again"
+            )
+        self.inputs, self.limits = stored.inputs, limits
+        self._layers, self._rows = PackedLayers(found, threads), program.rows
+        self.width = self._layers.width if self._layers.width > 1 else None
+        self.runs_on = f"dense layers ({kernel_name()})"
+
+    def run(self, arrays: list[Floats]) -> Floats:
+        rows, at, sources = len(arrays[0]), 0, []
+        for array, i in zip(arrays, self.inputs, strict=True):
+            if array.shape != (rows, i.width):
+                raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
+            sources.append(Source(False, at, 4 * i.width, False))
+            at += array.nbytes
+        scores = np.empty((rows, self._layers.width), np.float32)
+        self._layers.run(pack_sources(sources), b"".join(a.tobytes() for a in arrays), scores, rows, 0)
+        return scores[:, 0] if self.width is None else scores
+
+    def in_place(self, sources: Sequence[Source], rows: int, scores_at: int) -> InPlace:
+        run, packed = self._layers.run, pack_sources(sources)
+        return lambda inputs, outputs: run(packed, inputs, outputs, rows, scores_at)
+
+    def admit(self, rows: int) -> int:
+        least, most = self._rows
+        if not least <= rows <= most:
+            raise bad_request(
+                f"the scorer does not take {rows:,} rows: the program was exported for {least:,} to {most:,} rows; found {rows:,}"
+            )
+        cost = self._layers.cost(rows)
+        if self.limits.bytes is not None and cost.bytes > self.limits.bytes:
+            raise ApiError(
+                413,
+                Kind.TOO_LARGE,
+                f"{rows:,} rows are too many for the scorer: a call takes {cost.bytes:,} bytes; the limit is "
+                f"{self.limits.bytes:,} (max_scorer_bytes)",
+            )
+        return cost.work
+
+
+def open_scorer(
+    segment: Segment,
+    device: str = "cpu",
+    threads: int = 1,
+    limits: ScorerLimits = NO_LIMITS,
+    on_device: bool = False,
+    precision: Precision = Precision.FP32,
+) -> Scorer | None:
+    """A version's scorer, ready to run; None where it has none. device, threads, precision: what a program runs on, and in.
+
+    on_device: it is called with rows that are on that device, too (`Scorer.calls`). Two towers are scored in fp32 always.
+    LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or not in this precision,
+    or gives no scores.
+    """
+    stored = segment.header.scorer
+    if stored is None:
+        return None
+    scorer: Scorer = Similarity(stored)
+    if stored.kind == "program":
+        scorer = _open_program(stored, segment.program(), device, threads, limits, on_device, precision)
+    scorer.model, scorer.version = segment.header.model, segment.header.version
+    if on_device:
+        from tableside.serving.model import program
+
+        scorer.calls = scorer.on_device() if isinstance(scorer, program.ProgramScorer) else program.two_towers(scorer, device)
+    return scorer
+
+
+def _open_program(
+    stored: StoredScorer,
+    archive: bytes,
+    device: str,
+    threads: int,
+    limits: ScorerLimits,
+    by_torch: bool,
+    precision: Precision,
+) -> Scorer:
+    try:
+        # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
+        program = read_program(archive)
+    except ProgramError as error:
+        raise ServingError(f"the scorer does not run: {error}") from error
+    by_torch = by_torch or device != "cpu" or precision is not Precision.FP32
+    if not by_torch and (found := runnable_layers(program)) is not None:
+        return LayersScorer(stored, program, found, threads, limits)
+    from tableside.serving.model.program import ProgramScorer
+
+    return ProgramScorer(stored, program, device, threads, limits, precision)
+
+
+def needs_torch(segment: Segment, device: str = "cpu") -> bool:
+    """Whether a version's scorer runs by torch. LoaderError: its bytes are not those that were published, or no program."""
+    stored = segment.header.scorer
+    if stored is None or stored.kind != "program":
+        return False
+    return device != "cpu" or runnable_layers(read_program(segment.program())) is None
+
+
+def _widths(inputs: Sequence[ScorerInput | ProgramInput]) -> str:
+    return ", ".join(str(i.width) for i in inputs)

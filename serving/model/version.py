@@ -1,0 +1,345 @@
+"""One version that is served: attached, placed and warmed up. It lays requests out."""
+
+import hashlib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.model.model import FeatureSpec
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.states import State
+from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
+from tableside.quant.rows.ids import RowMap
+from tableside.serving.errors import Kind, bad_request, short
+from tableside.serving.model.placement import Placements
+from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
+from tableside.serving.model.request import FeatureInput, Lookups, Request
+from tableside.serving.model.scorer import Scorer
+from tableside.serving.model.scores import Scoring
+
+
+class Beside(NamedTuple):
+    """The CPU's backend beside a device's: it looks up requests of fewer than `below_ids` ids, sooner than the device would."""
+
+    backend: CpuBackend
+    below_ids: int
+
+
+_ENDS = 4096  # rows at either end of a table that are looked through for ids
+_PLANNERS = 64  # sets of features whose planners a version keeps
+
+
+@dataclass(frozen=True)
+class BoundFeature:
+    """A feature with its table."""
+
+    feature: FeatureSpec
+    table: RowSource
+    pooling: Pooling
+
+    @property
+    def half(self) -> bool:
+        return self.feature.output == "fp16"
+
+    @property
+    def precision(self) -> Precision:
+        return Precision.FP16 if self.half else Precision.FP32
+
+    @cached_property
+    def is_pooled(self) -> bool:
+        return self.pooling is not Pooling.NONE
+
+    @cached_property
+    def vector_bytes(self) -> int:
+        """Of one vector in a response."""
+        return self.table.dim * self.precision.bytes
+
+    def check(self, i: FeatureInput) -> None:
+        """ApiError: an input's bags or weights do not fit the pooling."""
+        if self.is_pooled and i.bags is None:
+            raise bad_request(
+                f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths; send {i.feature}.lengths"
+            )
+        if not self.is_pooled and i.weights_at is not None:
+            raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
+
+
+class Planners(NamedTuple):
+    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids for the CPU.
+
+    tables: that the features are read from, a name for each.
+    """
+
+    features: tuple[str, ...]
+    tables: tuple[str, ...]
+    device: Planner
+    host: Planner | None
+    device_from_ids: int
+
+    def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> Lookups:
+        """The lookups of a request. places, out_bytes: as for `Planner.plan`.
+
+        score: its vectors are scored, which is done where the scorer is.
+        """
+        if self.host is not None and ids < self.device_from_ids and not score:
+            return self.features, self.tables, self.host.plan(places, out_bytes), True
+        return self.features, self.tables, self.device.plan(places, out_bytes), False
+
+
+class ServedVersion:
+    """One version, attached and ready to answer. Nothing that it answers changes; any thread may call.
+
+    The segment stays mapped, and what the tables take of a GPU's memory stays taken, as long as this object or a request that it
+    laid out lives.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        backend: Backend,
+        placed: Placements,
+        *,
+        scorer: Scorer | None = None,
+        threads: int = 1,
+        max_response_bytes: int | None = None,
+        verified_at: float = 0.0,
+        beside: Beside | None = None,
+    ) -> None:
+        """max_response_bytes: of one request's output; None: any. verified_at: when all rows were last held against their
+        checksums, of time.time(); 0: never. beside: what looks small requests up where `backend` is a device's."""
+        self.segment, self.header, self.version = segment, segment.header, segment.header.version
+        self.backend, self.placed, self.scorer = backend, placed, scorer
+        self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
+        self._beside = beside
+        self._planners: dict[tuple[tuple[str, ...], bool], Planners] = {}
+        self.state = State(self.version, segment.deltas[0].sequence if segment.deltas else 0)
+        self.features = {
+            f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
+        }
+
+    @cached_property
+    def layout(self) -> int:
+        """A number that versions have in common whose requests are laid out alike: with the same features and scorer."""
+        features = [(name, b.table.dim, b.pooling.label, b.half) for name, b in self.features.items()]
+        inputs = [] if self.scorer is None else [(i.name, i.feature, i.width) for i in self.scorer.inputs]
+        width = 0 if self.scorer is None else self.scorer.width
+        said = repr((features, inputs, width)).encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 1
+
+    @property
+    def sequence(self) -> int:
+        """That of the last change that it holds; 0: it has none."""
+        return self.segment.sequence
+
+    def with_deltas(self, segment: Segment, placed: Placements) -> "ServedVersion":
+        """The same version in another state, with the same scorer. placed: its tables, over what `self` has placed."""
+        return ServedVersion(
+            segment,
+            self.backend,
+            placed,
+            scorer=self.scorer,
+            threads=self.threads,
+            max_response_bytes=self.max_response_bytes,
+            verified_at=self.verified_at,
+            beside=self._beside,
+        )
+
+    def feature(self, name: str) -> BoundFeature:
+        """The feature of that name. ApiError: there is none."""
+        if (bound := self.features.get(name)) is None:
+            raise bad_request(f"feature {short(name)} is unknown; model {self.header.model!r} has: {', '.join(self.features)}")
+        return bound
+
+    def can_score(self, given: Container[str]) -> bool:
+        """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it needs."""
+        return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
+
+    def planners(self, features: tuple[str, ...], together: bool = False) -> Planners:
+        """What plans requests that read these features. together: as for `lay_out`; the vectors of those that are pooled lie
+        side by side. Those asked for before are kept, `_PLANNERS` of them."""
+        key = (features, together)
+        if (known := self._planners.get(key)) is None:
+            device, host = self._device_planner(features, together), None
+            if self._beside is not None:
+                host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
+            tables = tuple(self.features[f].feature.table for f in features)
+            known = Planners(features, tables, device, host, 0 if self._beside is None else self._beside.below_ids)
+            if len(self._planners) >= _PLANNERS:
+                self._planners.clear()
+            self._planners[key] = known
+        return known
+
+    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
+        return self.backend.planner(self._kinds(features, together), self.threads)
+
+    def _kinds(
+        self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None
+    ) -> list[LookupKind]:
+        """tables: by name; None: those that were placed."""
+        bound = [self.features[f] for f in features]
+        apart = side_by_side(bound) if together else None
+        return [
+            LookupKind(
+                b.table if tables is None else tables[b.feature.table], b.pooling, b.precision, apart if b.is_pooled else None
+            )
+            for b in bound
+        ]
+
+    def lay_out(
+        self,
+        inputs: Sequence[FeatureInput],
+        dense: Sequence[DenseInput] = (),
+        score: bool = False,
+        together: bool = False,
+        warms_up: bool = False,
+        found: Container[str] = (),
+        scores_alone: bool = False,
+    ) -> Request:
+        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`, then masks.
+
+        together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
+        come those of the others, one feature after another, then room for where each of these begins. warms_up: the request goes
+        to the device, however small it is. found: features whose found masks are wanted; of a kjt, KJT. scores_alone: the
+        answer has the scores and nothing else; what there is in place of vectors is unknown then, where a device looked up.
+        ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
+        is larger than a response may be.
+        """
+        if not inputs:
+            raise bad_request(f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}")
+        bound = [self.feature(i.feature) for i in inputs]
+        for b, i in zip(bound, inputs, strict=True):
+            b.check(i)
+        outputs, out_bytes = _together(bound, inputs) if together else _one_after_another(bound, inputs)
+        shown = kjt_outputs(outputs, [b.is_pooled for b in bound], out_bytes) if together else outputs
+        out_bytes = max(out_bytes, shown[-1].at + shown[-1].bytes)
+        scoring = self._scoring(outputs, dense, out_bytes, scores_alone and not found) if score else None
+        if scoring is not None:
+            shown = [*shown, scoring.output]
+            out_bytes += scoring.output.bytes
+        masks, found_at = masks_at(out_bytes, [(i.feature, i.ids) for i in inputs], found, together)
+        shown = [*shown, *masks]
+        out_bytes += sum(m.bytes for m in masks)
+        if self.max_response_bytes is not None and out_bytes > self.max_response_bytes:
+            raise bad_request(
+                f"the request asks for {out_bytes:,} bytes of vectors; the limit is {self.max_response_bytes:,} "
+                "(max_response_bytes)",
+                Kind.TOO_LARGE,
+            )
+        places = np.array([_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64)
+        names = tuple(i.feature for i in inputs)
+        ids = sum(i.ids for i in inputs)
+        planners = self.planners(names, together)
+        row_bytes = sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True))
+        return Request(
+            self.header.model,
+            self.version,
+            planners.plan(places, out_bytes, ids, score or warms_up),
+            (ids, sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
+            outputs=tuple(shown),
+            unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
+            scoring=scoring,
+            sequence=self.sequence,
+        )
+
+    def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool) -> Scoring:
+        """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
+        if self.scorer is None:
+            raise bad_request(f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml")
+        given: dict[str, Output | DenseInput] = {o.feature: o for o in outputs} | {d.name: d for d in dense}
+        names = [i.feature or i.name for i in self.scorer.inputs]
+        if missing := [n for n in names if n not in given]:
+            raise bad_request(f"the score needs {', '.join(names)}; the request lacks {', '.join(missing)}")
+        sources = tuple(given[n] for n in names)
+        rows = [s.shape[0] if isinstance(s, Output) else s.rows for s in sources]
+        if len(set(rows)) > 1:
+            found = ", ".join(f"{n} {r}" for n, r in zip(names, rows, strict=True))
+            raise bad_request(f"the score needs as many bags of each feature as rows of each dense tensor; found {found}")
+        return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width), is_alone)
+
+    def warm_up(self) -> None:
+        """Looks the first and the last row of every feature up, so that a broken version fails here and not in a request.
+
+        Each feature is looked up with bags of every size that the backend compiles a kernel of its own for, with lengths and
+        weights and without. So a GPU compiles now what requests will need. A table that refuses every id is left out.
+        """
+        for name, bound in self.features.items():
+            ends = _end_ids(bound.table)
+            for count in self.backend.warm_up_bags if ends.size else ():
+                ids = np.resize(ends, count)
+                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(ids.tobytes())
+                if bound.is_pooled:
+                    inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
+                    at = ids.nbytes
+                    weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
+                    self.lay_out([weighted], warms_up=True).run(inputs)
+
+
+def _end_ids(table: RowSource) -> NDArray[np.int64]:
+    """Ids of a table's first and last row; one id where each gets the default row; none where each is refused."""
+    row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+    rows = row_map.count if row_map.index is None else row_map.index.slots
+    ends = ((0, min(_ENDS, rows)), (max(0, rows - _ENDS), rows))
+    ids = np.concatenate([row_map.rows_with_ids(start, stop)[1] for start, stop in ends])
+    if table.row_map is not None and table.row_map.overlay is not None:
+        ids = ids[row_map.find(ids) != -1]  # that it did not delete
+    if ids.size:
+        return ids[[0, -1]]
+    return np.zeros(0 if row_map.default_row is None else 1, np.int64)
+
+
+def _vectors(bound: BoundFeature, i: FeatureInput) -> int:
+    return (i.bags or 0) if bound.is_pooled else i.ids
+
+
+def _one_after_another(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+    outputs, at = [], 0
+    for b, i in zip(bound, inputs, strict=True):
+        count = _vectors(b, i)
+        size = count * b.vector_bytes
+        outputs.append(Output(i.feature, at, size, (count, b.table.dim), b.half))
+        at += size
+    return outputs, at
+
+
+def side_by_side(bound: Sequence[BoundFeature]) -> int:
+    """Bytes from one bag's vectors to the next one's, where those of all pooled features lie side by side."""
+    return sum(b.vector_bytes for b in bound if b.is_pooled)
+
+
+def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+    """The vectors of a kjt's features, and how many bytes they take."""
+    for pooled in (True, False):
+        if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
+            named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
+            raise bad_request(f"features of one kjt have several output types ({named}); send them in a request for each type")
+    row_bytes = side_by_side(bound)
+    column, after = 0, row_bytes * (inputs[0].bags or 0)
+    outputs = []
+    for b, i in zip(bound, inputs, strict=True):
+        count = _vectors(b, i)
+        size = count * b.vector_bytes
+        shape = (count, b.table.dim)
+        if b.is_pooled:
+            outputs.append(Output(i.feature, column if count else 0, size, shape, b.half, row_bytes))
+            column += b.vector_bytes
+        else:
+            outputs.append(Output(i.feature, after, size, shape, b.half))
+            after += size
+    return outputs, after
+
+
+def _place(i: FeatureInput, out_at: int, found_at: int) -> Place:
+    return Place(
+        i.ids_at,
+        i.ids,
+        -1 if i.lengths_at is None else i.lengths_at,
+        i.bag_length,
+        i.bags or 0,
+        -1 if i.weights_at is None else i.weights_at,
+        out_at,
+        found_at,
+    )

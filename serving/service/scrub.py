@@ -1,0 +1,151 @@
+"""The scrubber holds every row of the served versions against its checksum from time to time, as memory and people do damage.
+
+    python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
+
+One worker at a time scrubs a model. It starts a process for that, which runs only where a core is idle (SCHED_IDLE) and rests
+nine tenths of its time. `scrub.lock`, which that worker holds, says which version was read last and when, for all servers of this
+user on the host. A version with damaged rows is marked (`Model.mark_damaged`). No process attaches it any more, and each process
+that serves it takes the last good version instead.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.versions.versions import Model
+from tableside.serving.errors import Kind, ServingError
+from tableside.serving.metrics.metrics import ERRORS, SCRUBS
+from tableside.serving.model.engine import Engine
+
+logger = logging.getLogger("tableside")
+
+LOCK = "scrub.lock"
+_REST = 9  # seconds of rest for each second of reading
+_READ_S = 0.02  # between two rests
+_LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two scrubs
+_LONGEST_LOOK_S = 60.0
+
+
+class Scrubber:
+    """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to one event loop."""
+
+    def __init__(self, engines: Collection[Engine], every_s: float) -> None:
+        self._engines, self._every_s = engines, every_s
+        self._checked_at: dict[tuple[str, int], float] = {}  # (model, version) -> time.time() of its last whole reading here
+        self._reader: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Scrubs until it is cancelled."""
+        while self._every_s:
+            await asyncio.sleep(min(_LONGEST_LOOK_S, self._every_s / _LOOKS))
+            for engine in list(self._engines):  # models come and go meanwhile
+                try:
+                    await self._scrub_if_due(engine)
+                except (LoaderError, ServingError, OSError) as error:
+                    logger.warning("%s is not scrubbed: %s", engine.model.name, error)
+
+    def stop(self) -> None:
+        """Ends the process that reads, where there is one."""
+        if self._reader is not None and self._reader.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._reader.kill()
+
+    def _is_due(self, engine: Engine, done_at: float) -> bool:
+        served = engine.attached()
+        checked_at = self._checked_at.setdefault((engine.model.name, served.version), served.verified_at)
+        return time.time() - max(done_at, checked_at) >= self._every_s
+
+    async def _scrub_if_due(self, engine: Engine) -> None:
+        if not self._is_due(engine, 0.0):
+            return
+        with engine.model.opened() as folder, contextlib.suppress(VersionError), folder.lock(LOCK, 0):
+            fd = folder.open_for_writing(LOCK)
+            try:
+                version = engine.attached().version
+                if self._is_due(engine, _done_at(fd, version)):
+                    await self._scrub(engine, version)
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{version} {time.time():.0f}".encode(), 0)
+                self._checked_at[engine.model.name, version] = time.time()
+            finally:
+                os.close(fd)
+
+    async def _scrub(self, engine: Engine, version: int) -> None:
+        damage = await self._read(engine.model, version)
+        if damage is None:
+            SCRUBS.labels(engine.model.name, "whole").inc()
+            return
+        SCRUBS.labels(engine.model.name, "damaged").inc()
+        ERRORS.labels(engine.model.name, Kind.DAMAGED.value).inc()
+        logger.critical("version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage)
+        engine.model.mark_damaged(version)
+
+    async def _read(self, model: Model, version: int) -> str | None:
+        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended without an answer."""
+        command = [
+            sys.executable,
+            "-m",
+            "tableside.serving.service.scrub",
+            str(model.root),
+            model.name,
+            str(version),
+            model.owner or "",
+        ]
+        self._reader = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await self._reader.communicate()
+        try:
+            damage = json.loads(said)["damage"]
+        except (ValueError, KeyError) as error:
+            raise ServingError(f"the process that read version {version} ended with {self._reader.returncode}") from error
+        return None if damage is None else str(damage)
+
+
+def _done_at(fd: int, version: int) -> float:
+    """When a version was read last, of time.time(), by the lock's file; 0: never."""
+    try:
+        number, at = os.pread(fd, 64, 0).split()
+        return float(at) if int(number) == version else 0.0
+    except ValueError:
+        return 0.0
+
+
+def damage_of(model: Model, version: int) -> str | None:
+    """Reads every row of a version, resting in between; what is wrong with the first damaged chunk, or None."""
+    segment = model.attach(version, "header")
+    began = time.monotonic()
+    for table, start, stop in segment.chunks():
+        if not segment.is_whole(table, start, stop):
+            return f"{segment.describe(table, start, stop)}: the checksum is wrong"
+        if (read_s := time.monotonic() - began) > _READ_S:
+            time.sleep(_REST * read_s)
+            began = time.monotonic()
+    if segment.header.scorer is not None:
+        segment.program()
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    """Reads one version, and prints what is wrong with it."""
+    root, name, version, owner = arguments
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        damage = damage_of(Model(Path(root), name, owner or None), int(version))
+    except VersionError:
+        damage = None  # it was removed meanwhile
+    except LoaderError as error:
+        damage = str(error)
+    print(json.dumps({"damage": damage}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Clients' shared memory, and lists that a server's processes share."""

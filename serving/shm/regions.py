@@ -1,0 +1,339 @@
+"""Regions of shared memory that clients registered, as a worker reads and writes them.
+
+A region is a part of an object of POSIX shared memory, which its client made. A worker opens the object when
+a request names the region first, and never maps it: `pread` of a truncated object returns fewer bytes, where
+a mapping would end the worker with SIGBUS. So bytes are copied once on their way in and once on their way
+out, and a client that writes meanwhile changes nothing that was checked.
+
+An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that
+is not reserved. A region ends when it is unregistered, and when its object loses its name. One error stands
+for all reasons, as several would say what lies in /dev/shm.
+"""
+
+import base64
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import posix_ipc
+
+from tableside.serving.errors import ApiError, Kind, bad_request, short
+from tableside.serving.shm.registry import RegionRegistry, Registered
+
+FOLDER = "/dev/shm"
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
+_MOST_NAME_BYTES = 255
+LARGEST = (1 << 62) - 1  # offset and size of a region
+MOST_REGIONS, MOST_BYTES = 64, 4 << 30  # of a server
+
+
+class Region:
+    """A region that this process has open. It is closed with the last request that uses it. Any thread may use it."""
+
+    def __init__(self, fd: int, entry: Registered) -> None:
+        """fd: of the region's object, which this object owns from now on."""
+        self.entry = entry
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def check(self) -> None:
+        """ApiError: the object is shorter than it was when it was registered, or has lost its name."""
+        found = os.fstat(self._fd)
+        if not found.st_nlink:
+            raise gone(self.entry.name)
+        if found.st_size < self.entry.offset + self.entry.byte_size:
+            raise self._truncated()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills `into` from byte `offset` of the region on. ApiError: the object ends before that."""
+        at = self.entry.offset + offset
+        while into.nbytes:
+            count = os.preadv(self._fd, [into], at)
+            if not count:
+                raise self._truncated()
+            into, at = into[count:], at + count
+
+    def write(self, offset: int, values: memoryview) -> None:
+        """Writes `values` from byte `offset` of the region on.
+
+        ApiError: the object was truncated or lost its name, or there is no memory.
+        """
+        self.check()
+        at = self.entry.offset + offset
+        while values.nbytes:
+            try:
+                count = os.pwrite(self._fd, values, at)
+            except OSError as error:
+                message = f"{self.entry.label} takes no more bytes ({error.strerror}); free shared memory, then try again"
+                raise ApiError(507, Kind.TOO_LARGE, message) from None
+            values, at = values[count:], at + count
+
+    def _truncated(self) -> ApiError:
+        return bad_request(
+            f"{self.entry.label}: its object is shorter than the {self.entry.byte_size:,} bytes from byte "
+            f"{self.entry.offset:,} on that were registered; unregister it, and register it as it is"
+        )
+
+
+class DeviceRegion(NamedTuple):
+    """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it has said."""
+
+    entry: Registered
+
+
+class Slice(NamedTuple):
+    """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer: from `at` on."""
+
+    region: Region | DeviceRegion
+    offset: int
+    size: int
+    at: int
+
+    @property
+    def span(self) -> tuple[int, str, int]:
+        """Device, object and byte of the object, for what lies before what. Two regions may be parts of one object."""
+        entry = self.region.entry
+        return entry.device, entry.handle or str(entry.inode), entry.offset + self.offset
+
+
+class PartlyOnDevice(NamedTuple):
+    """A request's inputs, of which `reads` lie in a GPU's memory and not in `inputs`; and `writes`, outputs that go there."""
+
+    inputs: Any
+    reads: tuple[Slice, ...]
+    writes: tuple[Slice, ...]
+
+
+def joined(slices: Iterable[Slice]) -> list[Slice]:
+    """The same bytes in fewer slices: those that follow each other in a region and in the buffer are one. Empty ones go."""
+    found: list[Slice] = []
+    for one in slices:
+        if not one.size:
+            continue
+        if found:
+            last = found[-1]
+            if last.region is one.region and last.offset + last.size == one.offset and last.at + last.size == one.at:
+                found[-1] = last._replace(size=last.size + one.size)
+                continue
+        found.append(one)
+    return found
+
+
+def overlap(slices: Sequence[Slice]) -> bool:
+    """Whether any two slices have a byte of an object in common. Empty ones have none."""
+    ends: tuple[int, str, int] | None = None
+    for span, size in sorted((s.span, s.size) for s in slices if s.size):
+        if ends is not None and span < ends:
+            return True
+        ends = (*span[:2], span[2] + size)
+    return False
+
+
+def read(slices: Iterable[Slice], into: memoryview) -> None:
+    """Fills a buffer's parts from regions of the host. ApiError: an object was truncated meanwhile."""
+    for one in slices:
+        if isinstance(one.region, Region):
+            one.region.read(one.offset, into[one.at : one.at + one.size])
+
+
+def write(slices: Iterable[Slice], buffer: memoryview) -> None:
+    """Writes a buffer's parts into regions of the host. ApiError: an object was truncated or lost its name, or memory is full."""
+    for one in slices:
+        if isinstance(one.region, Region):
+            one.region.write(one.offset, buffer[one.at : one.at + one.size])
+
+
+class Regions:
+    """The regions of a server, as one of its workers uses them. Any thread may call."""
+
+    def __init__(self, registry: RegionRegistry) -> None:
+        self._registry = registry
+        self._device = os.stat(FOLDER).st_dev
+        self._lock = threading.Lock()
+        self._generation = -1
+        self._entries: dict[str, Registered] = {}
+        self._open: dict[str, Region] = {}
+        self._on_device: dict[str, DeviceRegion] = {}
+
+    @property
+    def generation(self) -> int:
+        """How often the list of regions changed."""
+        return self._registry.generation
+
+    # ---- registering ----
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> Registered:
+        """Registers a region for all workers.
+
+        ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too many regions.
+        """
+        _check_name(name)
+        if not 0 <= offset <= LARGEST or not 1 <= byte_size <= LARGEST:
+            raise bad_request(
+                f"shared memory region {short(name)}: offset is {short(offset)} and byte_size {short(byte_size)}; expected an "
+                "offset from 0 and a byte_size from 1"
+            )
+        fd = self._open_object(name, key)
+        found = os.fstat(fd)
+        entry = Registered(name, key, offset, byte_size, found.st_dev, found.st_ino)
+        region = Region(fd, entry)
+        if found.st_size < offset + byte_size:
+            raise bad_request(
+                f"shared memory region {short(name)}: its object ends before offset {offset:,} + byte_size {byte_size:,}"
+            )
+        self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
+        with self._lock:
+            self._refresh()
+            if self._entries.get(name) == entry:
+                self._open[name] = region
+        return entry
+
+    def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> Registered:
+        """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of `register`."""
+        _check_name(name)
+        if not 1 <= byte_size <= LARGEST or len(handle) != HANDLE_BYTES:
+            raise bad_request(
+                f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle has {len(handle)} "
+                f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
+            )
+        entry = Registered(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
+        self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
+        return entry
+
+    def _with_room(self, entries: list[Registered], new: Registered) -> list[Registered]:
+        """ApiError: a region of that name is there, or the new one is one too many."""
+        if any(e.name == new.name for e in entries):
+            raise bad_request(f"shared memory region {short(new.name)} is registered already; unregister it first")
+        if len(entries) >= MOST_REGIONS:
+            raise bad_request(
+                f"{len(entries)} shared memory regions are registered, the limit; unregister some",
+                Kind.TOO_LARGE,
+            )
+        if (size := sum(e.byte_size for e in entries) + new.byte_size) > MOST_BYTES:
+            raise bad_request(
+                f"all shared memory regions would have {size:,} bytes; the limit is {MOST_BYTES:,}: "
+                "unregister some, or register fewer bytes",
+                Kind.TOO_LARGE,
+            )
+        return entries
+
+    def unregister(self, name: str | None, *, on_device: bool = False) -> None:
+        """Unregisters a region, or all of them: of the host, or of GPUs. One that is not registered is none to unregister.
+        Requests under way go on."""
+        self._registry.change(
+            lambda entries: [e for e in entries if bool(e.handle) is not on_device or (name is not None and e.name != name)]
+        )
+        with self._lock:
+            self._refresh()
+
+    def forget(self, entry: Registered) -> None:
+        """Unregisters a region where it is still the one that was registered so."""
+        self._registry.change(lambda entries: [e for e in entries if e != entry])
+
+    def status(self, name: str | None, *, on_device: bool = False) -> list[Registered]:
+        """A region, or all of them: of the host, or of GPUs. ApiError: none is called so."""
+        with self._lock:
+            self._refresh()
+            entries = [e for e in self._entries.values() if bool(e.handle) is on_device and name in (None, e.name)]
+            if name is not None and not entries:
+                raise gone(name)
+            return entries
+
+    # ---- using ----
+
+    def is_on_device(self, name: str) -> bool:
+        """Whether a region is registered that lies in a GPU's memory."""
+        with self._lock:
+            self._refresh()
+            return name in self._on_device
+
+    def any(self, name: str) -> Region | DeviceRegion:
+        """A region of the host or of a GPU, as `find` for the former. ApiError: none of that name is registered."""
+        with self._lock:
+            self._refresh()
+            on_device = self._on_device.get(name)
+        return self.find(name) if on_device is None else on_device
+
+    def find(self, name: str) -> Region:
+        """A region of the host that is registered, and as long as it was then. ApiError: it is not."""
+        with self._lock:
+            self._refresh()
+            region = self._open.get(name)
+            if region is None:
+                if (entry := self._entries.get(name)) is None or entry.handle:
+                    raise gone(name)
+                fd = self._open_object(name, entry.key)
+                region = Region(fd, entry)
+                found = os.fstat(fd)
+                if (found.st_dev, found.st_ino) != (entry.device, entry.inode):
+                    raise gone(name)
+                self._open[name] = region
+        region.check()
+        return region
+
+    def look(self) -> None:
+        """Closes what was unregistered; unregisters what lost its name."""
+        with self._lock:
+            self._refresh()
+            entries = list(self._entries.values())
+        if over := [e for e in entries if not self._is_named(e)]:
+            self._registry.change(lambda now: [e for e in now if e not in over])
+            with self._lock:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        """Takes the list where it changed. The caller holds the lock."""
+        if self._registry.generation == self._generation:
+            return
+        self._generation, entries = self._registry.read()
+        self._entries = {e.name: e for e in entries}
+        self._on_device = {e.name: DeviceRegion(e) for e in entries if e.handle}
+        self._open = {n: r for n, r in self._open.items() if self._entries.get(n) == r.entry}
+
+    def _open_object(self, name: str, key: str) -> int:
+        """A descriptor of the object that a key names. ApiError: there is none that a client may name."""
+        file = key.lstrip("/")  # as shm_open takes it
+        if not file or "/" in file or "\0" in file or file.startswith(RESERVED):
+            raise _no_object(name)
+        try:
+            os.fsencode(file)  # posix_ipc 1.3.2 ends the process over what has no encoding
+            fd: int = posix_ipc.SharedMemory(f"/{file}").fd
+        except (ValueError, OSError, posix_ipc.Error):
+            raise _no_object(name) from None
+        found = os.fstat(fd)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_ours or found.st_nlink != 1 or found.st_dev != self._device:
+            os.close(fd)
+            raise _no_object(name)
+        return fd
+
+    def _is_named(self, entry: Registered) -> bool:
+        """Whether the key still names the object that was registered. Memory of a GPU has no name to lose."""
+        if entry.handle:
+            return True
+        try:
+            found = os.lstat(os.path.join(FOLDER, entry.key.lstrip("/")))
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (entry.device, entry.inode)
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name.encode(errors="surrogatepass")) > _MOST_NAME_BYTES:
+        raise bad_request(f"the region's name is {short(name)}; expected 1 to {_MOST_NAME_BYTES} bytes")
+
+
+def gone(name: Any) -> ApiError:
+    """400: no region of that name is registered."""
+    return bad_request(f"shared memory region {short(name)} is not registered, or its object was removed; register it")
+
+
+def _no_object(name: str) -> ApiError:
+    return bad_request(
+        f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX shared memory that the "
+        "server's user owns, by a name without slashes that is not reserved"
+    )

@@ -1,0 +1,171 @@
+"""`tableside serve`: one listening socket, workers (serving.workers.worker) that a supervisor (serving.workers.supervisor) looks after.
+
+Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB and is ready in
+a fraction of a second. Each attaches the models itself.
+"""
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import socket
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+from tableside.loader.versions.versions import Model
+from tableside.quant import choose
+from tableside.quant.installed import require
+from tableside.serving.errors import ServingError
+from tableside.serving.metrics.files import metrics_folder
+from tableside.serving.model.compiled_kernels import begin_to_compile
+from tableside.serving.model.scorers import TORCH_MODULES, needs_torch
+from tableside.serving.settings import ServerSettings, admin_token
+from tableside.serving.shm.registry import RegionRegistry
+from tableside.serving.supervised import signals_kept_off
+from tableside.serving.workers.following import Following, published_models
+from tableside.serving.workers.supervisor import Supervisor
+from tableside.serving.workers.worker import MakeApplication, WorkerConfig, make_application
+
+_BACKLOG = 2048
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The listening socket; ServingError where the address is taken or not ours."""
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setblocking(False)
+        sock.bind((settings.host, settings.port))
+        sock.listen(_BACKLOG)  # also finds an address that another server listens on
+    except OSError as error:
+        sock.close()
+        raise ServingError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+            "choose another --port or --host, or end what holds it"
+        ) from error
+    return sock
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket in the file system, which the user and the group of this process may connect to.
+
+    One that a killed server left is replaced. ServingError: a server listens there, or the path is something else.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        sock.setblocking(False)
+        _remove_unheard(path)
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ServingError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, in a folder that "
+            "this user may write to, or end what listens there"
+        ) from error
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _remove_unheard(path: Path) -> None:
+    """Removes a socket that nobody listens on. OSError: somebody does. What is no socket is left, and `bind` refuses it."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise FileExistsError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _url(sock: socket.socket) -> str:
+    """Where clients find a listening socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(line, flush=True)
+
+
+def _first_models(settings: ServerSettings) -> tuple[str, ...]:
+    """The models that are served first. ServingError: the settings name none, or contradict each other."""
+    may_load = admin_token(settings) is not None
+    if settings.all and may_load:
+        raise ServingError("--all serves every published model, so none is loaded by hand; leave it out, or the admin token")
+    if settings.all and settings.models:
+        raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
+    if not (settings.all or settings.models or may_load):
+        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
+    return published_models(settings) if settings.all else settings.models
+
+
+def _check(settings: ServerSettings, runs_torch: bool) -> None:
+    """Raises where an extra is missing that the settings or a scorer need, or where a device would have no worker."""
+    if runs_torch:
+        require("a scorer that is an exported program", "torch", extra="torch")
+    if settings.devices:
+        require("--devices", "torch", "triton", extra="gpu")
+    if settings.traces:
+        require("--traces", "opentelemetry.sdk", extra="otel")
+        from tableside.serving.http.tracing import exporter_named
+
+        exporter_named(settings.traces)
+    if len(settings.devices) > settings.workers:
+        raise ServingError(
+            f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
+            f"--workers {len(settings.devices)}"
+        )
+
+
+def serve(settings: ServerSettings, make: MakeApplication = make_application) -> int:
+    """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
+
+    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
+    """
+    settings = settings.model_copy(update={"models": _first_models(settings)})
+    published = [Model(settings.root, name, settings.owner) for name in settings.models]
+    segments = [model.attach(model.good(), "header") for model in published]
+    backend = choose(settings.backend)
+    runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
+    _check(settings, runs_torch)
+    sock = bind(settings)
+    named = ", ".join(settings.models) or "no model yet"
+    if settings.all:
+        named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"
+    what = f"{named} on {_url(sock)}"
+    where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
+    how = f"{settings.workers} workers, lookups on {where}"
+    try:
+        with metrics_folder(settings.root):
+            preload = [
+                *(["tableside.quant.gpu.backend"] if settings.devices else []),
+                *(["tableside.quant.cpu.fbgemm"] if backend.name == "fbgemm" else []),
+                *(TORCH_MODULES if runs_torch else ()),
+                "tableside.serving.workers.preload",
+            ]
+            multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+            resource_tracker.ensure_running()  # which lets SIGINT and SIGTERM through again
+            with signals_kept_off():
+                forkserver.ensure_running()
+            registry = RegionRegistry() if settings.allow_client_shm else None
+            config = WorkerConfig(settings, make, registry)
+            begin_to_compile(settings, segments)
+            del segments  # workers attach what is live when they start
+            following = Following(settings, config.models) if settings.all else None
+            return Supervisor(config, [sock], lambda: _say(f"tableside serves {what} ({how})"), following).run()
+    finally:
+        if settings.uds is not None:
+            settings.uds.unlink(missing_ok=True)
+        sock.close()

@@ -1,0 +1,111 @@
+"""model.toml: what it accepts, and what each error says."""
+
+from pathlib import Path
+
+import pytest
+
+from tableside.loader.errors import ModelError
+from tableside.loader.model.model import (
+    EvalSpec,
+    FeatureSpec,
+    ModelSpec,
+    ScorerSpec,
+    TableSpec,
+    parse_model,
+    read_model,
+)
+from tableside.loader.model.text import write_model
+from tableside.quant import RowFormat
+
+pytestmark = pytest.mark.quick
+
+GOOD = {
+    "name": "ads",
+    "checkpoint": "c.safetensors",
+    "tables": {"user": {"key": "user.weight", "row_format": "int4"}},
+    "features": {"clicked": {"table": "user", "pooling": "mean", "output": "fp16"}},
+}
+
+
+def test_a_whole_description() -> None:
+    spec = parse_model(GOOD, Path("/models"))
+    assert spec.checkpoint == Path("/models/c.safetensors")
+    assert spec.tables == (TableSpec("user", "user.weight", RowFormat.INT4),)
+    assert spec.features == (FeatureSpec("clicked", "user", "mean", "fp16"),)
+
+
+def test_without_features_every_table_is_one() -> None:
+    spec = parse_model({**GOOD, "features": {}}, Path())
+    assert spec.features == (FeatureSpec("user", "user", "sum", "fp32"),)
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    tables = (TableSpec("a", 'odd "key" \\ \n\t\x7f é', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2, dim=8))
+    spec = ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a", "a"), FeatureSpec("b:c", "b:c", "none")))
+    (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix", 'evil\nname = "x"']))
+    found = read_model(tmp_path / "model.toml")
+    assert (found.tables, found.features) == (spec.tables, spec.features)
+
+
+def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) -> None:
+    """Each of the optional sections that a first model.toml explains is read once its `#` are taken away."""
+    tables = (TableSpec("a:b", "a", RowFormat.INT8), TableSpec("c", "c", RowFormat.FP16))
+    text = write_model(
+        ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a:b", "a:b"), FeatureSpec("c", "c"))), [], {"c": "7 rows"}
+    )
+    assert "# 7 rows\n" in text and "# int2, int4, int8, fp8, fp16, fp32\n" in text and "# none, sum, mean\n" in text
+    lines = text.splitlines()
+    uncommented = [line.removeprefix("# ") for line in lines]
+    program, towers = (i for i, line in enumerate(lines) if line == "# [scorer]")
+    evaluation = lines.index("# [eval]")
+
+    def read(begin: int, end: int) -> ModelSpec:
+        chosen = [line for line in uncommented[begin:end] if "=" in line or line.startswith("[")]
+        (tmp_path / "model.toml").write_text("\n".join(lines + chosen))
+        return read_model(tmp_path / "model.toml")
+
+    assert read(program, towers).scorer == ScorerSpec("program", tmp_path / "scorer.pt2", (("user", "a:b"),))
+    assert read(towers, evaluation).scorer == ScorerSpec("cosine", features=("a:b", "c"))
+    assert read(evaluation, len(lines)).evaluation == EvalSpec("clicked", (("a:b", ("user_id",)),))
+    missing = [line.removeprefix("# ") if line.startswith("# missing") else line for line in lines]
+    (tmp_path / "model.toml").write_text("\n".join(missing))
+    assert read_model(tmp_path / "model.toml").tables == tables
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "../etc"}, "model name"),
+        ({"name": None}, "model name"),
+        ({"checkpoint": ""}, "checkpoint is ''"),
+        ({"tables": {}}, "at least one table"),
+        ({"tables": {"user": {}}}, r"\[tables.user\]: key is None"),
+        ({"tables": {"user": {"key": "k", "row_format": "int3"}}}, "row_format is 'int3'; expected one of: int2"),
+        ({"tables": {"user": {"key": "k", "policy": "error"}}}, "policy is called missing now"),
+        ({"tables": {"user": {"key": "k", "rows": 3}}}, "unknown key 'rows'"),
+        ({"tables": {"user": {"key": "k", "dim": 0}}}, r"\[tables.user\]: dim is 0; expected how many values a vector has"),
+        ({"tables": {"user": {"key": "k", "dim": True}}}, "dim is True; expected how many"),
+        ({"tables": {"user": {"key": "k", "dim": 8, "missing": [0.5, 1]}}}, "missing has 2 numbers, and dim is 8"),
+        ({"tables": {"u.values": {"key": "k"}}}, "table name"),
+        ({"tables": 3}, "expected sections"),
+        ({"features": {"f": {"table": "item"}}}, "table 'item' is not described; expected one of: user"),
+        ({"features": {"f": {"table": "user", "pooling": "max"}}}, "pooling is 'max'"),
+        ({"features": {"f.lengths": {"table": "user"}}}, "feature name"),
+        ({"features": {"f": {"table": ["user"]}}}, "is not described"),
+        ({"colour": "dot"}, "unknown key 'colour'"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        parse_model({**GOOD, **change}, Path())
+
+
+def test_a_missing_file_names_init(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tableside init"):
+        read_model(tmp_path / "model.toml")
+
+
+def test_broken_toml_names_the_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "model.toml").write_text("name = \n")
+    with pytest.raises(ModelError, match=r"model\.toml: .*line 1"):
+        read_model(tmp_path / "model.toml")

@@ -1,0 +1,409 @@
+"""Exported programs as data: what is read, what is left out, and everything that is refused before torch sees it."""
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scorers import Ctr, exported
+from support import rows_of
+
+from tableside.loader.errors import ModelError, ProgramError, SegmentError
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.program import Program, ProgramInput, read_program, write_program
+from tableside.loader.program.run import Runner, weight_tensors
+from tableside.loader.segment.header import ScorerInput
+from tableside.loader.versions.versions import Model
+
+pytestmark = pytest.mark.quick
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def program() -> bytes:
+    return exported(Ctr(8, 4, 3), user=8, clicked=4, context=3)
+
+
+def changed(data: bytes, change: Change) -> bytes:
+    """The archive with its entries changed: {name: bytes}, the model parsed as "model"."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = {n.partition("/")[2]: archive.read(n) for n in archive.namelist()}
+    model = json.loads(entries.pop("models/model.json"))
+    entries_and_model: dict[str, Any] = {**entries, "model": model}
+    change(entries_and_model)
+    model = entries_and_model.pop("model")
+    if model is not None:
+        entries_and_model["models/model.json"] = json.dumps(model).encode()
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, content in entries_and_model.items():
+            archive.writestr(f"s/{name}", content)
+    return out.getvalue()
+
+
+def runner(program: Program) -> Runner:
+    return Runner(program, weight_tensors(program.weights, torch.device("cpu")), torch.device("cpu"), 1 << 30)
+
+
+def test_a_program_is_written_anew_and_gives_the_same_scores(program: bytes) -> None:
+    """Also where a batch of one, or of another size than it was exported with, is scored."""
+    vetted = read_program(program)
+    assert vetted.inputs == (ProgramInput("user", 8), ProgramInput("clicked", 4), ProgramInput("context", 3))
+    written = write_program(vetted)
+    assert read_program(written) == vetted and write_program(read_program(written)) == written
+    again, module = runner(read_program(written)), Ctr(8, 4, 3)
+    for batch in (1, 2, 7):
+        inputs = [torch.randn(batch, n) for n in (8, 4, 3)]
+        assert torch.equal(again(*inputs), module(*inputs))
+
+
+class Boom:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path(self.path),))
+
+
+def test_pickled_sample_inputs_are_left_out(program: bytes, tmp_path: Path) -> None:
+    """torch would unpickle them, with everything allowed where its safe way fails."""
+    boom = pickle.dumps(Boom(tmp_path / "ran"))
+    vetted = read_program(changed(program, lambda e: e.update({"data/sample_inputs/model.pt": boom})))
+    assert not (tmp_path / "ran").exists()
+    assert boom not in write_program(vetted)
+
+
+def test_guards_and_metadata_are_left_out(program: bytes, tmp_path: Path) -> None:
+    """torch would evaluate guards as Python."""
+
+    def change(e: dict[str, Any]) -> None:
+        e["model"]["guards_code"] = [f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"]
+        e["model"]["graph_module"]["graph"]["nodes"][0]["metadata"] = {"torch_fn": "evil"}
+
+    vetted = read_program(changed(program, change))
+    runner(vetted)(torch.zeros(2, 8), torch.zeros(2, 4), torch.zeros(2, 3))
+    assert not (tmp_path / "ran").exists()
+    assert b"evil" not in write_program(vetted) and b"touch" not in write_program(vetted)
+
+
+def call(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["module_call_graph"][0]["signature"]
+
+
+def nested(kind: str, context: Any) -> Change:
+    """Inputs, or what is returned, in a container of a kind that is made by code."""
+
+    def change(e: dict[str, Any]) -> None:
+        spec = json.loads(call(e)[kind])
+        spec[1].update(type="builtins.dict", context=json.dumps(context))
+        call(e)[kind] = json.dumps(spec)
+
+    return change
+
+
+def renamed(*names: str) -> Change:
+    return lambda e: call(e).update(forward_arg_names=list(names))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed("user", "clicked", "context", "x=__import__('pathlib').Path('ran').touch()"),
+        nested("in_spec", ["a':__import__('pathlib').Path('ran').touch(),'b"]),
+        nested("out_spec", {"__enum__": True, "fqn": "ctypes:cdll", "name": "evil.so"}),
+        nested("out_spec", {"__enum__": True, "fqn": "pydantic:RootModel", "name": "__import__('os')"}),
+    ],
+    ids=["more names", "keywords", "a library", "an attribute"],
+)
+def test_names_and_nesting_are_said_anew(program: bytes, change: Change) -> None:
+    """torch makes Python of them, and imports what a container is said to be."""
+    vetted = read_program(changed(program, change))
+    assert b"__import__" not in write_program(vetted) and b"__enum__" not in write_program(vetted)
+    inputs = [torch.randn(3, n) for n in (8, 4, 3)]
+    assert torch.equal(runner(vetted)(*inputs), Ctr(8, 4, 3)(*inputs))
+
+
+def nodes(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["graph"]["nodes"]
+
+
+def tensors(e: dict[str, Any]) -> Any:
+    return e["model"]["graph_module"]["graph"]["tensor_values"]
+
+
+def weights(e: dict[str, Any], **change: Any) -> None:
+    config = json.loads(e["data/weights/model_weights_config.json"])
+    next(iter(config["config"].values())).update(change)
+    e["data/weights/model_weights_config.json"] = json.dumps(config).encode()
+
+
+def widened(e: dict[str, Any]) -> None:
+    config = json.loads(e["data/weights/model_weights_config.json"])
+    next(iter(config["config"].values()))["tensor_meta"]["storage_offset"] = {"as_int": 1 << 20}
+    e["data/weights/model_weights_config.json"] = json.dumps(config).encode()
+
+
+def expression(text: str) -> Change:
+    def change(e: dict[str, Any]) -> None:
+        tensors(e)["user"]["sizes"][0]["as_expr"]["expr_str"] = text
+
+    return change
+
+
+EVIL = {
+    "torch.load": (lambda e: nodes(e)[0].update(target="torch.load"), "calls 'torch.load'; expected ATen operators alone"),
+    "torch.hub": (lambda e: nodes(e)[0].update(target="torch.hub.load"), "expected ATen operators alone"),
+    "from_file": (lambda e: nodes(e)[0].update(target="torch.ops.aten.from_file.default"), "expected ATen operators alone"),
+    "custom": (lambda e: nodes(e)[0].update(target="torch.ops.fbgemm.cat.default"), "expected ATen operators alone"),
+    "attribute": (lambda e: nodes(e)[0].update(target="torch.ops.aten.cat.__init__.__globals__"), "ATen operators alone"),
+    "call": (expression("__import__('os').system('true')"), "has the batch .* which is more than arithmetic"),
+    "attributes": (expression("s32.__class__"), "more than arithmetic"),
+    "string": (expression("Symbol('x; y')"), "more than arithmetic"),
+    "power": (expression("9**9**9**9"), "more than arithmetic"),
+    "name": (lambda e: nodes(e)[0]["outputs"][0]["as_tensor"].update(name="x = 1\nimport os"), "has the name"),
+    "input's name": (renamed("user", "clicked", "context=print()"), "its inputs have no names of their own"),
+    "subgraph": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_graph": {}}}), "holds a graph"),
+    "object": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_custom_obj": {}}}), "holds a custom_obj"),
+    "objects": (
+        lambda e: e["model"]["graph_module"]["graph"].update(custom_obj_values={"x": {"class_fqn": "a.B"}}),
+        "its graph holds custom objects",
+    ),
+    "pickled weight": (lambda e: weights(e, use_pickle=True), "is pickled, or not a tensor"),
+    "weight elsewhere": (lambda e: weights(e, path_name="../../x"), "is pickled, or not a tensor"),
+    "no model": (lambda e: e.update(model=None), "expected one model, models/model.json; found none"),
+    "compiled": (lambda e: e.update({"data/aotinductor/m/a.so": b""}), "holds compiled libraries"),
+    "save": (lambda e: nodes(e)[0].update(target="torch.ops.aten.save.default"), "of those that a dense part is made of"),
+    "alias": (lambda e: nodes(e)[0].update(target="torch.ops.aten._reshape_alias.default"), "that a dense part is made of"),
+    "as_strided": (lambda e: nodes(e)[0].update(target="torch.ops.aten.as_strided.default"), "that a dense part is made of"),
+    "sparse": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten._sparse_coo_tensor_unsafe.default"),
+        "a dense part is made of",
+    ),
+    "arithmetic of texts": (
+        lambda e: nodes(e)[0].update(
+            target="_operator.mul",
+            inputs=[{"name": "a", "arg": {"as_string": "a"}}, {"name": "b", "arg": {"as_int": 1 << 31}}],
+        ),
+        "something else than numbers",
+    ),
+    "arithmetic of tensors": (lambda e: nodes(e)[0].update(target="_operator.mod"), "something else than numbers"),
+    "a large number": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "n", "arg": {"as_int": 1 << 40}}),
+        "expected one of at most 2,147,483,648",
+    ),
+    "a value of nothing": (
+        lambda e: nodes(e)[1]["inputs"][0]["arg"]["as_tensor"].update(name="other"),
+        "uses 'other', which nothing made before",
+    ),
+    "a value twice": (lambda e: nodes(e).append(nodes(e)[0]), "twice"),
+    "a wide input": (lambda e: tensors(e)["user"]["sizes"].__setitem__(1, {"as_int": 1 << 30}), "expected 1 to 1,048,576"),
+    "pinned": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "pin_memory", "arg": {"as_bool": True}}),
+        "asks for pinned memory",
+    ),
+    "sparse layout": (lambda e: nodes(e)[0]["inputs"].append({"name": "layout", "arg": {"as_layout": 1}}), "is not dense"),
+    "unknown argument": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_complex": {}}}), "holds a complex"),
+    "device": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "device", "arg": {"as_device": {"type": "meta"}}}),
+        "names the device",
+    ),
+    "weight outside": (lambda e: widened(e), r"of sizes \[.*\] does not lie in its .* bytes"),
+    "bounds": (
+        lambda e: [b.update(min_val="x") for b in e["model"]["range_constraints"].values()],
+        "bounds that are no numbers",
+    ),
+    "truncated": (lambda e: e["model"].pop("graph_module"), "not an exported program that this release understands"),
+    "two outputs": (
+        lambda e: e["model"]["graph_module"]["signature"]["output_specs"].append({"user_output": {}}),
+        "returns 2 values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_what_is_more_than_operators_sizes_and_weights_is_refused(program: bytes, name: str) -> None:
+    change, message = EVIL[name]
+    with pytest.raises(ProgramError, match=message) as caught:
+        read_program(changed(program, change))
+    assert "torch.export.save(torch.export.export(" in str(caught.value)  # it says how to do it right
+
+
+def scripted() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("s/code/x.py", "")
+        archive.writestr("s/data.pkl", "")
+    return out.getvalue()
+
+
+def saved() -> bytes:
+    out = io.BytesIO()
+    torch.save(torch.nn.Linear(2, 2), out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "not a zip archive"),
+        (pickle.dumps(1), "not a zip archive"),
+        (scripted(), "TorchScript, which runs code"),
+        (saved(), r"pickled \(torch.save\), which runs code"),
+    ],
+    ids=["empty", "pickle", "TorchScript", "torch.save"],
+)
+def test_other_files_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        read_program(data)
+
+
+class Honest(torch.nn.Module):
+    """Much of what dense parts are made of: attention, norms, products of pairs, constants, sizes that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.batch = torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8)
+        self.register_buffer("shift", torch.arange(8.0))
+        self.top = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(4, 1))
+
+    def forward(self, *, user: torch.Tensor, item: torch.Tensor) -> dict[str, torch.Tensor]:
+        both = torch.cat([user, item], 0).view(2, user.shape[0], 8).transpose(0, 1)
+        mixed = self.norm(self.attention(both, both, both, need_weights=False)[0]) + self.shift * torch.tensor(0.1)
+        rows, columns = torch.triu_indices(2, 2, 1)
+        pairs = torch.bmm(mixed, mixed.transpose(1, 2))[:, rows, columns]
+        gate = torch.where(self.batch(user).sum(1, keepdim=True) > 0, pairs, pairs.clamp(-1, 1))
+        return {"score": torch.softmax(torch.cat([self.top(gate), -gate], 1), 1)[:, 0]}
+
+
+def test_honest_programs_are_taken() -> None:
+    """Exported by keyword, returning a dictionary of one: called by position, returning the tensor."""
+    batch, module = torch.export.Dim("batch"), Honest().eval()
+    inputs = {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
+    out = io.BytesIO()
+    torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    vetted = read_program(out.getvalue())
+    assert [i.name for i in vetted.inputs] == ["user", "item"]
+    again = runner(vetted)
+    for size in (1, 2, 9):
+        user, item = torch.randn(size, 8), torch.randn(size, 8)
+        torch.testing.assert_close(again(user, item), module(user=user, item=item)["score"])
+
+
+def test_programs_that_were_exported_to_train_are_refused() -> None:
+    batch, inputs = torch.export.Dim("batch"), {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
+    out = io.BytesIO()
+    torch.export.save(torch.export.export(Honest(), (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    with pytest.raises(ProgramError, match=r"module.eval\(\)|a dense part is made of"):
+        read_program(out.getvalue())
+
+
+class Plain(torch.nn.Module):
+    def forward(self, user: torch.Tensor) -> torch.Tensor:
+        return user.sum(1)
+
+
+def test_a_fixed_batch_and_other_types_are_refused() -> None:
+    for inputs, shapes, message in (
+        (torch.zeros(2, 4), None, "was exported for a batch of 2 alone"),
+        (torch.zeros(2, 4).double(), {"user": {0: torch.export.Dim("b")}}, "input 'user' is not fp32"),
+        (torch.zeros(2, 4, 5), {"user": {0: torch.export.Dim("b")}}, "has 3 dimensions"),
+    ):
+        out = io.BytesIO()
+        torch.export.save(torch.export.export(Plain(), (inputs,), dynamic_shapes=shapes), out)
+        with pytest.raises(ProgramError, match=message) as caught:
+            read_program(out.getvalue())
+        assert "torch.export.export(" in str(caught.value) and "dynamic_shapes" in str(caught.value)
+
+
+def test_a_batch_of_one_size_alone_is_refused(program: bytes) -> None:
+    """Two sizes are tried where a program is published; a program need not take small ones."""
+    found = read_program(program)
+    assert read_program(write_program(replace(found, rows=(5, 6)))).rows == (5, 6)
+    with pytest.raises(ProgramError, match="it takes batches of 5 to 5 rows"):
+        read_program(write_program(replace(found, rows=(5, 5))))
+
+
+TABLES = {"user": rows_of(50, 8), "item": rows_of(40, 4, 1)}
+
+
+def spec(tmp_path: Path, scorer: Any, features: dict[str, Any] | None = None) -> Any:
+    np.savez(tmp_path / "c.npz", **TABLES)
+    features = features or {"user": {"table": "user"}, "clicked": {"table": "item", "pooling": "mean"}}
+    raw = {
+        "name": "ctr",
+        "checkpoint": "c.npz",
+        "tables": {t: {"key": t} for t in TABLES},
+        "features": features,
+        "scorer": scorer,
+    }
+    return parse_model(raw, tmp_path)
+
+
+def test_a_version_carries_its_scorer(program: bytes, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "scorer.pt2").write_bytes(program)
+    load(spec(tmp_path, {"program": "scorer.pt2"}), root)
+    segment = Model(root, "ctr").attach()
+    scorer = segment.header.scorer
+    assert scorer and scorer.kind == "program"
+    assert scorer.inputs == (
+        ScorerInput("user", "user", 8),
+        ScorerInput("clicked", "clicked", 4),
+        ScorerInput("context", None, 3),
+    )
+    assert segment.program() == write_program(read_program(program))
+
+
+def test_a_scorer_whose_bytes_changed_is_not_taken(program: bytes, tmp_path: Path, root: Path) -> None:
+    (tmp_path / "scorer.pt2").write_bytes(program)
+    path = load(spec(tmp_path, {"program": "scorer.pt2"}), root).path
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    scorer = Model(root, "ctr").attach().header.scorer
+    assert scorer
+    data[scorer.offset + 100] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SegmentError, match="the checksum of the scorer is wrong"):
+        Model(root, "ctr").attach()
+
+
+@pytest.mark.parametrize(
+    ("scorer", "features", "message"),
+    [
+        ({"program": "nowhere.pt2"}, None, "nowhere.pt2: No such file"),
+        ({"program": "s.pt2", "inputs": {"other": "user"}}, None, "has no input 'other'; it has: user, clicked, context"),
+        (
+            {"program": "s.pt2", "inputs": {"user": "clicked"}},
+            None,
+            r"takes \[batch, 8\], the vectors of feature 'clicked' are 4 wide",
+        ),
+        ({"program": "s.pt2"}, {"user": {"pooling": "none"}}, "is the feature 'user', which is not pooled"),
+        ({"program": "s.pt2"}, {"other": {"table": "user"}}, "no input of the program is a feature"),
+        ({"program": "s.pt2", "inputs": {"context": "nothing"}}, None, "expected input = feature"),
+        ({"kind": "dot", "features": ["user", "clicked"]}, None, "dot of vectors that are 8 and 4 wide"),
+        ({"kind": "dot", "features": ["user"]}, None, "expected two of: clicked, user"),
+        ({"kind": "euclid", "features": ["user", "clicked"]}, None, "kind is 'euclid'; expected one of: dot, cosine"),
+        ({"kind": "dot", "features": ["user", "user"]}, None, "two inputs are the same feature"),
+        ({"program": "s.pt2"}, {"score": {"table": "user"}}, "a feature is called 'score'"),
+    ],
+)
+def test_scorers_that_do_not_fit_are_refused(
+    program: bytes, tmp_path: Path, root: Path, scorer: Any, features: Any, message: str
+) -> None:
+    """Before anything is published."""
+    (tmp_path / "s.pt2").write_bytes(program)
+    with pytest.raises((ProgramError, ModelError), match=message):
+        load(spec(tmp_path, scorer, features), root)
+    assert not Model(root, "ctr").versions()

@@ -1,0 +1,123 @@
+"""Lookups through the cache give what lookups of tables in HBM give: prefetched, evicting all the time."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+import torch
+from cache_check import check
+from rounding import expect
+from tables import expected_of, table_of
+
+from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Table, choose
+from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.sanitized_gpu
+@pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
+def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
+    """Two formats and widths, weights, several requests of which one is wrong; twice, so that rows are
+    missing and there.
+    """
+    backend = GpuBackend(tables.DEVICE, choose())
+    cache = backend.open_cache(60_000, 32)
+    held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
+    views = [(t, None if backend.device.reads_all_memory else registered(t)) for t in held]
+    cached = [backend.to_cache(t, v) for t, v in views]
+    ids, lengths = np.array([3, 199, 0, 3, 7, 11, 150]), np.array([2, 0, 5], np.int32)
+    inputs = ids.tobytes() + lengths.tobytes()
+    bad = ids.copy()
+    bad[5] = 200
+    plans = [backend.plan([Lookup(t, pooling, 0, 7, 0, bags=3, lengths_at=56)]) for t in cached]
+    for _ in range(2):
+        first, refused, second = tables.run_batch(
+            backend, [(plans[0], inputs), (plans[1], bad.tobytes() + lengths.tobytes()), (plans[1], inputs)]
+        )
+        assert isinstance(refused, BadIds) and (refused.position, refused.value) == (5, 200)
+        for table, found in zip(held, (first, second), strict=True):
+            assert isinstance(found, np.ndarray)
+            wanted = expect(table, ids, None if pooling is Pooling.NONE else lengths, pooling=pooling)
+            wanted.check(found.view(np.float32).reshape(-1, table.dim))
+    assert sum(s.hits for s in cache.statistics(wait=True).tables.values()) == 20
+    del cached, plans
+    backend.to_cache(*views[0])
+    assert len(cache.statistics(wait=True).tables) == 1
+
+
+def registered(table: Any) -> torch.Tensor:
+    """A table's rows where the GPU reads them."""
+    memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+    memory.numpy()[:] = table.packed.reshape(-1)
+    return memory
+
+
+def unpooled(backend: GpuBackend, table: Any) -> TensorLookup:
+    return TensorLookup(backend, ["a"], [LookupKind(table, Pooling.NONE)], Reports(backend.launcher))
+
+
+def staged(lookup: TensorLookup, ids: torch.Tensor) -> StagedLookup:
+    return lookup.stage_each([TensorInput(ids, None, 0, 0, None)])
+
+
+@pytest.mark.sanitized_gpu
+def test_prefetched_and_forwarded() -> None:
+    """Two batches ahead: each call reads what its own ticket brought."""
+    backend = GpuBackend(tables.DEVICE, choose())
+    backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
+    table = table_of(RowFormat.INT8, 40)
+    cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
+    lookup = unpooled(backend, cached)
+    batches = [np.random.default_rng(n).integers(0, 200, 7) for n in range(4)]
+    calls = [staged(lookup, torch.from_numpy(b).to(backend.device.torch_device)) for b in batches]
+    ahead = [lookup.prefetch(call) for call in calls[:2]]
+    for n, batch in enumerate(batches):
+        if n + 2 < len(calls):
+            ahead.append(lookup.prefetch(calls[n + 2]))
+        np.testing.assert_array_equal(lookup(ahead[n]).cpu().numpy().reshape(7, 40), expected_of(table, batch))
+
+
+@pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU: 10 M ids")
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("policy", list(Policy), ids=lambda p: p.value)
+def test_ten_million_ids(policy: Policy, replays: bool) -> None:
+    """Prefetched two batches ahead on one stream, looked up on another, evicting all the time, while a second
+    table comes and goes: the same bytes as without the cache, whether launches are replayed or not.
+    """
+    backend = GpuBackend(tables.DEVICE, choose())
+    device, rows, ids = backend.device.torch_device, 300_000, 131_072
+    backend.open_cache(6 << 20, 48, CacheSettings(policy, staging_buffers=3, replays=replays))
+    small = table_of(RowFormat.INT8, 40, rows=1000)
+    packed = np.tile(small.packed, (rows // 1000, 1))
+    packed[:, 4:8] = np.arange(rows, dtype=np.uint32)[:, None].view(np.uint8)  # every row another
+    table = Table(packed, RowFormat.INT8, 40)
+    memory = registered(table)
+    cached, held = backend.to_cache(table, memory), backend.to_hbm(table)
+    lookup, plain = unpooled(backend, cached), unpooled(backend, held)
+    generator = torch.Generator(device=device).manual_seed(1)
+    loader, wrong = torch.cuda.Stream(), torch.zeros((), dtype=torch.int64, device=device)
+    calls: list[StagedLookup] = []  # all stay, as two streams read what was allocated on a third
+    batches: list[torch.Tensor] = []
+    for n in range(82):
+        with torch.cuda.stream(loader):
+            uniform = torch.rand(ids, device=device, generator=generator)
+            batch = (uniform**3 * rows).long().clamp(max=rows - 1)
+            batches.append(batch)
+            calls.append(lookup.prefetch(staged(lookup, batch)))
+        if n % 20 == 10:
+            other = backend.to_cache(small, registered(small))
+            del other
+        if n >= 2:
+            torch.cuda.current_stream().wait_stream(loader)
+            found, wanted = lookup(calls[n - 2]), plain(staged(plain, batches[n - 2]))
+            wrong += (found.view(torch.int32) != wanted.view(torch.int32)).sum()
+    assert int(wrong) == 0
+    check(backend.cache, lambda number, id: packed[id].tobytes())  # type: ignore[arg-type]
+    statistics = backend.cache.statistics(wait=True)  # type: ignore[union-attr]
+    assert statistics.evicted > 10_000 and statistics.tables[0].ids == 82 * ids
+    assert bool(backend.cache._pipeline._replays.graphs) == replays  # type: ignore[union-attr]

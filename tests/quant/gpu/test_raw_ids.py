@@ -1,0 +1,419 @@
+"""Ids that are not row numbers, on the GPU backend: raw ids, and dense tables with a default row. The oracle is a dictionary."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tables
+import torch
+from raw_tables import EXTREMES, Known, dense_table, random_ids, raw_table
+from reference import REFERENCE
+from rounding import expect
+from tables import expected_of, table_of, values_of
+
+from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, RowFormat, RowSource, Table, choose
+from tableside.quant.cache.settings import CacheSettings
+from tableside.quant.contract import Unfound
+from tableside.quant.errors import Problem
+from tableside.quant.gpu.backend import GpuBackend
+from tableside.quant.gpu.batch.batch import LookupResult
+from tableside.quant.gpu.reports import Reports
+from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
+from tableside.quant.rows.ids import DirectoryField, pilots_for
+
+pytestmark = pytest.mark.gpu
+
+COUNT = 300
+IDS = random_ids(COUNT)
+BACKFILLED = IDS[5:25]
+STRANGERS = np.array([2, -2, 77, -(2**62), 2**62, 2**63 - 2], np.int64)
+DEFAULT = 4.0  # every value of a default row
+DIRECTORY_BYTES = 8 * len(DirectoryField._fields)
+
+needs_interpreter = pytest.mark.skipif(
+    "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
+)
+
+
+class Case(NamedTuple):
+    """A table of raw ids. padding of int8 rows of 64 values has room for an id, that of fp16 rows of 32 has none."""
+
+    row_format: RowFormat
+    dim: int
+    refuses: bool = False
+    bucket_ids: int = 0
+    owned: tuple[int, int] | None = None
+
+
+PADDED, ARRAY = Case(RowFormat.INT8, 64), Case(RowFormat.FP16, 32)
+CASES = {
+    "in padding": PADDED,
+    "in an array": ARRAY,
+    "refuses": PADDED._replace(refuses=True),
+    "chunked": ARRAY._replace(bucket_ids=100),
+    "a range of buckets": PADDED._replace(owned=(1, 3)),
+    "a range of chunks": PADDED._replace(bucket_ids=100, owned=(2, 3)),
+}
+
+
+@cache
+def made(case: Case) -> tuple[Table, Known]:
+    """The table, and what it must answer."""
+    ids = np.arange(COUNT) * 1_000_003 % 400 if case.bucket_ids else IDS
+    values = values_of(COUNT, case.dim)
+    missing = None if case.refuses else np.full(case.dim, DEFAULT, np.float32)
+    how: dict[str, Any] = {"missing": missing, "backfilled": ids[5:25].tolist()}
+    table = raw_table(ids, values, case.row_format, bucket_ids=case.bucket_ids, owned=case.owned, **how)
+    assert table.row_map is not None
+    is_here = table.row_map.find(ids) >= 0
+    assert is_here.all() or case.owned
+    return table, Known.of(ids[is_here], values[is_here], case.row_format, missing, ids[5:25].tolist())
+
+
+def backend_with_cache() -> GpuBackend:
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
+    backend.open_cache(60_000, 64, CacheSettings(page_bytes=1024))
+    return backend
+
+
+IN_HOST = {"": InHost.NOTHING, "ids in host": InHost.SOME, "index in host": InHost.ALL}
+
+
+def placed(backend: GpuBackend, table: Table, how: str) -> RowSource:
+    """The table where `how` says, and behind a comma what of its index is not copied."""
+    rows = None
+    if not backend.device.reads_all_memory:
+        rows = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
+        rows.numpy()[:] = table.packed.reshape(-1)
+    where, _, more = how.partition(", ")
+    in_host = IN_HOST[more]
+    match where:
+        case "hbm":
+            return backend.to_hbm(table)
+        case "stashable":
+            return backend.to_hbm(table, stashable=True)
+        case "mapped":
+            return backend.map_host(table, rows, in_host=in_host)
+        case "split":
+            return backend.split(table, rows, 300, in_host=in_host)
+    return backend.to_cache(table, rows, in_host=in_host)
+
+
+def inputs_of(*arrays: np.ndarray) -> bytes:
+    return b"".join(a.tobytes() for a in arrays)
+
+
+def asked(known: Known, with_strangers: bool, count: int = 60, seed: int = 0) -> np.ndarray:
+    """Ids of a table, some of them twice, in any order; among them those that it lacks."""
+    rng = np.random.default_rng(seed)
+    ids = rng.choice(np.array(list(known.rows), np.int64), count)
+    ids = np.concatenate([ids, ids[:3], STRANGERS if with_strangers else ids[:0]])
+    return rng.permutation(ids)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_masks_and_counts_are_the_dictionarys(name: str) -> None:
+    """Unpooled and pooled, each with a found mask; a table that refuses strangers gets none."""
+    case = CASES[name]
+    table, known = made(case)
+    backend: Any = tables.gpu_backend()
+    held = backend.to_hbm(table)
+    ids = asked(known, not case.refuses)
+    if case.owned and not case.bucket_ids:
+        ids = np.concatenate([ids, IDS])  # those of other owners are strangers here
+    lengths = np.array([ids.size - 10, 0, 10], np.int32)
+    size = 4 * case.dim
+    lookups = [
+        Lookup(held, Pooling.NONE, 0, ids.size, 0, found_at=ids.size * size),
+        Lookup(held, Pooling.MEAN, 0, ids.size, ids.size * (size + 1), bags=3, lengths_at=ids.nbytes),
+    ]
+    out = np.full(ids.size * (size + 1) + 3 * size, 0xEE, np.uint8)
+    unfound = backend.plan(lookups).run(inputs_of(ids, lengths), out)
+    vectors = out[: ids.size * size].view(np.float32).reshape(-1, case.dim)
+    np.testing.assert_array_equal(vectors, expected_of(known.twin, known.twins(ids)))
+    np.testing.assert_array_equal(out[ids.size * size : ids.size * (size + 1)], known.found(ids))
+    means = out[ids.size * (size + 1) :].tobytes()
+    expect(known.twin, known.twins(ids), lengths, pooling=Pooling.MEAN).check(np.frombuffer(means, np.float32).reshape(3, -1))
+    assert unfound == [Unfound(*known.unfound(ids))] * 2
+
+
+def test_extremes_are_ids_like_others() -> None:
+    """Every extreme has its row, and the extremes that a table lacks have none."""
+    some, others = np.array(EXTREMES[::2], np.int64), np.array(EXTREMES[1::2], np.int64)
+    values = values_of(some.size, 64)
+    table = raw_table(some, values, RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32), buckets=1)
+    known = Known.of(some.tolist(), values, RowFormat.INT8, np.full(64, DEFAULT, np.float32))
+    backend: Any = tables.gpu_backend()
+    ids = np.concatenate([others, some])
+    found = backend.lookup(backend.to_hbm(table), ids, pooling=Pooling.NONE)
+    np.testing.assert_array_equal(found, expected_of(known.twin, known.twins(ids)))
+    assert (found[: others.size] == DEFAULT).all()
+
+
+@pytest.mark.parametrize("first", [2**63 - 50, -(2**63), -7])
+def test_dense_ids_at_either_end_of_int64(first: int) -> None:
+    """The ids of a dense table may begin anywhere, and the first one is row 0."""
+    table = dense_table(50, RowFormat.INT8, 8, missing=np.full(8, DEFAULT, np.float32), first=first)
+    backend: Any = tables.gpu_backend()
+    ids = np.array([first, first + 49, *EXTREMES], np.int64)
+    rows = [id - first if first <= id < first + 50 else 50 for id in ids.tolist()]
+    found = backend.lookup(backend.to_hbm(table), ids, pooling=Pooling.NONE)
+    by_number = Table(table.packed, table.row_format, table.dim)
+    np.testing.assert_array_equal(found, expected_of(by_number, np.array(rows)))
+
+
+def test_a_dense_table_without_a_default_row_refuses_ids_beside_its_own() -> None:
+    """Row numbers among them, where its ids begin further on."""
+    backend: Any = tables.gpu_backend()
+    held = backend.to_hbm(dense_table(50, RowFormat.INT8, 8, first=100))
+    with pytest.raises(BadIds) as caught:
+        backend.lookup(held, np.array([149, 100, 3]), pooling=Pooling.NONE)
+    error = caught.value
+    assert (error.problem, error.position, error.value, error.bound) == (Problem.MISSING, 2, 3, 50)
+
+
+@pytest.mark.parametrize("ids", [[], [-1]], ids=["no id", "one id"])
+def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
+    table = raw_table(ids, values_of(2, 64)[: len(ids)], RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32))
+    backend: Any = tables.gpu_backend()
+    found = backend.lookup(backend.to_hbm(table), np.array([0, -1, 5]), pooling=Pooling.NONE)
+    assert ((found == DEFAULT).all(1) == [True, not ids, True]).all()
+
+
+PLACES = ["hbm", "stashable", "mapped", "split", "cached"]
+NOT_IN_HBM = [
+    pytest.param(f"{place}, {what} in host", marks=needs_interpreter)
+    for place in ("mapped", "split", "cached")
+    for what in ("ids", "index")
+]
+
+
+@pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
+@pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
+def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
+    """More ids than would be gathered of a table without a row map; a cache answers alike when it is cold and when it is warm."""
+    table, known = made(case)
+    backend = backend_with_cache()
+    backend.gather_from = 1
+    held = placed(backend, table, how)
+    for seed in (0, 1, 0):
+        ids = asked(known, True, seed=seed)
+        np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids)))
+    if how == "stashable":
+        assert backend.stash() > 0
+        np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids)))
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "copies_ids"),
+    [(PADDED, "hbm", False), (ARRAY, "hbm", True), (PADDED, "mapped", True), (PADDED, "mapped, ids in host", False),
+     (ARRAY, "cached", True), (ARRAY, "cached, ids in host", False)],
+)  # fmt: skip
+@needs_interpreter
+def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str, copies_ids: bool) -> None:
+    """An entry for each bucket, pilots and bits always are."""
+    table, _ = made(case)
+    held: Any = placed(backend_with_cache(), table, how)
+    assert table.row_map is not None
+    index = table.row_map.index
+    assert index is not None
+    least = DIRECTORY_BYTES * index.buckets + pilots_for(index.slots, index.buckets) + -(-index.slots // 8)
+    assert held.device_map.bytes == least + 8 * index.slots * copies_ids
+
+
+@pytest.mark.parametrize("how", ["hbm", "cached", "mapped"])
+def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
+    """By lookup, position and value, from a batch whose other requests are answered; with bags and without."""
+    table, known = made(CASES["refuses"])
+    backend = backend_with_cache()
+    held = placed(backend, table, how)
+    dense = backend.to_hbm(table_of(RowFormat.INT8, 64))
+    good, bad = asked(known, False), asked(known, False)
+    bad[[7, 20]] = 77, 78
+    lengths = np.array([40, good.size - 40], np.int32)
+    for pooling in (Pooling.NONE, Pooling.SUM):
+        lookups = [
+            Lookup(dense, Pooling.NONE, 0, 1, 0),
+            Lookup(held, pooling, 8, good.size, 256, bags=2, lengths_at=8 + good.nbytes),
+        ]
+        plan = backend.plan(lookups)
+        one = np.zeros(1, np.int64)
+        right, wrong = inputs_of(one, good, lengths), inputs_of(one, bad, lengths)
+        first, refused, last = tables.run_batch(backend, [(plan, right), (plan, wrong), (plan, right)])
+        assert isinstance(refused, BadIds)
+        assert (refused.problem, refused.job, refused.position) == (Problem.MISSING, 1, 7)
+        assert (refused.value, refused.bound) == (77, COUNT)
+        assert isinstance(first, np.ndarray) and isinstance(last, np.ndarray)
+        np.testing.assert_array_equal(first, last)
+
+
+def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
+    """Raw, dense with a default row, dense, and raw on the CPU; each mask and count goes to its own lookup of its own request."""
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
+    (padded, known), (array, known_array) = made(PADDED), made(ARRAY)
+    default = dense_table(50, RowFormat.INT8, 8, missing=np.full(8, DEFAULT, np.float32), first=-20, own=40)
+    plain = table_of(RowFormat.INT8, 8)
+    held = [backend.to_hbm(t) for t in (padded, plain, default, array)] + [backend.on_host(array)]
+    requests, wanted = [], []
+    for seed in range(3):
+        ids = [
+            asked(known, seed == 1, 20, seed),
+            np.arange(10, dtype=np.int64),
+            np.array([-21, -20, 19, 20, 29, 30, 2**63 - 1, -(2**63)]),
+            asked(known_array, True, 5, seed),
+            asked(known_array, False, 4, seed),
+        ]
+        lookups, at, out_at = [], 0, 0
+        for source, some in zip(held, ids, strict=True):
+            lookups.append(Lookup(source, Pooling.NONE, at, some.size, out_at, found_at=out_at + some.size * source.dim * 4))
+            at, out_at = at + some.nbytes, out_at + some.size * (source.dim * 4 + 1) + 3  # at any alignment
+        requests.append((backend.plan(lookups), inputs_of(*ids)))
+        masks = [
+            known.found(ids[0]),
+            np.ones(10),
+            np.array([0, 1, 1, 1, 1, 0, 0, 0]),
+            known_array.found(ids[3]),
+            known_array.found(ids[4]),
+        ]
+        counts = [known.unfound(ids[0]), (0, 0), (4, 2), known_array.unfound(ids[3]), known_array.unfound(ids[4])]
+        wanted.append((lookups, masks, [Unfound(*c) for c in counts]))
+    results, _ = backend.batches.run(requests)
+    for result, (lookups, masks, counts) in zip(results, wanted, strict=True):
+        assert isinstance(result, LookupResult)
+        for lk, mask in zip(lookups, masks, strict=True):
+            assert lk.found_at is not None
+            np.testing.assert_array_equal(result.outputs[lk.found_at : lk.found_at + lk.ids], mask)
+        assert result.unfound == counts
+    last = results[2]
+    assert isinstance(last, LookupResult)
+    default_rows = np.frombuffer(last.outputs[wanted[2][0][2].out_at :][: 8 * 32].tobytes(), np.float32).reshape(8, 8)
+    assert ((default_rows == DEFAULT).all(1) == [True, False, False, False, False, True, True, True]).all()
+
+
+def test_nothing_is_counted_where_every_id_is_found() -> None:
+    """None says so, also after a batch of which something was counted."""
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
+    values = values_of(COUNT, 64)
+    held = backend.to_hbm(raw_table(IDS, values, RowFormat.INT8, missing=values[0]))
+    plan = backend.plan([Lookup(held, Pooling.NONE, 0, COUNT, 0)])
+    out = np.empty(COUNT * 256, np.uint8)
+    assert plan.run(inputs_of(np.resize(STRANGERS, COUNT)), out) == [Unfound(COUNT, 0)]
+    for _ in range(3):  # from the second run on the plan's jobs are on the device
+        assert plan.run(inputs_of(IDS), out) is None
+
+
+def test_tables_whose_ids_are_row_numbers_launch_nothing_more() -> None:
+    backend: Any = tables.gpu_backend()
+    plan = backend.plan([Lookup(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE, 0, 3, 0)])
+    assert plan.launches_alone() is None  # from the second run on its jobs are on the device
+    assert plan.layout.resolved == () and plan.launches_alone().resolve is None
+
+
+def steady_requests(known: Known, count: int) -> list[tuple[np.ndarray, bytes, int, np.ndarray]]:
+    """(places, inputs, out_bytes, ids) of a pooled lookup of a raw table and an unpooled one, and a dense one before them."""
+    requests = []
+    for seed in range(count):
+        ids, lengths = asked(known, True, 10 + seed, seed), np.array([4, 0, 3], np.int32)
+        dense = np.arange(seed + 1, dtype=np.int64)
+        at = dense.nbytes
+        places = [
+            Place(0, dense.size, -1, 0, 0, -1, 0),
+            Place(at, 7, at + ids.nbytes, 0, 3, -1, 32 * dense.size),
+            Place(at, ids.size, -1, 0, 0, -1, 32 * dense.size + 3 * 256),
+        ]
+        out_bytes = 32 * dense.size + 3 * 256 + ids.size * 256
+        requests.append((np.array(places, np.int64), inputs_of(dense, ids, lengths), out_bytes, ids))
+    return requests
+
+
+@pytest.mark.parametrize("how", ["hbm", "cached", "split"])
+def test_a_planner_gives_what_plans_give(how: str) -> None:
+    """Through the C routine, in one batch; the counts of each request are its own."""
+    table, known = made(PADDED)
+    backend = backend_with_cache()
+    held = placed(backend, table, how)
+    dense = backend.to_hbm(table_of(RowFormat.INT8, 8))
+    kinds = [LookupKind(dense, Pooling.NONE), LookupKind(held, Pooling.SUM), LookupKind(held, Pooling.NONE)]
+    planner, requests = backend.planner(kinds), steady_requests(known, 3)
+    plans: list[Any] = [planner.plan(places.tobytes(), size) for places, _, size, _ in requests]
+    assert all(len(plan.layout.resolved) == 2 for plan in plans)
+    results, _ = backend.batches.run([(plan, inputs) for plan, (_, inputs, _, _) in zip(plans, requests, strict=True)])
+    for result, (_, _, size, ids), plan in zip(results, requests, plans, strict=True):
+        assert isinstance(result, LookupResult) and result.outputs.size >= size
+        at = plan.layout.lookups()[1].out_at
+        sums = result.outputs[at : at + 3 * 256].view(np.float32).reshape(3, 64)
+        expect(known.twin, known.twins(ids[:7]), np.array([4, 0, 3], np.int32), pooling=Pooling.SUM).check(sums)
+        vectors = result.outputs[at + 3 * 256 : size].view(np.float32).reshape(-1, 64)
+        np.testing.assert_array_equal(vectors, expected_of(known.twin, known.twins(ids)))
+        assert result.unfound == [Unfound(0, 0), Unfound(*known.unfound(ids[:7])), Unfound(*known.unfound(ids))]
+
+
+def test_a_planner_lays_found_masks_out_too() -> None:
+    table, known = made(PADDED)
+    backend = GpuBackend(tables.DEVICE, REFERENCE)
+    planner = backend.planner([LookupKind(backend.to_hbm(table), Pooling.NONE)])
+    ids = asked(known, True, 10)
+    places = np.array([Place(0, ids.size, -1, 0, 0, -1, 0, 256 * ids.size)], np.int64)
+    out = np.empty(257 * ids.size, np.uint8)
+    assert planner.plan(places.tobytes()).run(ids.tobytes(), out) == [Unfound(*known.unfound(ids))]
+    np.testing.assert_array_equal(out[256 * ids.size :], known.found(ids))
+    np.testing.assert_array_equal(
+        out[: 256 * ids.size].view(np.float32).reshape(-1, 64), expected_of(known.twin, known.twins(ids))
+    )
+
+
+@pytest.mark.parametrize("how", ["hbm", "cached"])
+def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
+    """Two batches are prefetched before the first is looked up, and each is looked up twice: all get their own vectors."""
+    table, known = made(PADDED)
+    backend = backend_with_cache()
+    plain = table_of(RowFormat.INT4, 8)
+    kinds = [LookupKind(placed(backend, table, how), Pooling.SUM), LookupKind(backend.to_hbm(plain), Pooling.SUM)]
+    reports = Reports(backend.launcher)
+    lookup = TensorLookup(backend, ["raw", "plain"], kinds, reports)
+    lengths, ends = np.array([4, 0, 5], np.int32), torch.tensor([0, 4, 4, 9], device=backend.device.torch_device)
+    batches = []
+    for seed in range(2):
+        ids, weights = asked(known, True, 20, seed)[:9], np.random.default_rng(seed).random(9, np.float32)
+        rows = np.random.default_rng(seed).integers(0, 200, 9)
+        weighted = torch.from_numpy(weights).to(backend.device.torch_device)
+        tensors = [torch.from_numpy(one.copy()).to(backend.device.torch_device) for one in (ids, rows)]
+        batches.append((ids, rows, weights, [TensorInput(one, ends, 0, 3, weighted) for one in tensors]))
+    before = [one.ids.clone() for *_, inputs in batches for one in inputs]
+    for _ in range(2):
+        calls = [lookup.prefetch(lookup.stage_each(inputs)) for *_, inputs in batches]
+        for (ids, rows, weights, _), call in zip(batches, calls, strict=True):
+            found = lookup(call).cpu().numpy()
+            how_: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights}
+            expect(known.twin, known.twins(ids), lengths, **how_).check(found[: 3 * 64].reshape(3, 64))
+            expect(plain, rows, lengths, **how_).check(found[3 * 64 :].reshape(3, 8))
+    after = [one.ids for *_, inputs in batches for one in inputs]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert reports.take() is None
+    unfound = np.sum([known.unfound(ids) for ids, *_ in batches], 0)
+    assert lookup.unfound.tolist() == [(2 * unfound).tolist(), [0, 0]]
+
+
+def test_rows_are_dequantized_by_their_numbers() -> None:
+    """Of a table of raw ids on a device, as of one on the host."""
+    table, _ = made(PADDED)
+    backend: Any = tables.gpu_backend()
+    by_number = Table(table.packed, table.row_format, table.dim)
+    np.testing.assert_array_equal(backend.dequantize(backend.to_hbm(table), 3, 9), REFERENCE.dequantize(by_number, 3, 9))
+
+
+@needs_interpreter
+def test_rows_of_raw_ids_are_not_gathered() -> None:
+    """The CPU gathers by row numbers, which the device alone makes; rows of other tables in the request are gathered as ever."""
+    table, _ = made(PADDED)
+    backend = GpuBackend("interpreter", choose(), gather_from=5)
+    raw, plain = backend.map_host(table, None), backend.map_host(table_of(RowFormat.INT8, 64), None)
+
+    def gathered(raw_ids: int, plain_ids: int) -> int:
+        lookups = [Lookup(raw, Pooling.NONE, 0, raw_ids, 0), Lookup(plain, Pooling.NONE, 0, plain_ids, 256 * raw_ids)]
+        return backend.plan(lookups).layout.rows_bytes
+
+    assert gathered(10, 4) == 0
+    assert gathered(10, 5) == 5 * table.row_bytes

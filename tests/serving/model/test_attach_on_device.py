@@ -1,0 +1,104 @@
+"""How a version is attached on a device: rows are verified while they are placed, and nothing damaged is served."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+from raw_segments import RawTable, publish_tables
+from support import rows_of
+
+pytest.importorskip("triton")
+from tableside.loader.errors import SegmentError
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.versions import Model
+from tableside.quant import choose
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.settings import ServerSettings
+
+Publish = Callable[..., Any]
+
+
+@pytest.fixture
+def engine(root: Path, publish: Publish) -> Engine:
+    """Of a model with one table; nothing is attached."""
+    publish_rows(publish)
+    return engine_of(root)
+
+
+def publish_rows(publish: Publish) -> None:
+    publish({"t": rows_of(3000, 256)}, formats={"t": "fp32"}, features={"f": {"table": "t", "pooling": "none"}})
+
+
+def engine_of(root: Path) -> Engine:
+    placer = Placer(ServerSettings(devices=(tables.serve_device(),), hbm_budget=64 << 20), choose())
+    placer.open()
+    return Engine(Model(root, "demo"), ServerSettings(), placer)
+
+
+def damage(engine: Engine, at: int) -> None:
+    """Flips a bit of the published file."""
+    path = engine.model.path(1)
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    path.chmod(0o400)
+
+
+def test_rows_are_verified_while_they_are_placed(engine: Engine, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other to have begun; and the version is there only when both are done."""
+    verifying, placing = threading.Event(), threading.Event()
+    verify, place = Segment.verify, Placer.place
+    verified: list[int] = []
+
+    def slow_verify(self: Segment, threads: int = 1) -> None:
+        verifying.set()
+        assert placing.wait(300)
+        verify(self, threads)
+        verified.append(threads)
+
+    def slow_place(self: Placer, *arguments: Any) -> Any:
+        placing.set()
+        assert verifying.wait(300)
+        return place(self, *arguments)
+
+    monkeypatch.setattr(Segment, "verify", slow_verify)
+    monkeypatch.setattr(Placer, "place", slow_place)
+    served = engine.attach()
+    assert verified == [4] and served.verified_at > 0
+    engine.swap(served)
+    publish_rows(publish)
+    engine.attach(as_successor=True)
+    assert verified == [4, 1]  # requests run beside it
+
+
+def test_a_version_with_a_damaged_row_is_refused(engine: Engine) -> None:
+    """Wherever it lies: threads read parts of all rows."""
+    (stored,) = engine.model.attach().header.tables
+    for row in (0, 1700, 2999):
+        damage(engine, stored.offset + row * stored.row_bytes + 7)
+        with pytest.raises(SegmentError, match=r"table 't', rows \[\d+, \d+\): the checksum is wrong") as refused:
+            engine.attach()
+        first, after = map(int, str(refused.value).partition("rows [")[2].partition(")")[0].split(", "))
+        assert first <= row < after
+        damage(engine, stored.offset + row * stored.row_bytes + 7)
+    np.testing.assert_array_equal(engine.attach().segment.tables["t"].packed, engine.model.attach().tables["t"].packed)
+
+
+def test_a_damaged_index_is_found_before_anything_reads_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lead kernels anywhere."""
+    publish_tables(root, {"t": RawTable(np.arange(100, 400) * 977, rows_of(300, 8))})
+    engine = engine_of(root)
+    (stored,) = engine.model.attach().header.tables
+    assert stored.ids is not None and stored.ids.index is not None
+    damage(engine, stored.ids.index.offset + 150)  # behind the directory, which is checked with the header
+    monkeypatch.setattr(Placer, "place", lambda *arguments: pytest.fail("the version was placed"))
+    with pytest.raises(SegmentError, match="the id index of table 't': the checksum is wrong"):
+        engine.attach()
