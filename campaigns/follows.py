@@ -31,7 +31,7 @@ from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.follow.loop import follow
-from tableside.serving.follow.skipped import Skipped
+from tableside.serving.follow.skipped import BadChangeFile
 from tableside.serving.follow.sources import open_source
 
 KEY, SOURCE = "rows", "redis:rows"
@@ -148,7 +148,7 @@ def fork_follower(root: Path, url: str, every_s: float, rows: int, aside: Path) 
     applying.SMALL_BYTES = MERGED_BYTES
     try:
         source = open_source(url, None, None, "start", lambda: False)
-        with Skipped(source, aside) as skip:
+        with BadChangeFile(source, aside) as skip:
             model, settings = Model(root, "demo"), ApplySettings(threads=1)
             follow(model, source, rows, every_s, lambda: False, lambda _: None, settings=settings, skip=skip)
     except BaseException:  # noqa: BLE001  (told here, as the process ends below, whatever it was)

@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Kind(StrEnum):
+class ErrorKind(StrEnum):
     """The values of the label `kind` of `tableside_errors_total`. They are fixed, so that no request can grow the metrics."""
 
     BAD_REQUEST = "bad_request"
@@ -46,7 +46,12 @@ class ApiError(ServingError):
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def __init__(
-        self, status: int, kind: Kind, message: str, lacking: str | None = None, headers: tuple[tuple[bytes, bytes], ...] = ()
+        self,
+        status: int,
+        kind: ErrorKind,
+        message: str,
+        lacking: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(status, kind, message, lacking, headers)
         self.headers = headers
@@ -60,11 +65,11 @@ class DeviceLost(ApiError):
     """503: the process that had the GPU lost it, and is being replaced."""
 
     def __init__(self) -> None:
-        super().__init__(503, Kind.INTERNAL, "the engine process lost its GPU and is being replaced; try again")
+        super().__init__(503, ErrorKind.INTERNAL, "the engine process lost its GPU and is being replaced; try again")
         self.args = ()  # what it is made of anew behind a pickle
 
 
-def bad_request(message: str, kind: Kind = Kind.BAD_REQUEST) -> ApiError:
+def bad_request(message: str, kind: ErrorKind = ErrorKind.BAD_REQUEST) -> ApiError:
     """400: the request is wrong. `message` names the field, the value and what was expected."""
     return ApiError(400, kind, message)
 
@@ -73,9 +78,9 @@ def wrong_method(method: str, path: str, *allowed: str) -> ApiError:
     """405: the path is there, and takes the methods `allowed` alone. GET brings HEAD with it."""
     methods = [m for a in allowed if a != "HEAD" for m in ((a, "HEAD") if a == "GET" else (a,))]
     what = f"{method} {short(path)}: expected {' or '.join(methods)}"
-    return ApiError(405, Kind.BAD_REQUEST, what, headers=((b"allow", ", ".join(methods).encode()),))
+    return ApiError(405, ErrorKind.BAD_REQUEST, what, headers=((b"allow", ", ".join(methods).encode()),))
 
 
 def not_found(message: str) -> ApiError:
     """404: no such model, version or path."""
-    return ApiError(404, Kind.NOT_FOUND, message)
+    return ApiError(404, ErrorKind.NOT_FOUND, message)

@@ -33,19 +33,19 @@ def take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
 
 
-class Supervised(Protocol):
+class SupervisedProcess(Protocol):
     """What runs in the process. started: it takes requests. is_ending: it was asked to end."""
 
     started: bool
     is_ending: bool
 
 
-def answer(process: Supervised, pipe: Connection) -> None:
+def answer(process: SupervisedProcess, pipe: Connection) -> None:
     """Answers the supervisor's questions from now on, on a thread of its own."""
     threading.Thread(target=_answer, args=(process, pipe), daemon=True).start()
 
 
-def _answer(process: Supervised, pipe: Connection) -> None:
+def _answer(process: SupervisedProcess, pipe: Connection) -> None:
     try:
         while True:
             pipe.recv()

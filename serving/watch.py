@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State
 from tableside.quant import QuantError
-from tableside.serving.errors import Kind, ServingError
+from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 from tableside.serving.model.engine import Engine
 
@@ -86,7 +86,7 @@ class Watch:
             return
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
         logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)
-        ERRORS.labels(engine.model.name, Kind.SWAP.value).inc()
+        ERRORS.labels(engine.model.name, ErrorKind.SWAP.value).inc()
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

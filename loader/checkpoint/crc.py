@@ -15,7 +15,7 @@ from threading import Lock
 from isal import isal_zlib
 
 from tableside.loader.checkpoint.archive import ArchiveRecord
-from tableside.loader.checkpoint.rows import Placed, RowShard
+from tableside.loader.checkpoint.rows import RowShard, ShardedRows
 from tableside.loader.errors import CheckpointError
 
 _REST_BYTES, _REST_FRACTION = 8 << 20, 1 / 32
@@ -51,7 +51,7 @@ class _Sum:
 class Crc32Check:
     """The CRC-32 of the records that a load's tables lie in. `take` while rows are read, then `finish`."""
 
-    def __init__(self, matrices: Mapping[str, Placed]) -> None:
+    def __init__(self, matrices: Mapping[str, ShardedRows]) -> None:
         """matrices: table -> its matrix or ids, every row of which will be read once."""
         self._lock = Lock()
         self._sums = self._sums_of(matrices)
@@ -67,7 +67,7 @@ class Crc32Check:
             self._plan(found)
 
     @staticmethod
-    def _sums_of(matrices: Mapping[str, Placed]) -> "list[_Sum]":
+    def _sums_of(matrices: Mapping[str, ShardedRows]) -> "list[_Sum]":
         sums: dict[tuple[Path, int], _Sum] = {}
         for table, matrix in matrices.items():
             for shard in matrix.shards:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tableside.loader.checkpoint import torch_files
 from tableside.loader.checkpoint.collector import Collector
-from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickledObject, PickleError, Refused, unpickle
+from tableside.loader.checkpoint.pickles import LIMIT_BYTES, ForbiddenGlobal, Name, PickledObject, PickleError, unpickle
 from tableside.loader.checkpoint.rows import Checkpoint, RowShard
 from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, FileTensor
 from tableside.loader.checkpoint.window import FileWindow
@@ -90,7 +90,7 @@ def _read_metadata(path: Path) -> _Metadata:
     data = read_regular(path, LIMIT_BYTES, "the metadata", CheckpointError)
     try:
         metadata = unpickle(data, _NAMES)
-    except Refused as error:
+    except ForbiddenGlobal as error:
         name = str(error).removeprefix("GLOBAL ")
         raise CheckpointError(
             f"{path}: refused: .metadata names {name}, which a checkpoint does not need and which could run code"

@@ -20,7 +20,7 @@ class PickleError(Exception):
     """Not a pickle of the expected kind: damaged, or it holds what a checkpoint does not need."""
 
 
-class Refused(PickleError):
+class ForbiddenGlobal(PickleError):
     """The pickle names a global that is not in the table, so it could run code."""
 
 
@@ -160,7 +160,7 @@ class _Machine:
     def named(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "no name"
         if full not in self.names:
-            raise Refused(f"GLOBAL {full[:100]}")
+            raise ForbiddenGlobal(f"GLOBAL {full[:100]}")
         self.push(self.names[full])
 
     def call(self) -> None:

@@ -45,7 +45,7 @@ class RowShard:
     record: ArchiveRecord | None = None
 
 
-class Placed:
+class ShardedRows:
     """What a matrix and a tensor of ids have in common: [rows, dim] values of `item_bytes` each, in shards that cover it."""
 
     __slots__ = ()
@@ -98,7 +98,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix(Placed):
+class Matrix(ShardedRows):
     """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly (`check`)."""
 
     key: str
@@ -113,7 +113,7 @@ class Matrix(Placed):
 
 
 @dataclass(frozen=True, slots=True)
-class Ids(Placed):
+class Ids(ShardedRows):
     """A tensor of ids [rows] or [rows, 1]. dtype: as they lie, int64 or int32."""
 
     key: str
@@ -182,14 +182,14 @@ class Checkpoint:
             )
         raise CheckpointError(f"{self.path}: there is no tensor {key!r}; matrices there: {some(self.matrices)}")
 
-    def open_files(self, matrix: Placed) -> None:
+    def open_files(self, matrix: ShardedRows) -> None:
         """Opens the files of a matrix, ahead of reading it from several threads."""
         for shard in matrix.shards:
             if shard.path not in self._files:
                 self._files[shard.path] = open_regular(shard.path, "a file of the checkpoint", CheckpointError)
 
     def read(
-        self, matrix: Placed, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
+        self, matrix: ShardedRows, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
     ) -> None:
         """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out,
         for column shards.

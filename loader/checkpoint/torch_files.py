@@ -12,7 +12,7 @@ from typing import Any
 
 from tableside.loader.checkpoint.archive import Archive, ArchiveRecord
 from tableside.loader.checkpoint.collector import Collector, whole
-from tableside.loader.checkpoint.pickles import LIMIT_BYTES, Name, PickleError, Refused, unpickle
+from tableside.loader.checkpoint.pickles import LIMIT_BYTES, ForbiddenGlobal, Name, PickleError, unpickle
 from tableside.loader.checkpoint.rows import Checkpoint, RowShard
 from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
@@ -86,7 +86,7 @@ def load(window: FileWindow) -> Any:
     _check_byte_order(archive, root, path)
     try:
         return unpickle(archive.read(pickles[0], LIMIT_BYTES), _NAMES, lambda pid: _storage(pid, archive, root, path))
-    except Refused as error:
+    except ForbiddenGlobal as error:
         raise CheckpointError(
             f"{path}: refused, it holds more than tensors and could run code ({error}); save its state_dict() alone"
         ) from None

@@ -45,7 +45,7 @@ class _PieceFields(NamedTuple):
     width: int
 
 
-class Source(NamedTuple):
+class LayerSource(NamedTuple):
     """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input buffer.
 
     row_bytes: from one row to the next. is_half: the values are fp16, else fp32.
@@ -101,7 +101,7 @@ class PackedLayers:
         return _layers.run(self._layers, self._pieces, sources, self._weights, inputs, outputs, rows, scores_at, self._threads)
 
 
-def pack_sources(sources: Sequence[Source]) -> bytes:
+def pack_sources(sources: Sequence[LayerSource]) -> bytes:
     """Where a request's inputs lie, as `PackedLayers.run` takes it."""
     return array("q", [field for source in sources for field in source]).tobytes()
 
@@ -148,7 +148,7 @@ def _as_bytes(fields: Sequence[tuple[Any, ...]]) -> bytes:
     return found.tobytes()
 
 
-if (_LayerFields._fields, _PieceFields._fields, Source._fields, _PANEL) != (
+if (_LayerFields._fields, _PieceFields._fields, LayerSource._fields, _PANEL) != (
     _layers.LAYER_FIELDS,
     _layers.PIECE_FIELDS,
     _layers.SOURCE_FIELDS,

@@ -96,7 +96,7 @@ def init_dense_tbe(
 def _with_weights_on(weight_init_device: str) -> Any:
     """FBGEMM's split module, built with its weights on a device, all else where it computes."""
 
-    class Split(training_names().SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]  # FBGEMM has no types
+    class SplitWeights(training_names().SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]  # FBGEMM has no types
         def _apply_split(self, split: Any, prefix: str, dtype: Any, **options: Any) -> None:
             if prefix != "weights":
                 super()._apply_split(split, prefix=prefix, dtype=dtype, **options)
@@ -110,7 +110,7 @@ def _with_weights_on(weight_init_device: str) -> Any:
             else:
                 self.weights_dev = weights
 
-    return Split
+    return SplitWeights
 
 
 class _RandomWeightsOn(TorchFunctionMode):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tableside.quant.cache.kernels.state import BatchState, ClassState, Counter, occupied_at
+from tableside.quant.cache.kernels.state import BatchState, ClassState, TableCounter, occupied_at
 from tableside.quant.device.device import Device
 
 
@@ -54,7 +54,7 @@ def statistics_of(
     state: torch.Tensor, counters: torch.Tensor, names: Mapping[int, tuple[str, int]], classes: int, slots: int
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
-    s, c = state.tolist(), counters.view(-1, len(Counter)).tolist()
+    s, c = state.tolist(), counters.view(-1, len(TableCounter)).tolist()
     occupied = sum(s[occupied_at(n)] for n in range(classes))
     return Statistics(
         tickets=s[BatchState.NOW],
@@ -67,10 +67,10 @@ def statistics_of(
         tables={
             number: TableStatistics(
                 name,
-                ids=c[number][Counter.IDS],
-                hits=c[number][Counter.HITS],
-                fetched=c[number][Counter.FETCHED],
-                in_place=c[number][Counter.IN_PLACE],
+                ids=c[number][TableCounter.IDS],
+                hits=c[number][TableCounter.HITS],
+                fetched=c[number][TableCounter.FETCHED],
+                in_place=c[number][TableCounter.IN_PLACE],
                 row_bytes=row_bytes,
             )
             for number, (name, row_bytes) in names.items()

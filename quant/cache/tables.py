@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_FLAG, Counter, TableField
+from tableside.quant.cache.kernels.state import GROUP_WORDS, ID_BITS, ROWS_PER_FLAG, TableCounter, TableField
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 
@@ -75,10 +75,10 @@ class Tables:
         flags = flag_count(rows)
         maps = [torch.zeros(n, dtype=torch.int32, device=self._device.torch_device) for n in ((flags * GROUP_WORDS, 2), (flags,))]
         self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
-        first, end = number * len(Counter), (number + 1) * len(Counter)
+        first, end = number * len(TableCounter), (number + 1) * len(TableCounter)
         if end > self.counters.numel():
             grown = torch.zeros(
-                max(_LEAST_COUNTED, 2 * (number + 1)) * len(Counter), dtype=torch.int64, device=self._device.torch_device
+                max(_LEAST_COUNTED, 2 * (number + 1)) * len(TableCounter), dtype=torch.int64, device=self._device.torch_device
             )
             grown[: self.counters.numel()] = self.counters
             self.counters = grown

@@ -64,7 +64,7 @@ def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
     return [host_table(lookup.table) for lookup in lookups]
 
 
-class Checked(NamedTuple):
+class CheckedLookup(NamedTuple):
     """One lookup of a plan, its inputs checked. table: whose ids are row numbers; lengths None: not pooled;
     out: where its vectors go, [outputs, dim], of any stride from one to the next."""
 
@@ -104,13 +104,13 @@ class CpuPlanner(Planner):
         return CpuPlan(self, [Place(*row) for row in rows])
 
     @abstractmethod
-    def look_up(self, lookups: Sequence[Checked]) -> None:
+    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
         """Writes the vectors of all lookups, one of each kind."""
 
 
 def _check(
     job: int, kind: Lookup | LookupKind, table: Table, place: Place, inputs: Any, outputs: Any
-) -> tuple[Checked, NDArray[np.bool_] | None, Unfound]:
+) -> tuple[CheckedLookup, NDArray[np.bool_] | None, Unfound]:
     """A lookup, which of its ids have a row (None: all), and how many do not. BadIds: an id or a length is
     wrong."""
     ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
@@ -127,7 +127,7 @@ def _check(
     vectors = place.ids if lengths is None else place.bags
     step = kind.out_row_bytes or table.dim * dtype.itemsize
     out: Floats = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (step, dtype.itemsize))
-    return Checked(table, kind.pooling, rows, lengths, weights, out), found, lacks
+    return CheckedLookup(table, kind.pooling, rows, lengths, weights, out), found, lacks
 
 
 def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:

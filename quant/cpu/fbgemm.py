@@ -30,7 +30,7 @@ from tableside.quant.contract import (
     Table,
 )
 from tableside.quant.cpu.backend import (
-    Checked,
+    CheckedLookup,
     CpuBackend,
     CpuPlanner,
     check_quantize,
@@ -115,7 +115,7 @@ class Fbgemm(CpuBackend):
     ) -> Floats:
         out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
         held, rows = plain_rows(host_table(table), rows_of(table, ids, lengths)[0])
-        _call(operator(held, half), [Checked(held, pooling, rows, lengths, weights, out)])
+        _call(operator(held, half), [CheckedLookup(held, pooling, rows, lengths, weights, out)])
         return out
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
@@ -135,7 +135,7 @@ class _Planner(CpuPlanner):
             lambda *jobs: operator([tables[job] for job in jobs], precisions[jobs[0]] is Precision.FP16)
         )
 
-    def look_up(self, lookups: Sequence[Checked]) -> None:
+    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
         together: dict[Any, list[int]] = {}
         for job, one in enumerate(lookups):
             alike = (one.pooling, one.lengths.size, one.weights is None, one.out.dtype) if one.lengths is not None else job
@@ -144,13 +144,13 @@ class _Planner(CpuPlanner):
             of_call = [lookups[job] for job in jobs]
             _call(self._operator(jobs, of_call), of_call)
 
-    def _operator(self, jobs: Sequence[int], lookups: Sequence[Checked]) -> Any:
+    def _operator(self, jobs: Sequence[int], lookups: Sequence[CheckedLookup]) -> Any:
         if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
             return operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)  # of rows copied for this call
         return self._bound(*jobs)
 
 
-def _call(bound: Any, lookups: Sequence[Checked]) -> None:
+def _call(bound: Any, lookups: Sequence[CheckedLookup]) -> None:
     """Writes the vectors of lookups by one call of an operator that is bound to their tables."""
     first = lookups[0]
     ids = _joined([one.ids for one in lookups])
@@ -167,7 +167,7 @@ def _call(bound: Any, lookups: Sequence[Checked]) -> None:
         _keep_signs(one)
 
 
-def _keep_signs(one: Checked) -> None:
+def _keep_signs(one: CheckedLookup) -> None:
     """Makes +0 in the vector of one row -0 again where the row has that. FBGEMM adds every row to +0."""
     if one.table.row_format.has_scale:
         return

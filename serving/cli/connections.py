@@ -26,7 +26,7 @@ _HEAD_END = b"\r\n\r\n"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", re.IGNORECASE)
 
 
-class Connection:
+class LoadConnection:
     """One socket, with at most one request under way.
 
     sent_at: from when the latency of the request under way counts; 0 where there is none. unsent: what is left of it to send.
@@ -68,7 +68,7 @@ class Fleet:
     """
 
     def __init__(self, sockets: Sequence[socket.socket], check: Check | None) -> None:
-        self.idle = deque(Connection(sock, check is None) for sock in sockets)
+        self.idle = deque(LoadConnection(sock, check is None) for sock in sockets)
         self.live = {c.fd: c for c in self.idle}
         self.waiting = 0
         self.latencies: list[float] = []
@@ -84,7 +84,7 @@ class Fleet:
         """Lets go of what the kernel holds for it; the sockets are the caller's."""
         self._epoll.close()
 
-    def send(self, connection: Connection, request: bytes, at: float) -> None:
+    def send(self, connection: LoadConnection, request: bytes, at: float) -> None:
         """Sends a request, the latency of which counts from `at`."""
         connection.sent_at = at
         self.waiting += 1
@@ -99,7 +99,7 @@ class Fleet:
             connection.unsent = memoryview(request)[sent:]
             self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
 
-    def poll(self, timeout_s: float) -> list[Connection]:
+    def poll(self, timeout_s: float) -> list[LoadConnection]:
         """Reads and writes what can be, after waiting up to `timeout_s`; returns the connections whose answers are complete."""
         complete = []
         for fd, event in self._epoll.poll(timeout_s):
@@ -128,12 +128,12 @@ class Fleet:
         if count and not self.failure:
             self.failure = failure
 
-    def _send_rest(self, connection: Connection) -> None:
+    def _send_rest(self, connection: LoadConnection) -> None:
         connection.unsent = connection.unsent[connection.send(connection.unsent) :]
         if not connection.unsent:
             self._epoll.modify(connection.fd, select.EPOLLIN)
 
-    def _take(self, connection: Connection, count: int) -> bool:
+    def _take(self, connection: LoadConnection, count: int) -> bool:
         """Takes `count` bytes of the buffer as the connection's next ones. Returns whether its answer is complete."""
         if not count or not connection.sent_at:
             self._lose(
@@ -181,7 +181,7 @@ class Fleet:
         self._heads[head] = found = int(head[9:12]), int(length[1])
         return found
 
-    def _complete(self, connection: Connection) -> None:
+    def _complete(self, connection: LoadConnection) -> None:
         self.latencies.append(time.perf_counter() - connection.sent_at)
         connection.sent_at = 0.0
         self.waiting -= 1
@@ -195,7 +195,7 @@ class Fleet:
             connection.is_checked = True
         connection.kept = None if connection.is_checked else []
 
-    def _lose(self, connection: Connection, reason: str) -> None:
+    def _lose(self, connection: LoadConnection, reason: str) -> None:
         """A connection that broke, with the request that was under way."""
         if connection.sent_at:
             self.waiting -= 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from tableside.serving import VERSION
-from tableside.serving.client.messages import Request
+from tableside.serving.client.messages import HttpRequest
 
 URL_VARIABLE = "TABLESIDE_URL"
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -90,7 +90,7 @@ class Address:
         """The base URL as a request's first lines need it: without a user; of a Unix socket, http://localhost."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
 
-    def head(self, request: Request) -> bytes:
+    def head(self, request: HttpRequest) -> bytes:
         """The head of a request, up to its body."""
         first = f"{request.method} {self.prefix}{request.path} HTTP/1.1\r\n".encode("ascii")
         if not request.parts:

@@ -15,12 +15,12 @@ import orjson
 
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
-from tableside.serving.client.compact import Answer, CompactForm, Keyed, Schema
+from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema
 from tableside.serving.client.errors import ClientError, FeatureError
 from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
 from tableside.serving.client.found import LookedUp, cut, take_masks
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
-from tableside.serving.client.messages import Bytes, Call, Request, Response, check_status
+from tableside.serving.client.messages import Bytes, Call, HttpRequest, HttpResponse, check_status
 from tableside.serving.client.named import NamedForm, vectors
 
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Calls:
 
     def is_ready(self) -> Call[bool]:
         try:
-            return (yield Request("GET", "/v2/health/ready")).status < 300
+            return (yield HttpRequest("GET", "/v2/health/ready")).status < 300
         except OSError:
             return False
 
@@ -164,7 +164,7 @@ class Calls:
             raise FeatureError(f"features are a {type(features).__name__}; expected a dict of features or a KeyedJaggedTensor")
         given, lengths = from_torchrec(features)
         wanted = given.names if outputs is None else outputs
-        found: tuple[CompactForm, Answer] | str
+        found: tuple[CompactForm, CompactAnswer] | str
         if compact is False:
             found = "it has the compact form, and compact=False"
         elif unknown := set(wanted) - set(given.names):
@@ -187,7 +187,7 @@ class Calls:
         outputs: Sequence[str] | None,
         is_only_way: bool,
         wants_found: bool,
-    ) -> Call[tuple[CompactForm, Answer] | str]:
+    ) -> Call[tuple[CompactForm, CompactAnswer] | str]:
         """Asks in the compact form. Where that cannot be done, a string says why.
 
         is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new metadata first.
@@ -220,16 +220,16 @@ class Calls:
 
     # ---- requests ----
 
-    def _get(self, path: str) -> Call[Response]:
-        return check_status((yield from self._exchange(Request("GET", path))))
+    def _get(self, path: str) -> Call[HttpResponse]:
+        return check_status((yield from self._exchange(HttpRequest("GET", path))))
 
-    def _post(self, path: str, json_bytes: int, parts: tuple[Bytes, ...]) -> Call[Response]:
-        response = yield from self._exchange(Request("POST", f"{path}/infer", parts, json_bytes))
+    def _post(self, path: str, json_bytes: int, parts: tuple[Bytes, ...]) -> Call[HttpResponse]:
+        response = yield from self._exchange(HttpRequest("POST", f"{path}/infer", parts, json_bytes))
         if response.status == 200:
             _last_head.set(bytes(response.content[: response.json_bytes]))
         return response
 
-    def _exchange(self, request: Request) -> Call[Response]:
+    def _exchange(self, request: HttpRequest) -> Call[HttpResponse]:
         """The response to a request, which is sent again where a connection broke: it changes nothing."""
         for attempt in range(self._retries + 1):
             try:

@@ -40,7 +40,7 @@ class Client:
     ) -> None:
         address = Address.parse(base_url, headers, ca)
         self._calls = Calls(address.base_url, retries)
-        self._pool = sockets.Pool(address, timeout_s)
+        self._pool = sockets.SocketPool(address, timeout_s)
 
     @overload
     def lookup(
@@ -189,7 +189,7 @@ class AsyncClient:
     ) -> None:
         address = Address.parse(base_url, headers, ca)
         self._calls = Calls(address.base_url, retries)
-        self._pool = streams.Pool(address, timeout_s)
+        self._pool = streams.StreamPool(address, timeout_s)
 
     @overload
     async def lookup(

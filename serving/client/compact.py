@@ -19,7 +19,7 @@ import orjson
 
 from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import FOUND, Bytes, Outputs, Response, padded, quoted, request_tail
+from tableside.serving.client.messages import FOUND, Bytes, HttpResponse, Outputs, padded, quoted, request_tail
 
 POOLED, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"
 SCHEMA = "kjt.schema"
@@ -199,7 +199,7 @@ class CompactForm:
         head = padded(self._template % tuple(numbers))
         return len(head), (head, *(part for part in parts if len(part)))
 
-    def read(self, response: Response) -> "Answer":
+    def read(self, response: HttpResponse) -> "CompactAnswer":
         """The response's tensors. ClientError: they do not fit what was asked for."""
         arrays = {name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)}
         pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
@@ -210,9 +210,9 @@ class CompactForm:
             raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self.unpooled)} unpooled features")
         if (found is None) is self._found:
             raise ClientError(200, f"the response has {'no' if self._found else 'an unasked'} output {POOLED + FOUND}")
-        return Answer(self, pooled, sequences, offsets, arrays, found)
+        return CompactAnswer(self, pooled, sequences, offsets, arrays, found)
 
-    def vectors(self, answer: "Answer", as_torch: bool) -> dict[str, Any]:
+    def vectors(self, answer: "CompactAnswer", as_torch: bool) -> dict[str, Any]:
         """name -> vectors, in the order of the request, as views of the response."""
         found = answer.pooled_vectors(as_torch)
         if answer.sequences is not None:
@@ -246,7 +246,7 @@ def _as(array: Array, as_torch: bool) -> Any:
     return torch.from_numpy(array)
 
 
-class Answer(NamedTuple):
+class CompactAnswer(NamedTuple):
     """The response to a compact request of a form.
 
     pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs

@@ -10,7 +10,7 @@ from typing import Any
 import httptools
 import numpy as np
 
-from tableside.serving.client.messages import Response
+from tableside.serving.client.messages import HttpResponse
 
 _HEAD_LIMIT = 1 << 15  # what is read with a head is copied once more
 _UPFRONT_LIMIT = 1 << 30  # a longer body takes memory only as it comes
@@ -48,7 +48,7 @@ class ResponseReader:
             return self._body[-self._missing :]
         return self._view[self._filled :]
 
-    def take(self, count: int) -> Response | None:
+    def take(self, count: int) -> HttpResponse | None:
         """`count` bytes have come. The response, where that was its last one."""
         if self._body is not None:
             self._missing -= count
@@ -58,13 +58,13 @@ class ResponseReader:
         self._filled += count
         return self._read_head()
 
-    def end(self) -> Response:
+    def end(self) -> HttpResponse:
         """The response, where the end of the connection ends it."""
         if self._parser is not None and self._length is None and not self._is_chunked:
             return self._response(memoryview(bytearray().join(self._chunks)))
         raise ConnectionResetError("the connection was closed before the response was complete")
 
-    def _read_head(self) -> Response | None:
+    def _read_head(self) -> HttpResponse | None:
         while (end := self._scratch.find(b"\r\n\r\n", 0, self._filled) + 4) >= 4:
             self._parser = httptools.HttpResponseParser(self)
             self._parse(self._view[:end])
@@ -78,7 +78,7 @@ class ResponseReader:
             raise ConnectionAbortedError(f"the response's head has more than {_HEAD_LIMIT} bytes")
         return None
 
-    def _begin_body(self, end: int, rest: int) -> Response | None:
+    def _begin_body(self, end: int, rest: int) -> HttpResponse | None:
         if self._encoding not in (b"", b"identity"):
             raise ConnectionAbortedError(f"the response's content-encoding is {self._encoding!r}, which was not asked for")
         if self._is_complete:  # it has no body
@@ -97,7 +97,7 @@ class ResponseReader:
         self._keeps_alive &= rest <= length
         return None if self._missing else self._response(self._body)
 
-    def _feed(self, count: int) -> Response | None:
+    def _feed(self, count: int) -> HttpResponse | None:
         """A part of a body that the parser reads."""
         self._parse(self._view[:count])
         return self._response(memoryview(bytearray().join(self._chunks))) if self._is_complete else None
@@ -108,8 +108,8 @@ class ResponseReader:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionAbortedError(f"what came is no HTTP/1.1 response ({error})") from error
 
-    def _response(self, content: memoryview) -> Response:
-        return Response(self._parser.get_status_code(), content, self._json_bytes, not self._keeps_alive)
+    def _response(self, content: memoryview) -> HttpResponse:
+        return HttpResponse(self._parser.get_status_code(), content, self._json_bytes, not self._keeps_alive)
 
     # ---- called by the parser ----
 
@@ -134,7 +134,7 @@ class ResponseReader:
         self._is_complete = True
 
 
-class Watch:
+class IdleWatch:
     """Says whether a connection that nobody uses can be read: then the server has closed it, or broken the protocol."""
 
     def __init__(self, descriptor: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from tableside.serving.client.compact import Answer, Keyed
+from tableside.serving.client.compact import CompactAnswer, Keyed
 from tableside.serving.client.errors import FeatureError
 from tableside.serving.client.features import Array, array, integers, joined
 
@@ -62,7 +62,7 @@ def from_torchrec(given: KeyedJagged) -> tuple[Keyed, Array]:
     return keyed, lengths.reshape(len(names), bags)
 
 
-def to_torchrec(answer: Answer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]) -> KeyedVectors:
+def to_torchrec(answer: CompactAnswer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]) -> KeyedVectors:
     """The answer to the compact request that was made of `given`, whose lengths are `lengths`: the features that are wanted."""
     import torch
 

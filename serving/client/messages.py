@@ -17,7 +17,7 @@ Array = NDArray[Any]
 Bytes = bytes | memoryview
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """path: below the server's base URL. parts: the body, buffers of single bytes. json_bytes: how many of them are JSON, where
     binary tensors follow it.
     """
@@ -28,7 +28,7 @@ class Request(NamedTuple):
     json_bytes: int | None = None
 
 
-class Response(NamedTuple):
+class HttpResponse(NamedTuple):
     """content: the body. json_bytes: how many of its bytes are JSON; the tensors' begin at a multiple of 16 in memory.
 
     is_last: the connection cannot be used again.
@@ -48,10 +48,10 @@ class Response(NamedTuple):
 
 
 # A call yields requests, is sent their responses, or is thrown an OSError where there is none, and returns what its caller gets.
-Call = Generator[Request, Response, T]
+Call = Generator[HttpRequest, HttpResponse, T]
 
 
-def check_status(response: Response) -> Response:
+def check_status(response: HttpResponse) -> HttpResponse:
     """The response itself. ClientError: the server refused."""
     if response.status < 300:
         return response
@@ -78,7 +78,7 @@ FOUND = ".found"  # behind a feature's name: the output that says which ids its 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """Output tensors that follow each other and have one type and one shape."""
 
     names: list[str]
@@ -91,9 +91,9 @@ class Run:
         return np.ndarray((len(self.names), *self.shape), self.dtype, content, self.at)
 
 
-def read_outputs(head: bytes) -> tuple[Run, ...]:
+def read_outputs(head: bytes) -> tuple[TensorRun, ...]:
     """The tensors that follow a response's JSON. ClientError: it describes none."""
-    runs: list[Run] = []
+    runs: list[TensorRun] = []
     at = len(head)
     try:
         for output in orjson.loads(head)["outputs"]:
@@ -102,7 +102,7 @@ def read_outputs(head: bytes) -> tuple[Run, ...]:
             if last is not None and last.dtype == dtype and last.shape == shape:
                 last.names.append(output["name"])
             else:
-                runs.append(Run([output["name"]], dtype, shape, at))
+                runs.append(TensorRun([output["name"]], dtype, shape, at))
             at += size
     except (ValueError, KeyError, TypeError) as error:
         raise ClientError(200, f"the response describes no binary tensors ({error!r}); does Tableside answer here?") from error
@@ -113,9 +113,9 @@ class Outputs:
     """Reads the responses to requests of one form. One whose JSON is the last one's is not parsed again."""
 
     def __init__(self) -> None:
-        self._known: tuple[bytes, tuple[Run, ...]] = (b"", ())
+        self._known: tuple[bytes, tuple[TensorRun, ...]] = (b"", ())
 
-    def read(self, response: Response) -> list[tuple[list[str], Array]]:
+    def read(self, response: HttpResponse) -> list[tuple[list[str], Array]]:
         """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the response's bytes."""
         head = bytes(response.content[: response.json_bytes])
         known, runs = self._known

@@ -6,26 +6,26 @@ from collections import deque
 from contextlib import suppress
 
 from tableside.serving.client.address import Address
-from tableside.serving.client.http import ResponseReader, Watch
-from tableside.serving.client.messages import Request, Response
+from tableside.serving.client.http import IdleWatch, ResponseReader
+from tableside.serving.client.messages import HttpRequest, HttpResponse
 
 _IDLE_S = 30.0  # a connection that was not used for longer is closed
 
 
-class _Connection:
+class _SocketConnection:
     """One connection, used by one thread at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         made = address.connect(timeout_s)
         self._socket, self._is_tls = made, address.is_tls
         self._reader = ResponseReader()
-        self._watch = Watch(made.fileno())
+        self._watch = IdleWatch(made.fileno())
         self.used_at = 0.0
 
     def is_usable(self) -> bool:
         return self._watch.is_quiet()
 
-    def exchange(self, head: bytes, request: Request) -> Response:
+    def exchange(self, head: bytes, request: HttpRequest) -> HttpResponse:
         """Sends a request and reads its response."""
         reader, receive = self._reader, self._socket.recv_into
         reader.begin()
@@ -37,7 +37,7 @@ class _Connection:
             if response is not None:
                 return response
 
-    def _send(self, head: bytes, request: Request) -> None:
+    def _send(self, head: bytes, request: HttpRequest) -> None:
         parts = (head, *request.parts)
         if self._is_tls:
             self._socket.sendall(b"".join(parts))
@@ -52,16 +52,16 @@ class _Connection:
         self._socket.close()
 
 
-class Pool:
+class SocketPool:
     """The connections to one server: as many as threads ask at the same time."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._idle: deque[_Connection] = deque()  # the one used last is on the right
+        self._idle: deque[_SocketConnection] = deque()  # the one used last is on the right
         self._process = os.getpid()  # whose the idle connections are
         self._is_closed = False
 
-    def send(self, request: Request) -> Response:
+    def send(self, request: HttpRequest) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
         connection = self._take()
         try:
@@ -75,7 +75,7 @@ class Pool:
             self._give(connection)
         return response
 
-    def _take(self) -> _Connection:
+    def _take(self) -> _SocketConnection:
         if self._is_closed:
             raise RuntimeError("the client is closed")
         if self._process != os.getpid():
@@ -84,9 +84,9 @@ class Pool:
             while not (connection := self._idle.pop()).is_usable():
                 connection.close()
             return connection
-        return _Connection(self._address, self._timeout_s)
+        return _SocketConnection(self._address, self._timeout_s)
 
-    def _give(self, connection: _Connection) -> None:
+    def _give(self, connection: _SocketConnection) -> None:
         connection.used_at = now = time.monotonic()
         self._idle.append(connection)
         try:

@@ -7,13 +7,13 @@ from collections import deque
 from typing import Any
 
 from tableside.serving.client.address import Address
-from tableside.serving.client.http import ResponseReader, Watch
-from tableside.serving.client.messages import Request, Response
+from tableside.serving.client.http import IdleWatch, ResponseReader
+from tableside.serving.client.messages import HttpRequest, HttpResponse
 
 _CONNECTIONS = 100  # more calls than this at one time wait for each other
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _StreamConnection(asyncio.BufferedProtocol):
     """One connection, used by one task at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -21,8 +21,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._timeout_s = timeout_s
         self._reader = ResponseReader()
         self._transport: Any = None
-        self._watch: Watch | None = None
-        self._waiter: asyncio.Future[Response] | None = None
+        self._watch: IdleWatch | None = None
+        self._waiter: asyncio.Future[HttpResponse] | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -31,7 +31,7 @@ class _Connection(asyncio.BufferedProtocol):
         is_ours = self.loop is asyncio.get_running_loop() and not self._transport.is_closing()
         return is_ours and self._watch is not None and self._watch.is_quiet()
 
-    async def exchange(self, head: bytes, request: Request) -> Response:
+    async def exchange(self, head: bytes, request: HttpRequest) -> HttpResponse:
         """Sends a request and waits for its response."""
         self._reader.begin()
         self._waiter = self.loop.create_future()
@@ -66,7 +66,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._watch = Watch(transport.get_extra_info("socket").fileno())
+        self._watch = IdleWatch(transport.get_extra_info("socket").fileno())
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -100,18 +100,18 @@ class _Connection(asyncio.BufferedProtocol):
             self._waiter.set_exception(error)
 
 
-class Pool:
+class StreamPool:
     """The connections to one server."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._inherited: list[deque[_Connection]] = []
+        self._inherited: list[deque[_StreamConnection]] = []
         self._is_closed = False
         self._begin()
 
     def _begin(self) -> None:
         self._process = os.getpid()  # whose the connections are
-        self._idle: deque[_Connection] = deque()
+        self._idle: deque[_StreamConnection] = deque()
         self._room = asyncio.Semaphore(_CONNECTIONS)
 
     def _leave_inherited(self) -> None:
@@ -121,7 +121,7 @@ class Pool:
             self._inherited.append(self._idle)
             self._begin()
 
-    async def send(self, request: Request) -> Response:
+    async def send(self, request: HttpRequest) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
         self._leave_inherited()
         async with self._room:
@@ -137,7 +137,7 @@ class Pool:
             self._idle.append(connection)
         return response
 
-    def _take(self) -> _Connection | None:
+    def _take(self) -> _StreamConnection | None:
         if self._is_closed:
             raise RuntimeError("the client is closed")
         while self._idle:
@@ -147,9 +147,9 @@ class Pool:
             connection.close()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _StreamConnection:
         loop, address = asyncio.get_running_loop(), self._address
-        make = functools.partial(_Connection, self._timeout_s)
+        make = functools.partial(_StreamConnection, self._timeout_s)
         async with asyncio.timeout(self._timeout_s):
             if address.path is not None:
                 _, connection = await loop.create_unix_connection(make, address.path)

@@ -68,7 +68,7 @@ def model_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Wanted(NamedTuple):
+class RequestTarget(NamedTuple):
     """What a description was laid out for. model: its key; state: its number; layout: as `ServedVersion.layout`."""
 
     model: int
@@ -76,12 +76,12 @@ class Wanted(NamedTuple):
     layout: int
 
 
-def wanted_by(description: bytes) -> Wanted:
+def wanted_by(description: bytes) -> RequestTarget:
     """What a description was laid out for."""
-    return Wanted(*_HEAD.unpack_from(description)[:3])
+    return RequestTarget(*_HEAD.unpack_from(description)[:3])
 
 
-class Layouts:
+class DescribedRequests:
     """Requests of one version by their descriptions. Those that came last are kept."""
 
     def __init__(self, served: ServedVersion) -> None:

@@ -13,7 +13,7 @@ from tableside.quant import QuantError
 from tableside.serving.errors import bad_request, short
 from tableside.serving.model.request import Request
 from tableside.serving.shm.regions import PartlyOnDevice, Slice, gone
-from tableside.serving.shm.registry import RegionRegistry, Registered
+from tableside.serving.shm.registry import RegionEntry, RegionRegistry
 
 if TYPE_CHECKING:  # they import torch
     from tableside.quant.device.ipc import SharedDeviceMemory
@@ -37,7 +37,7 @@ class DeviceRegions:
         self._registry, self._gpu = registry, gpu
         self._lock = threading.Lock()
         self._generation = -1
-        self._entries: dict[str, Registered] = {}
+        self._entries: dict[str, RegionEntry] = {}
         self._open: dict[str, SharedDeviceMemory] = {}
 
     def find(self, name: str) -> "SharedDeviceMemory":

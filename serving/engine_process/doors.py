@@ -16,12 +16,11 @@ import orjson
 from tableside.quant import QuantError
 from tableside.quant.device.addresses import address_of
 from tableside.serving.engine_process import described, messages
-from tableside.serving.engine_process.described import Layouts, Wanted
+from tableside.serving.engine_process.described import DescribedRequests, RequestTarget
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
-from tableside.serving.engine_process.messages import Answered, Connection, Kind
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ServingError
-from tableside.serving.errors import Kind as ErrorKind
+from tableside.serving.engine_process.messages import AnswerMessage, Connection, MessageKind
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ErrorKind, ServingError
 from tableside.serving.executors.batching import Batcher, Future, Told
 from tableside.serving.model.places import Buffer
 from tableside.serving.model.request import Answer, Request
@@ -76,7 +75,7 @@ class Host(Protocol):
     batcher: Batcher
     regions: DeviceRegions
 
-    def layouts(self, wanted: Wanted, names_version: bool) -> Layouts | None: ...
+    def layouts(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests | None: ...
 
     def read_inputs_in(self, memory: Buffer) -> None: ...
 
@@ -84,12 +83,12 @@ class Host(Protocol):
 
     async def attach(self, model: str, state: int) -> dict[str, Any]: ...
 
-    async def attach_again(self, wanted: Wanted, names_version: bool) -> Layouts: ...
+    async def attach_again(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests: ...
 
     def moved(self) -> None: ...
 
 
-class Door:
+class DoorConnection:
     """A door as its engine sees it. uses: models that it serves. moved: model → the version that it asks for from now on."""
 
     def __init__(self, doors: "Doors", sock: socket.socket) -> None:
@@ -121,12 +120,12 @@ class Door:
 
     def _take(self, message: bytes, descriptors: list[int]) -> None:
         match message[0]:
-            case Kind.ASKS:
+            case MessageKind.ASKS:
                 self._ask_all(message)
-            case Kind.RELEASED:
+            case MessageKind.RELEASED:
                 for number in messages.read_numbers(message):
                     self._answers.pop(number, None)
-            case Kind.CONTROL:
+            case MessageKind.CONTROL:
                 self._control(orjson.loads(message[1:]), descriptors)
             case kind:
                 raise ValueError(f"a message of kind {kind}")
@@ -188,8 +187,8 @@ class Door:
         if self._memory is None:
             raise ValueError("requests before hello")
         held, size = self._memory.view, self._memory.size
-        known: tuple[Wanted, int] | None = None
-        layouts: Layouts | None = None
+        known: tuple[RequestTarget, int] | None = None
+        layouts: DescribedRequests | None = None
         asked: list[Asked] = []
         for ask in messages.read_asks(message):
             begin, at, end = messages.places_of(ask)
@@ -209,7 +208,7 @@ class Door:
             self._doors.host.batcher.submit_all(asked)
 
     async def _ask_later(
-        self, reply: "Reply", wanted: Wanted, names_version: bool, description: bytes, inputs: memoryview, parts: bytes
+        self, reply: "Reply", wanted: RequestTarget, names_version: bool, description: bytes, inputs: memoryview, parts: bytes
     ) -> None:
         try:
             layouts = await self._doors.host.attach_again(wanted, names_version)
@@ -224,8 +223,8 @@ class Door:
         self,
         asked: list[Asked],
         reply: "Reply",
-        wanted: Wanted,
-        layouts: Layouts,
+        wanted: RequestTarget,
+        layouts: DescribedRequests,
         description: bytes,
         inputs: Any,
         parts: bytes,
@@ -252,15 +251,15 @@ class Door:
                 at, told = address_of(buffer.data) - first if buffer.size else 0, _told(result, reply.state)
                 records.append(messages.ANSWER.pack(reply.number, at, buffer.size, len(told)) + told)
             else:
-                records.append(messages.write_answer(Answered(reply.number, 0, 0, _refused(result))))
-        self.connection.send_now(Kind.ANSWERS, records)
+                records.append(messages.write_answer(AnswerMessage(reply.number, 0, 0, _refused(result))))
+        self.connection.send_now(MessageKind.ANSWERS, records)
         if not self.connection.is_open:  # it went meanwhile: nobody gives these back
             self._answers.clear()
 
 
 def tell(told: Told) -> None:
     """Passes the results of a batch on to the doors that asked, each in one message; on any thread."""
-    of_door: dict[Door, list[tuple[Reply, Answer | BaseException]]] = {}
+    of_door: dict[DoorConnection, list[tuple[Reply, Answer | BaseException]]] = {}
     for reply, result in told:
         assert isinstance(reply, Reply), "doors ask with these"
         if not reply.done():
@@ -277,7 +276,7 @@ class Reply:
 
     __slots__ = ("door", "is_done", "number", "state")
 
-    def __init__(self, door: Door, number: int) -> None:
+    def __init__(self, door: DoorConnection, number: int) -> None:
         self.door, self.number, self.is_done, self.state = door, number, False, 0
 
     def done(self) -> bool:
@@ -296,7 +295,7 @@ class Doors:
 
     def __init__(self, host: Host, listening: socket.socket, answers: AnswerMemory) -> None:
         self.host, self.answers, self._listening = host, answers, listening
-        self.open: set[Door] = set()
+        self.open: set[DoorConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -315,7 +314,7 @@ class Doors:
         try:
             connection = messages.accept(self._listening)
             if len(self.open) < MOST_DOORS:
-                self.open.add(Door(self, connection))
+                self.open.add(DoorConnection(self, connection))
             else:
                 connection.close()
                 logger.error("an engine has %d doors, its limit; another one is refused", MOST_DOORS)
@@ -324,7 +323,7 @@ class Doors:
         except ServingError as error:
             logger.error("%s", error)
 
-    def ended(self, door: Door) -> None:
+    def ended(self, door: DoorConnection) -> None:
         """A door is gone: what it held is free, and nothing waits for it."""
         self.open.discard(door)
         self.host.moved()

@@ -24,9 +24,8 @@ from tableside.serving.engine_process import messages
 from tableside.serving.engine_process.described import describe
 from tableside.serving.engine_process.device_regions import parts_of
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
-from tableside.serving.engine_process.messages import Answered, Ask, Connection, Kind
-from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.errors import Kind as ErrorKind
+from tableside.serving.engine_process.messages import AnswerMessage, Ask, Connection, MessageKind
+from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.executors.admission import overloaded
 from tableside.serving.executors.executors import Executor
 from tableside.serving.model.engine import CacheState
@@ -46,7 +45,7 @@ _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     """A request under way. since: of time.monotonic. times: it was sent.
 
     done: gets the answer, or why there is none; None: it was told.
@@ -65,7 +64,7 @@ class _Asked:
 
 
 @dataclass
-class _Waiting:
+class _QueuedRequest:
     """A request that waits for room in this door's memory. since: of time.monotonic."""
 
     size: int
@@ -90,8 +89,8 @@ class EngineLink(Executor):
         self._connection: Connection | None = None
         self._is_ready = asyncio.Event()
         self._numbers = 0
-        self._asked: dict[int, _Asked] = {}
-        self._waiting: list[_Waiting] = []  # for room, oldest first
+        self._asked: dict[int, _PendingRequest] = {}
+        self._waiting: list[_QueuedRequest] = []  # for room, oldest first
         self._attaching: dict[tuple[str, int], Future[dict[str, Any]]] = {}
         self._opening: dict[str, asyncio.Future[None]] = {}  # regions, by name
         self._refused: ApiError | None = None  # why the engine does not serve this door's models
@@ -185,7 +184,7 @@ class EngineLink(Executor):
         described_at, parts_at, _ = messages.places_of(ask)
         for begin, said in ((described_at, description), (parts_at, parts)):
             self._held[begin : begin + len(said)] = said
-        asked = self._asked[ask.number] = _Asked(ask, time.monotonic(), done)
+        asked = self._asked[ask.number] = _PendingRequest(ask, time.monotonic(), done)
         self._send(asked)
 
     async def _room(self, size: int) -> int:
@@ -194,7 +193,7 @@ class EngineLink(Executor):
             raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all")
         if len(self._waiting) >= self._settings.max_waiting:
             raise overloaded(f"{len(self._waiting)} requests wait for room, the limit (max_waiting)")
-        self._waiting.append(waiting := _Waiting(size, time.monotonic()))
+        self._waiting.append(waiting := _QueuedRequest(size, time.monotonic()))
         return await waiting.room
 
     def _give_back(self, at: int) -> None:
@@ -209,13 +208,13 @@ class EngineLink(Executor):
                 self._waiting.pop(0)
                 first.room.set_result(room)
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, asked: _PendingRequest) -> None:
         """Sends a request, or leaves it for the next engine."""
         if self._connection is not None and self.is_ready:
             asked.times += 1
-            self._connection.post(Kind.ASKS, messages.ASK.pack(*asked.ask))
+            self._connection.post(MessageKind.ASKS, messages.ASK.pack(*asked.ask))
 
-    def _answered(self, answer: Answered) -> None:
+    def _answered(self, answer: AnswerMessage) -> None:
         memory, connection = self._answers, self._connection
         assert memory is not None and connection is not None, "the engine said hello first"
         asked = self._asked.pop(answer.number, None)
@@ -261,7 +260,7 @@ class EngineLink(Executor):
         self._connect()
 
     def _read(self, message: bytes, descriptors: list[int]) -> None:
-        if message[0] == Kind.ANSWERS:
+        if message[0] == MessageKind.ANSWERS:
             for answer in messages.read_answers(message):
                 self._answered(answer)
             return
@@ -382,7 +381,7 @@ class EngineLink(Executor):
                 if now - waiting.since > self._settings.max_wait_s and not waiting.room.done():
                     waiting.room.set_exception(overloaded("the request waited too long for room (max_wait_s)"))
 
-    def _refuse(self, asked: _Asked, error: ApiError) -> None:
+    def _refuse(self, asked: _PendingRequest, error: ApiError) -> None:
         """Answers a request without its engine. An engine that lives may still read its inputs, which stay until it answers."""
         asked.tell(error)
         if not self.is_ready:
@@ -413,9 +412,9 @@ def _give_answer_back(loop: asyncio.AbstractEventLoop | None, connection: Connec
         asyncio.get_running_loop()
     except RuntimeError:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(connection.post_late, Kind.RELEASED, record)
+            loop.call_soon_threadsafe(connection.post_late, MessageKind.RELEASED, record)
         return
-    connection.post_late(Kind.RELEASED, record)
+    connection.post_late(MessageKind.RELEASED, record)
 
 
 def _between(holes: Sequence[Slice], end: int) -> Iterator[tuple[int, int]]:

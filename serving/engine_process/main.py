@@ -18,7 +18,7 @@ from uvicorn.config import STARTUP_FAILURE
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State
 from tableside.quant import QuantError, choose
-from tableside.serving.engine_process.described import Layouts, Wanted, model_key
+from tableside.serving.engine_process.described import DescribedRequests, RequestTarget, model_key
 from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.doors import AnswerMemory, Doors, tell
 from tableside.serving.errors import ApiError, ServingError, not_found
@@ -59,7 +59,7 @@ class EngineHost:
         self.started = self.is_ending = False
         self._placer = Placer(settings, choose(settings.backend))
         self._engines: dict[int, Engine] = {}  # by the key of the model
-        self._layouts: WeakKeyDictionary[ServedVersion, Layouts] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[ServedVersion, DescribedRequests] = WeakKeyDictionary()
         self._was_usable: dict[int, bool] = {}
         self._served: dict[int, ServedVersion] = {}
         self._replaced: dict[tuple[int, int], ServedVersion] = {}  # that a door may still ask for
@@ -158,7 +158,7 @@ class EngineHost:
             if all(door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses):
                 del self._replaced[key, state]
 
-    def layouts(self, wanted: Wanted, names_version: bool) -> Layouts | None:
+    def layouts(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests | None:
         """Of the state that a request was laid out for, where it is attached; else of the present one, where that takes its
         requests; if they name a version, of that one. None: neither."""
         if (engine := self._engines.get(wanted.model)) is None:
@@ -170,7 +170,7 @@ class EngineHost:
             if served is None or served.layout != wanted.layout:
                 return None
         if (known := self._layouts.get(served)) is None:
-            known = self._layouts[served] = Layouts(served)
+            known = self._layouts[served] = DescribedRequests(served)
         return known
 
     async def attach(self, model: str, state: int) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class EngineHost:
                 served = await asyncio.get_running_loop().run_in_executor(None, attach)
         return _told(served)
 
-    async def attach_again(self, wanted: Wanted, names_version: bool) -> Layouts:
+    async def attach_again(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests:
         """Of a state that a door asks for, that is not attached any more, and in whose place the present one cannot answer.
 
         ApiError: it cannot be attached; 503 where the request names no version: asked again, it is laid out for the present one.

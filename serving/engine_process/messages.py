@@ -37,7 +37,7 @@ _ROOM = 1 << 17  # bytes for a message that is received
 _BACKLOG = 512
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The first byte of a message."""
 
     ASKS = 1
@@ -59,7 +59,7 @@ class Ask(NamedTuple):
     names_version: int
 
 
-class Answered(NamedTuple):
+class AnswerMessage(NamedTuple):
     """An answer as it is sent. at: in the engine's memory. told: JSON, or b""."""
 
     number: int
@@ -86,16 +86,16 @@ def read_numbers(message: bytes) -> list[int]:
     return [number for (number,) in NUMBER.iter_unpack(memoryview(message)[1:])]
 
 
-def write_answer(answer: Answered) -> bytes:
+def write_answer(answer: AnswerMessage) -> bytes:
     return ANSWER.pack(answer.number, answer.at, answer.size, len(answer.told)) + answer.told
 
 
-def read_answers(message: bytes) -> list[Answered]:
+def read_answers(message: bytes) -> list[AnswerMessage]:
     found, at = [], 1
     while at < len(message):
         number, start, size, told = ANSWER.unpack_from(message, at)
         at += ANSWER.size
-        found.append(Answered(number, start, size, message[at : at + told]))
+        found.append(AnswerMessage(number, start, size, message[at : at + told]))
         at += told
     return found
 
@@ -156,8 +156,8 @@ class Connection:
         self._sock, self._on_message, self._on_end = sock, on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
-        self._outbox: dict[Kind, list[bytes]] = {}
-        self._late: dict[Kind, list[bytes]] = {}
+        self._outbox: dict[MessageKind, list[bytes]] = {}
+        self._late: dict[MessageKind, list[bytes]] = {}
         self._parts = bytearray()
         self._room = memoryview(bytearray(_ROOM))
         self._is_open, self._is_blocked = True, False
@@ -174,17 +174,17 @@ class Connection:
         self.flush()
         text = orjson.dumps(told)
         while len(text) > LARGEST:
-            self._send(bytes([Kind.PART]) + text[:LARGEST], [])
+            self._send(bytes([MessageKind.PART]) + text[:LARGEST], [])
             text = text[LARGEST:]
-        self._send(bytes([Kind.CONTROL]) + text, list(descriptors))
+        self._send(bytes([MessageKind.CONTROL]) + text, list(descriptors))
 
-    def post(self, kind: Kind, record: bytes) -> None:
+    def post(self, kind: MessageKind, record: bytes) -> None:
         """Sends a record soon, with others of its kind."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
         self._outbox.setdefault(kind, []).append(record)
 
-    def post_late(self, kind: Kind, record: bytes) -> None:
+    def post_late(self, kind: MessageKind, record: bytes) -> None:
         """As `post`, but within LATE_S, with what else comes meanwhile: for what nobody waits for."""
         if not self._late:
             self._loop.call_later(LATE_S, self._post_late)
@@ -210,7 +210,7 @@ class Connection:
         for kind, records in outbox.items():
             self._send_all(kind, records)
 
-    def send_now(self, kind: Kind, records: Sequence[bytes]) -> None:
+    def send_now(self, kind: MessageKind, records: Sequence[bytes]) -> None:
         """Sends records at once, whatever waits to be sent; what the other end has no room for is left to the event loop."""
         for message in _joined(kind, records):
             with self._closing:
@@ -226,7 +226,7 @@ class Connection:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._send, message, [])
 
-    def _send_all(self, kind: Kind, records: Sequence[bytes]) -> None:
+    def _send_all(self, kind: MessageKind, records: Sequence[bytes]) -> None:
         for message in _joined(kind, records):
             self._send(message, [])
 
@@ -267,21 +267,21 @@ class Connection:
             return
         except OSError:
             message, descriptors = b"", []
-        if not message or (message[0] == Kind.PART and len(self._parts) + len(message) > MOST_PARTS):
+        if not message or (message[0] == MessageKind.PART and len(self._parts) + len(message) > MOST_PARTS):
             close_all(descriptors)
             self.close()
             self._on_end()
             return
-        if message[0] == Kind.PART:
+        if message[0] == MessageKind.PART:
             close_all(descriptors)  # they come with the last part
             self._parts += message[1:]
             return
-        if message[0] == Kind.CONTROL:
+        if message[0] == MessageKind.CONTROL:
             message, self._parts = message[:1] + self._parts + message[1:], bytearray()
         self._on_message(message, descriptors)
 
 
-def _joined(kind: Kind, records: Sequence[bytes]) -> Iterator[bytes]:
+def _joined(kind: MessageKind, records: Sequence[bytes]) -> Iterator[bytes]:
     """The messages that records of a kind make."""
     message = [bytes([kind])]
     size = 1

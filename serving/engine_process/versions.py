@@ -15,7 +15,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, Precision, QuantError
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.engine import CacheState, Engine
 from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placements, Placer
@@ -120,7 +120,7 @@ class DoorEngine(Engine):
     def changed(self) -> State | None:
         live = self._link.live[self.model.name]
         unusable = live["unusable"]
-        self._unusable = ApiError(503, Kind.DAMAGED, unusable) if unusable else None
+        self._unusable = ApiError(503, ErrorKind.DAMAGED, unusable) if unusable else None
         with contextlib.suppress(LoaderError, OSError):  # the engine process says what is wrong with it
             self._live = state_of(self.model.record())
         self._note(self._live)

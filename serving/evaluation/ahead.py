@@ -55,7 +55,7 @@ class ShardsAhead:
         return shard, batches.result()
 
 
-class Unfinished:
+class BatchesUnderWay:
     """Groups of batches that have begun on a device, at most `DeviceScoring.ahead`, and the tables that they belong to.
 
     name_fault: is given a shard with rows at fault, before their error is raised; it raises one that says more of them.

@@ -59,7 +59,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Scored:
+class BatchScores:
     """A batch with its scores fp32 [size], and what was not found, of each candidate."""
 
     batch: Batch
@@ -133,10 +133,10 @@ class ShardTable:
 
     def __init__(self, shard: Shard, candidates: int, has_slices: bool) -> None:
         self._shard, self._candidates, self._has_slices = shard, candidates, has_slices
-        self._batches: list[Scored] = []
+        self._batches: list[BatchScores] = []
         self._without_row: list[WithoutRow] = [{} for _ in range(candidates)]
 
-    def add(self, scored: Scored) -> None:
+    def add(self, scored: BatchScores) -> None:
         """The shard's next rows."""
         self._batches.append(scored)
         for (request, _), unfound, counts in zip(scored.batch.requests, scored.unfound, self._without_row, strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 from tableside.quant import BadIds
 from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
 from tableside.serving.errors import ApiError
-from tableside.serving.evaluation.batches import Batch, Scored
+from tableside.serving.evaluation.batches import Batch, BatchScores
 from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.scoring import ScoreStage
@@ -99,7 +99,7 @@ class DeviceScoring:
         begun = self._gpu.batches.begin([(request.plan, inputs) for request, inputs in requests], follower=follower)
         return BegunGroup(group, requests, frozenset(scored), scores, begun)
 
-    def finish(self, group: BegunGroup) -> list[Scored]:
+    def finish(self, group: BegunGroup) -> list[BatchScores]:
         """Looks a group up and scores it. Groups are finished in the order in which they began.
 
         DataError: a request of a batch is refused, or its scores are no probabilities.
@@ -119,7 +119,7 @@ class DeviceScoring:
                 scores.append(np.array(request.scoring.output.view(answer.buffer)))
                 unfound.append(answer.unfound)
                 batch.check(scores[-1], served.header.model)
-            found.append(Scored(batch, scores, unfound))
+            found.append(BatchScores(batch, scores, unfound))
         return found
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:

@@ -43,7 +43,7 @@ _PR_SET_PDEATHSIG = 1
 _SWITCH_S = 1e-4  # after which the thread that scores gets Python's lock from those that decode; 5 ms by default
 
 
-class _Told(NamedTuple):
+class _WorkerReport(NamedTuple):
     """What a process of the pool says: that it is ready, that a shard's rows were written, or what is wrong.
 
     spent: seconds by stage since it was ready, where it is on a GPU.
@@ -55,7 +55,7 @@ class _Told(NamedTuple):
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """A process of the pool: shards come in, what is `_Told` goes out, until the pool closes its end or is gone."""
+    """A process of the pool: shards come in, what is `_WorkerReport` goes out, until the pool closes its end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
@@ -63,13 +63,13 @@ def _work(job: Job, connection: Connection) -> None:
             keep_freed_memory()  # several threads make buffers of some MB for each batch
             sys.setswitchinterval(_SWITCH_S)
         evaluator = Evaluator(job)
-        connection.send(_Told())
+        connection.send(_WorkerReport())
         with _Writer(job, connection, evaluator.spent) as writer:
             for shard, table in evaluator.tables(iter(connection.recv, None)):
                 writer.write(shard, table)
     except (LoaderError, QuantError, ServingError, OSError, ValueError, LookupError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # where nobody listens any more
-            connection.send(_Told(error=str(error) or repr(error)))
+            connection.send(_WorkerReport(error=str(error) or repr(error)))
     except EOFError:
         return
 
@@ -93,7 +93,7 @@ class _Writer:
 
     def _write(self, shard: Shard, table: Any) -> None:
         write_part(self._job, shard, table)
-        self._connection.send(_Told(shard.rows, spent=None if self._spent is None else dict(self._spent.seconds)))
+        self._connection.send(_WorkerReport(shard.rows, spent=None if self._spent is None else dict(self._spent.seconds)))
 
     def _wait(self) -> None:
         if self._last is not None:
@@ -142,7 +142,7 @@ class _Process:
     spent: dict[str, float] = field(default_factory=dict)  # as it last told
 
 
-class Pool:
+class EvaluationPool:
     """`workers` processes for one job. on_done(rows): called in this process for each shard that was scored.
 
     spent: seconds of processes on GPUs by stage, once `run` is done.

@@ -26,7 +26,7 @@ from tableside.serving.evaluation import sources
 from tableside.serving.evaluation.batches import WithoutRow
 from tableside.serving.evaluation.data import Shard, data_files, plan_shards
 from tableside.serving.evaluation.parts import find_part, remove_partials, without_row
-from tableside.serving.evaluation.pool import Pool
+from tableside.serving.evaluation.pool import EvaluationPool
 from tableside.serving.evaluation.quality import Quality, quality
 from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
 from tableside.serving.evaluation.spent import Spent
@@ -153,7 +153,7 @@ def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: C
 
             RayPool(job, settings.workers, advance, settings.ray_address).run(shards)
             return {}
-        pool = Pool(job, settings.workers, advance)
+        pool = EvaluationPool(job, settings.workers, advance)
         pool.run(shards)
         return pool.spent
     finally:

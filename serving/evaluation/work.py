@@ -21,8 +21,8 @@ from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.evaluation.ahead import ShardsAhead, Unfinished
-from tableside.serving.evaluation.batches import Batch, BatchReader, Scored, ShardTable
+from tableside.serving.evaluation.ahead import BatchesUnderWay, ShardsAhead
+from tableside.serving.evaluation.batches import Batch, BatchReader, BatchScores, ShardTable
 from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.evaluation.spent import READING, Spent
 from tableside.serving.model.engine import Engine
@@ -163,7 +163,7 @@ class Evaluator:
                 yield shard, self.score(shard)
             return
         with ThreadPoolExecutor(self.readers, "tableside-read") as threads:
-            coming, begun = ShardsAhead(shards, threads, self._reader), Unfinished(self._device, self._name_fault)
+            coming, begun = ShardsAhead(shards, threads, self._reader), BatchesUnderWay(self._device, self._name_fault)
             while True:
                 # Nothing waits for a shard that is not there while batches wait to be finished: it may come after their tables.
                 with self._device.spent.on(READING):
@@ -192,7 +192,7 @@ class Evaluator:
             raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
 
     def _on_device(self, device: "DeviceScoring", shard: Shard, reader: BatchReader) -> pa.Table:
-        begun = Unfinished(device, self._name_fault if reader is self._reader else lambda _: None)
+        begun = BatchesUnderWay(device, self._name_fault if reader is self._reader else lambda _: None)
         (found,) = [*begun.begin(shard, reader.batches(shard), self._empty_table(shard)), *begun.finish()]
         return found[1]
 
@@ -204,7 +204,7 @@ class Evaluator:
     def _empty_table(self, shard: Shard) -> ShardTable:
         return ShardTable(shard, len(self.served), self.job.slice_by is not None)
 
-    def _scored(self, batch: Batch) -> Scored:
+    def _scored(self, batch: Batch) -> BatchScores:
         """On the CPU: a batch that is looked up and scored."""
         scores, unfound = [], []
         for n, (served, (request, inputs)) in enumerate(zip(self.served, batch.requests, strict=True)):
@@ -217,7 +217,7 @@ class Evaluator:
             scores.append(np.array(request.scoring.output.view(answer.buffer)))
             unfound.append(answer.unfound)
             batch.check(scores[-1], served.header.model)
-        return Scored(batch, scores, unfound)
+        return BatchScores(batch, scores, unfound)
 
 
 def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: bool) -> "DeviceScoring":

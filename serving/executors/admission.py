@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 
 CPU_SLOTS = 64  # requests that are read and looked up within the same tens of milliseconds
 NEWEST_FIRST_AFTER_S = 0.1
@@ -37,7 +37,7 @@ JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 values
 
 def overloaded(why: str) -> ApiError:
     """503: this worker does not take the request on now. The error tells the client to try again."""
-    return ApiError(503, Kind.OVERLOADED, f"{why}; try again later, or start more workers")
+    return ApiError(503, ErrorKind.OVERLOADED, f"{why}; try again later, or start more workers")
 
 
 class Turn:

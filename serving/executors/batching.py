@@ -57,7 +57,7 @@ Told = Sequence[tuple[Future, Answer | BaseException]]  # of each request: who w
 
 
 @dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
-class _Waiting:
+class _WaitingRequest:
     request: Request
     inputs: Any
     future: Future
@@ -68,7 +68,7 @@ class _Waiting:
 class _Batch:
     """Requests that run together. scores: those that are computed on the device."""
 
-    taken: list[_Waiting]
+    taken: list[_WaitingRequest]
     timed: bool
     scores: DeviceScores | None = None
 
@@ -94,7 +94,7 @@ class Batcher(Executor):
         self._tell = tell or self._tell_on_loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # for what is below, up to the empty line
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingRequest] = deque()
         self._under_way: list[_Batch] = []  # in order
         self._is_ending = self._is_closed = False
         self._is_idle = True  # the first thread; before all else it waits, as those that come in the same round go together
@@ -120,7 +120,7 @@ class Batcher(Executor):
     def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
         """As `submit`, for several requests that came together."""
         now = time.perf_counter()
-        came = [_Waiting(*one, now) for one in asked]
+        came = [_WaitingRequest(*one, now) for one in asked]
         try:
             self._threads.begin()
             self._loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class Batcher(Executor):
             self._is_looking = True
             self._loop.call_soon(self._look)
 
-    def _add(self, came: list[_Waiting]) -> list[_Waiting]:
+    def _add(self, came: list[_WaitingRequest]) -> list[_WaitingRequest]:
         """Has requests wait; returns those that may not any more. RuntimeError: the batcher was closed."""
         with self._lock:
             if self._is_closed:
@@ -211,9 +211,9 @@ class Batcher(Executor):
     def _may_begin(self) -> bool:
         return not self._is_ending and self._lost is None and len(self._under_way) < _UNDER_WAY
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_WaitingRequest]:
         self._refuse_late()
-        taken: list[_Waiting] = []
+        taken: list[_WaitingRequest] = []
         size, late_since = 0, time.perf_counter() - NEWEST_FIRST_AFTER_S
         while self._waiting and len(taken) < self._max_batch:
             end = -1 if self._waiting[0].since < late_since else 0
@@ -342,6 +342,6 @@ def _closing() -> RuntimeError:
     return RuntimeError("no batch runs any more: this worker is closing")
 
 
-def _fail(w: _Waiting, error: BaseException) -> None:
+def _fail(w: _WaitingRequest, error: BaseException) -> None:
     if not w.future.done():
         w.future.set_exception(error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.metrics.metrics import ERRORS
 from tableside.serving.model.scorer import Scorer
 
@@ -28,7 +28,7 @@ def timed_out(scorer: Scorer) -> ApiError:
     """503 for requests that wait for scores of a worker whose scorer hangs."""
     return ApiError(
         503,
-        Kind.SCORER_TIMEOUT,
+        ErrorKind.SCORER_TIMEOUT,
         f"the scorer of {scorer.name} took longer than {scorer.limits.timeout_s:g} s (scorer_timeout_s); "
         "this worker is being replaced: try again, with fewer rows if it was this request",
     )
@@ -83,7 +83,7 @@ def _end(call: _Call) -> None:
         scorer.limits.timeout_s,
     )
     if call.tell is None:
-        ERRORS.labels(scorer.model, Kind.SCORER_TIMEOUT.value).inc()
+        ERRORS.labels(scorer.model, ErrorKind.SCORER_TIMEOUT.value).inc()
         os._exit(_EXIT_STATUS)
     with suppress(RuntimeError):  # the event loop is closed: this worker ends already
         call.tell(scorer)

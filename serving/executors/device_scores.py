@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tableside.quant.gpu.batch.follower import FollowerInputs, FollowerTensor
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.deadline import Tell
 from tableside.serving.executors.scoring import ScoreStage
 from tableside.serving.model.places import Buffer, DenseInput
@@ -107,7 +107,7 @@ class DeviceScores:
         except REFUSED as error:
             raise does_not_take(rows, error) from error
         if scores.shape != (expected := (rows, *first.scoring.output.shape[1:])):
-            raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
+            raise ApiError(500, ErrorKind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
         start = 0
         for m in members:
             part = scores[start : start + m.scoring.rows]

@@ -12,7 +12,7 @@ from tableside.serving.metrics.metrics import SCORE_SECONDS
 from tableside.serving.model.scores import Scoring, score_together
 
 
-class Scored(Protocol):
+class ScoredRequest(Protocol):
     """A request that is scored."""
 
     @property
@@ -35,7 +35,7 @@ class ScoreStage:
 
     def run(
         self,
-        batch: Sequence[Scored],
+        batch: Sequence[ScoredRequest],
         tell: Tell | None,
         since: float | None = None,
         score: Score = score_together,
@@ -55,7 +55,7 @@ class ScoreStage:
 
     def _call(
         self,
-        batch: Sequence[Scored],
+        batch: Sequence[ScoredRequest],
         members: list[int],
         tell: Tell | None,
         began: float,
@@ -78,7 +78,7 @@ class ScoreStage:
         SCORE_SECONDS.labels(scorer.model).observe(time.perf_counter() - began)
 
 
-def _calls(batch: Sequence[Scored]) -> list[list[int]]:
+def _calls(batch: Sequence[ScoredRequest]) -> list[list[int]]:
     """The requests of a batch, by their places in it, that are scored by one call each."""
     if len(batch) == 1:
         return [[0]]

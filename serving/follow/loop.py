@@ -13,7 +13,7 @@ from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.room import when_there_is_room
-from tableside.serving.follow.source import IsStopping, Source
+from tableside.serving.follow.source import ChangeSource, IsStopping
 from tableside.serving.follow.window import Skip, Window
 
 
@@ -33,7 +33,7 @@ class Step:
 
 def follow(
     model: Model,
-    source: Source,
+    source: ChangeSource,
     rows: int,
     every_s: float,
     is_stopping: IsStopping,

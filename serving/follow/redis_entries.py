@@ -35,7 +35,7 @@ class Entries:
 
     def __init__(self, rules: RowRules) -> None:
         self.rows, self._rules = 0, rules
-        self._tables: dict[str, _Run] = {}
+        self._tables: dict[str, _TableRun] = {}
 
     def add(self, entry: str, fields: Sequence[bytes]) -> int:
         """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of the forms."""
@@ -45,7 +45,7 @@ class Entries:
             there = ", ".join(sorted(f.decode("utf-8", "replace")[:40] for f in found)) or "none"
             raise self._rules.error(entry, f"found the fields {there} (and table); {_EXPECTED}")
         if (run := self._tables.get(table)) is None:
-            run = self._tables[table] = _Run(self._rules, table)
+            run = self._tables[table] = _TableRun(self._rules, table)
         rows = run.add_row(entry, found) if b"id" in found else run.add_rows(entry, found)
         self.rows += rows
         return rows
@@ -62,7 +62,7 @@ class Entries:
         return self._rules.check_table(name.decode("utf-8", "replace"), entry)
 
 
-class _Run:
+class _TableRun:
     """The changes of one table. Single rows wait until they are parsed together."""
 
     def __init__(self, rules: RowRules, table: str) -> None:

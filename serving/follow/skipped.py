@@ -15,15 +15,15 @@ from types import TracebackType
 
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import ServingError
-from tableside.serving.follow.source import Source
+from tableside.serving.follow.source import ChangeSource
 
 _log = logging.getLogger("tableside.follow")
 
 
-class Skipped:
+class BadChangeFile:
     """Writes what is left out to a file, and counts it. ServingError: the file cannot be written."""
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: ChangeSource, path: Path) -> None:
         self.count = 0
         self._source, self._path = source, path
         try:
@@ -42,7 +42,7 @@ class Skipped:
         self.count += 1
         _log.warning("%s: left out what lies at %s, which was refused: %s", self._source.name, position, error)
 
-    def __enter__(self) -> "Skipped":
+    def __enter__(self) -> "BadChangeFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ IsStopping = Callable[[], bool]
 PAUSE_S = 0.05  # the longest pause after which a source looks whether it shall stop
 
 
-class Source(Protocol):
+class ChangeSource(Protocol):
     """A stream of changes with positions. name: what the state calls it; two streams of one model have two names."""
 
     name: str

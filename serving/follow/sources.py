@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from tableside.serving.follow.folder import FolderSource
-from tableside.serving.follow.source import IsStopping, Source
+from tableside.serving.follow.source import ChangeSource, IsStopping
 
 
-def open_source(text: str, name: str | None, table: str | None, start: str, is_stopping: IsStopping) -> Source:
+def open_source(text: str, name: str | None, table: str | None, start: str, is_stopping: IsStopping) -> ChangeSource:
     """A folder's path, or the URL of a Redis stream. name: what the state calls it, None: "folder:PATH" or "redis:KEY".
 
     table: of all rows, where they need not name it; start: "start", "end", or a position, where none is kept. SourceError: it is

@@ -12,7 +12,7 @@ from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
-from tableside.serving.follow.source import IsStopping, Source
+from tableside.serving.follow.source import ChangeSource, IsStopping
 
 _SLICE_S, _SLICE_ROWS = 0.1, 100_000  # that are read before they are packed, about
 _MOST_POSITIONS = 1024  # that a slice is taken to have where it is halved
@@ -31,7 +31,7 @@ class Window:
     made_at: float | None = None
     skip: Skip | None = None
 
-    def read(self, source: Source, rows: int, until: float, is_stopping: IsStopping) -> None:
+    def read(self, source: ChangeSource, rows: int, until: float, is_stopping: IsStopping) -> None:
         """Reads until there are some `rows`, or it is `until`, of time.monotonic(), or the follower shall stop. What is there by
         then is read as well.
 
@@ -54,11 +54,11 @@ class Window:
         """Whether there is anything to apply, be it a place without changes."""
         return self.position != self.after
 
-    def batch(self, source: Source, kept: str | None) -> ChangeBatch:
+    def batch(self, source: ChangeSource, kept: str | None) -> ChangeBatch:
         """What `loader.deltas.apply` is told beside the packed changes. kept: the place that the model's state has."""
         return ChangeBatch((), source.name, self.position, kept, self.made_at)
 
-    def _add(self, source: Source, rows: int, wait_s: float) -> int:
+    def _add(self, source: ChangeSource, rows: int, wait_s: float) -> int:
         """Reads some rows and packs them; returns how many. SourceError: what comes next is refused, or cannot be read."""
         before, most = self.packed.rows, None
         while (part := source.read(self.position, rows, wait_s, most)) is not None:

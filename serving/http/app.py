@@ -13,7 +13,7 @@ from tableside.serving import VERSION
 from tableside.serving.errors import (
     INTERNAL_ERROR,
     ApiError,
-    Kind,
+    ErrorKind,
     ServingError,
     not_found,
     short,
@@ -133,12 +133,12 @@ def _make_fastapi(service: Service) -> FastAPI:
             return await refused(http, not_found(f"{short(path)} is not a path of this server; GET /v2 describes it"))
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
         what = f"{http.method} {short(path)}: {error.detail}; this server has: {known}"
-        kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.BAD_REQUEST
+        kind = ErrorKind.NOT_FOUND if error.status_code == 404 else ErrorKind.BAD_REQUEST
         return await refused(http, ApiError(error.status_code, kind, what))
 
     @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: Request, error: Exception) -> Response:
-        return await refused(http, ApiError(500, Kind.INTERNAL, INTERNAL_ERROR))
+        return await refused(http, ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR))
 
     @app.exception_handler(Disconnected)
     async def left(http: Request, error: Disconnected) -> Response:

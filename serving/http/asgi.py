@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 from starlette.responses import Response as HttpResponse
 
-from tableside.serving.errors import ApiError, Kind, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.executors.admission import RETRY_AFTER_S, Bytes, Hold
 
 Scope = MutableMapping[str, Any]
@@ -68,7 +68,7 @@ async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> byte
     if encoding not in (b"gzip", b"deflate"):
         raise ApiError(
             415,
-            Kind.BAD_REQUEST,
+            ErrorKind.BAD_REQUEST,
             f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none",
         )
     inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
@@ -107,7 +107,7 @@ def json_object(text: bytes) -> dict[str, Any]:
 
 def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
     """413: the body has more bytes than the limit of that name."""
-    return ApiError(413, Kind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
+    return ApiError(413, ErrorKind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
 
 
 def check_json_size(size: int, limit: int) -> None:
@@ -115,7 +115,7 @@ def check_json_size(size: int, limit: int) -> None:
     if size > limit:
         raise ApiError(
             413,
-            Kind.TOO_LARGE,
+            ErrorKind.TOO_LARGE,
             f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary tensors, POST /v2/models/"
             "MODEL/infer",
         )
@@ -127,7 +127,7 @@ def check_json_answer(size: int, limit: int) -> None:
         raise bad_request(
             f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} (max_json_bytes): ask for binary "
             "tensors, POST /v2/models/MODEL/infer with binary_data_output",
-            Kind.TOO_LARGE,
+            ErrorKind.TOO_LARGE,
         )
 
 

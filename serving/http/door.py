@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, Kind
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind
 from tableside.serving.executors.admission import Hold
 from tableside.serving.http.asgi import Response, error_response
 from tableside.serving.http.traffic import Traffic
@@ -34,7 +34,7 @@ SendWhole = Callable[[bytes, Sequence[Any]], None]
 """Sends a response: its head, but for the empty line that ends it, and the parts of its body."""
 
 
-class Asked(NamedTuple):
+class InferTarget(NamedTuple):
     """An infer request but for its body. named: model, or model, "versions" and version, as the path names them."""
 
     named: list[str]
@@ -68,7 +68,7 @@ class Door:
         self._v2, self.traffic = v2, Traffic()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Asked | None:
+    def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> InferTarget | None:
         """What a request asks for; None: it goes through ASGI. headers: its READS, and any others."""
         if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
             return None
@@ -78,9 +78,9 @@ class Door:
                 return None
             if name == LENGTH and length is None:
                 length = value
-        return Asked(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
+        return InferTarget(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
 
-    def answer(self, asked: Asked, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
+    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
         """Answers a whole request, now or later. body: is the caller's again when this returns."""
         try:
             later = functools.partial(self._send_what, asked, send)
@@ -96,7 +96,7 @@ class Door:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send_what(self, asked: Asked, send: SendWhole, encode: Callable[[Found], Response], found: Found) -> None:
+    def _send_what(self, asked: InferTarget, send: SendWhole, encode: Callable[[Found], Response], found: Found) -> None:
         """Sends the response that `encode` makes, or the error that it raises."""
         try:
             response = encode(found)
@@ -104,18 +104,18 @@ class Door:
             response = self._refusal(asked, error)
         send(response_head(response), response.parts)
 
-    async def _answer_later(self, asked: Asked, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
+    async def _answer_later(self, asked: InferTarget, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
         try:
             response = await coming
         except Exception as error:  # noqa: BLE001  # as above
             response = self._refusal(asked, error)
         send(response_head(response), response.parts)
 
-    def _refusal(self, asked: Asked, error: Exception) -> Response:
+    def _refusal(self, asked: InferTarget, error: Exception) -> Response:
         model = asked.named[0] if asked.named[0] in self._v2.service.engines else metrics.UNKNOWN
         if not isinstance(error, ApiError):
             logger.error("an infer request failed", exc_info=error)
-            error = ApiError(500, Kind.INTERNAL, INTERNAL_ERROR)
+            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)
         metrics.refused(model, "v2", error.kind, error.lacking)
         return error_response(error)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 
-from tableside.serving.errors import ApiError, Kind, short
+from tableside.serving.errors import ApiError, ErrorKind, short
 from tableside.serving.settings import ServerSettings
 
 HOST, ORIGIN, SITE = b"host", b"origin", b"sec-fetch-site"
@@ -66,7 +66,9 @@ def check_type(content_type: bytes | None) -> None:
     """ApiError 415: a body has a type in which a page may send it anywhere, without asking the server first."""
     if content_type is not None and (kind := content_type.partition(b";")[0].strip().lower()) in _OF_PAGES:
         raise ApiError(
-            415, Kind.BAD_REQUEST, f"content-type {kind.decode('latin-1')!r}: expected application/json for shared memory regions"
+            415,
+            ErrorKind.BAD_REQUEST,
+            f"content-type {kind.decode('latin-1')!r}: expected application/json for shared memory regions",
         )
 
 

@@ -1,6 +1,6 @@
 """Counters and histograms over all processes of a server.
 
-They count in its metrics files. `Counted` shows the sums to prometheus_client.
+They count in its metrics files. `CountsCollector` shows the sums to prometheus_client.
 """
 
 import threading
@@ -64,7 +64,7 @@ class Observations:
 Child = TypeVar("Child", Count, Observations)
 
 
-class Labelled(Generic[Child]):
+class LabelledMetric(Generic[Child]):
     """What counts by its labels. A process has a `Child` for each combination of labels that it counted."""
 
     declared: ClassVar[list[Any]] = []
@@ -72,7 +72,7 @@ class Labelled(Generic[Child]):
     def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
         self.name, self._text, self._labels = name, text, labels
         self._children: dict[tuple[str, ...], Child] = {}
-        Labelled.declared.append(self)
+        LabelledMetric.declared.append(self)
 
     def labels(self, *labels: str) -> Child:
         """Any thread may call."""
@@ -89,7 +89,7 @@ class Labelled(Generic[Child]):
         raise NotImplementedError
 
 
-class Counter(Labelled[Count]):
+class Counter(LabelledMetric[Count]):
     """A number that goes up. name: with _total at its end."""
 
     def _child(self, labels: Sequence[str]) -> Count:
@@ -102,7 +102,7 @@ class Counter(Labelled[Count]):
         return found
 
 
-class Histogram(Labelled[Observations]):
+class Histogram(LabelledMetric[Observations]):
     """How many values are at most each of some bounds, and their sum."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
@@ -120,7 +120,7 @@ class Histogram(Labelled[Observations]):
         return found
 
 
-class Counted(Collector):
+class CountsCollector(Collector):
     """Shows what all processes of a server counted, those that ended included."""
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ class Counted(Collector):
 
     def collect(self) -> Iterator[Metric]:
         sums = metrics_files.sums(self._folder)
-        return (metric.family(sums[metric.name]) for metric in Labelled.declared if metric.name in sums)
+        return (metric.family(sums[metric.name]) for metric in LabelledMetric.declared if metric.name in sums)
 
 
 RESTARTS = Counter(

@@ -27,7 +27,7 @@ class Now:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WorkerNow:
     """A worker that runs. memory_bytes: by kind: private, file (its code), shared (the tables that it has touched)."""
 
     now: Now
@@ -40,14 +40,14 @@ def tell(now: Now) -> None:
     metrics_files.set_head((1, os.getpid(), *astuple(now)))
 
 
-def workers(folder: Path) -> Iterator[Seen]:
+def workers(folder: Path) -> Iterator[WorkerNow]:
     """The workers that run."""
     for is_worker, pid, *now in metrics_files.heads(folder):
         if is_worker:
             process = Path(f"/proc/{pid:.0f}")
             try:
                 memory = dict(_memory((process / "status").read_text()))
-                yield Seen(Now(*now), memory, len(os.listdir(process / "fd")))
+                yield WorkerNow(Now(*now), memory, len(os.listdir(process / "fd")))
             except OSError:
                 continue  # it ended
 

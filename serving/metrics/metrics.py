@@ -15,10 +15,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
-from tableside.serving.errors import Kind, ServingError
+from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics import files as metrics_files
 from tableside.serving.metrics import gauges as worker_gauges
-from tableside.serving.metrics.counters import Counted, Counter, Histogram
+from tableside.serving.metrics.counters import Counter, CountsCollector, Histogram
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.request import Request
 
@@ -195,7 +195,7 @@ class CacheMetrics:
                 counter.labels(table.name).inc(max(0, getattr(table, name) - (getattr(old, name) if old else 0)))
 
 
-def refused(model: str, protocol: str, kind: Kind, lacking: str | None = None) -> None:
+def refused(model: str, protocol: str, kind: ErrorKind, lacking: str | None = None) -> None:
     """Counts a request that was refused. model: one that is served, or UNKNOWN. lacking: as of `ApiError`."""
     REQUESTS.labels(model, protocol, "refused").inc()
     ERRORS.labels(model, kind.value).inc()
@@ -316,7 +316,7 @@ def _folder() -> Path:
 def exposition(engines: Iterable[Engine]) -> bytes:
     """The text that /metrics answers."""
     registry = CollectorRegistry()
-    registry.register(Counted(_folder()))
+    registry.register(CountsCollector(_folder()))
     registry.register(_Now(engines))
     return generate_latest(registry)
 

@@ -17,7 +17,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
-from tableside.serving.errors import ApiError, Kind, ServingError, not_found
+from tableside.serving.errors import ApiError, ErrorKind, ServingError, not_found
 from tableside.serving.model.placement import Placements, Placer
 from tableside.serving.model.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.model.scorers import open_scorer
@@ -275,7 +275,7 @@ class Engine:
     def _give_up(self, version: int) -> None:
         logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)
         self._unusable = ApiError(
-            503, Kind.DAMAGED, f"rows of {self.model.name} were found damaged, and there is no other version; load it again"
+            503, ErrorKind.DAMAGED, f"rows of {self.model.name} were found damaged, and there is no other version; load it again"
         )
 
     def _warn(self, line: str) -> None:

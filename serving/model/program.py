@@ -9,7 +9,7 @@ from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program
 from tableside.loader.segment.header import StoredScorer
 from tableside.quant.contract import Precision
-from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.model.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits
 
 try:
@@ -132,7 +132,7 @@ class ProgramScorer(Scorer):
         rounded = min(1 << max(0, rows - 1).bit_length(), self._program.rows[1])
         found = self._costs.get(rounded) or self._measured(rounded, rows)
         if isinstance(found, str):
-            raise ApiError(413, Kind.TOO_LARGE, f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)")
+            raise ApiError(413, ErrorKind.TOO_LARGE, f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)")
         return found
 
     def _measured(self, rounded: int, rows: int) -> Cost | str:

@@ -14,7 +14,7 @@ from tableside.loader.versions.states import State
 from tableside.quant import BadIds, Plan
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
-from tableside.serving.errors import ApiError, Kind, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.model.places import Buffer, Output
 from tableside.serving.model.scores import Scoring
 
@@ -129,7 +129,7 @@ class Request:
     def refusal(self, error: BadIds) -> ApiError:
         """The error that the client gets; it names the feature, and `error` is its cause."""
         lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
-        refused = ApiError(400, Kind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
+        refused = ApiError(400, ErrorKind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
         refused.__cause__ = error
         return refused
 
@@ -138,6 +138,6 @@ def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:
     name = f"feature {i.feature!r}"
     if lengths.size and lengths.min() < 0:
         at = int(np.flatnonzero(lengths < 0)[0])
-        raise bad_request(BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0).describe(name), Kind.BAD_ID)
+        raise bad_request(BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0).describe(name), ErrorKind.BAD_ID)
     if (total := int(lengths.sum(dtype=np.int64))) != i.ids:
-        raise bad_request(BadIds(Problem.SUM, 0, lengths.size, total, i.ids).describe(name), Kind.BAD_ID)
+        raise bad_request(BadIds(Problem.SUM, 0, lengths.size, total, i.ids).describe(name), ErrorKind.BAD_ID)

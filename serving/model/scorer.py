@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.program.layers import Source
+from tableside.loader.program.layers import LayerSource
 from tableside.loader.segment.header import ScorerInput
 from tableside.quant.contract import Precision
 
@@ -69,7 +69,7 @@ class Scorer(ABC):
     def run(self, arrays: list[Floats]) -> Floats:
         """Takes fp32 [rows, width] for each input; returns fp32 [rows], or [rows, self.width]."""
 
-    def in_place(self, sources: Sequence[Source], rows: int, scores_at: int) -> InPlace | None:
+    def in_place(self, sources: Sequence[LayerSource], rows: int, scores_at: int) -> InPlace | None:
         """What reads a request's buffers where its inputs lie, and writes fp32 scores at byte `scores_at` of the second.
 
         None: this scorer takes arrays, by `run`. sources: of each of `inputs`, with `rows` rows each.

@@ -11,12 +11,12 @@ import numpy as np
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program, ProgramInput, read_program
-from tableside.loader.program.layers import PackedLayers, Source, kernel_name, pack_sources, runnable_layers
+from tableside.loader.program.layers import LayerSource, PackedLayers, kernel_name, pack_sources, runnable_layers
 from tableside.loader.program.recognize import Layer
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Precision
-from tableside.serving.errors import ApiError, Kind, ServingError, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.model.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
 TORCH_MODULES = (
@@ -69,13 +69,13 @@ class LayersScorer(Scorer):
         for array, i in zip(arrays, self.inputs, strict=True):
             if array.shape != (rows, i.width):
                 raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
-            sources.append(Source(False, at, 4 * i.width, False))
+            sources.append(LayerSource(False, at, 4 * i.width, False))
             at += array.nbytes
         scores = np.empty((rows, self._layers.width), np.float32)
         self._layers.run(pack_sources(sources), b"".join(a.tobytes() for a in arrays), scores, rows, 0)
         return scores[:, 0] if self.width is None else scores
 
-    def in_place(self, sources: Sequence[Source], rows: int, scores_at: int) -> InPlace:
+    def in_place(self, sources: Sequence[LayerSource], rows: int, scores_at: int) -> InPlace:
         run, packed = self._layers.run, pack_sources(sources)
         return lambda inputs, outputs: run(packed, inputs, outputs, rows, scores_at)
 
@@ -89,7 +89,7 @@ class LayersScorer(Scorer):
         if self.limits.bytes is not None and cost.bytes > self.limits.bytes:
             raise ApiError(
                 413,
-                Kind.TOO_LARGE,
+                ErrorKind.TOO_LARGE,
                 f"{rows:,} rows are too many for the scorer: a call takes {cost.bytes:,} bytes; the limit is "
                 f"{self.limits.bytes:,} (max_scorer_bytes)",
             )

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.program.layers import Source
+from tableside.loader.program.layers import LayerSource
 from tableside.quant.contract import Precision
-from tableside.serving.errors import ApiError, Kind, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.model.places import Buffer, DenseInput, Output
 from tableside.serving.model.scorer import REFUSED, Floats, InPlace, Scorer
 
@@ -58,9 +58,9 @@ class Scoring:
         if widths != self.scorer.widths:
             return None
         sources = [
-            Source(True, s.at, s.shape[1] * (2 if s.half else 4) if s.row_bytes is None else s.row_bytes, s.half)
+            LayerSource(True, s.at, s.shape[1] * (2 if s.half else 4) if s.row_bytes is None else s.row_bytes, s.half)
             if isinstance(s, Output)
-            else Source(False, s.at, s.width * 4, False)
+            else LayerSource(False, s.at, s.width * 4, False)
             for s in self.sources
         ]
         return self.scorer.in_place(sources, self.rows, self.output.at)
@@ -81,7 +81,7 @@ class Scoring:
         row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
         raise ApiError(
             500,
-            Kind.SCORER,
+            ErrorKind.SCORER,
             f"the score of row {row} is {scores[row]}, from {self.scorer.name}{self._beyond}; expected a finite number",
         )
 
@@ -145,7 +145,7 @@ def _score_arrays(scorer: Scorer, requests: Sequence[ToScore]) -> None:
     except REFUSED as error:
         raise does_not_take(sum(rows), error) from error
     if scores.shape != (expected := (sum(rows), *requests[0].scoring.output.shape[1:])):
-        raise ApiError(500, Kind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
+        raise ApiError(500, ErrorKind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
     start = 0
     for scoring, inputs, buffer in requests:
         part = scores[start : start + scoring.rows]

@@ -14,7 +14,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
 from tableside.quant.rows.ids import RowMap
-from tableside.serving.errors import Kind, bad_request, short
+from tableside.serving.errors import ErrorKind, bad_request, short
 from tableside.serving.model.placement import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
 from tableside.serving.model.request import FeatureInput, Lookups, Request
@@ -227,7 +227,7 @@ class ServedVersion:
             raise bad_request(
                 f"the request asks for {out_bytes:,} bytes of vectors; the limit is {self.max_response_bytes:,} "
                 "(max_response_bytes)",
-                Kind.TOO_LARGE,
+                ErrorKind.TOO_LARGE,
             )
         places = np.array([_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64)
         names = tuple(i.feature for i in inputs)

@@ -14,8 +14,17 @@ from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given, Packed, as_bags, as_ids, as_weights, check_tensor, offsets_of
-from tableside.serving.modules.published import Attached
+from tableside.serving.modules.inputs import (
+    FeatureTensors,
+    Form,
+    PackedInput,
+    as_bags,
+    as_ids,
+    as_weights,
+    check_tensor,
+    offsets_of,
+)
+from tableside.serving.modules.published import AttachedVersion
 from tableside.serving.modules.tracers import check_memory
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
@@ -32,7 +41,7 @@ class _Ahead(NamedTuple):
 class DeviceLookup:
     """Lookups of some features of a version on its GPU. ModuleError: the CPU looks up one of its tables."""
 
-    def __init__(self, attached: Attached, names: Sequence[str], output: torch.dtype) -> None:
+    def __init__(self, attached: AttachedVersion, names: Sequence[str], output: torch.dtype) -> None:
         backend = attached.served.backend
         assert isinstance(backend, GpuBackend), "the source is on a GPU"
         if backend.device.is_capturing():
@@ -52,7 +61,7 @@ class DeviceLookup:
 
     # ---- tensors of each feature ----
 
-    def __call__(self, given: Sequence[Given]) -> list[torch.Tensor]:
+    def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """A tensor for each feature, as `HostLookup`. BadFeatureIds: a call before this one had a wrong id or length."""
         staged = self._begin(given)
         if staged is None:
@@ -60,23 +69,23 @@ class DeviceLookup:
             staged = self.lookup.stage_each(inputs)
         return self._cut(self._run(staged), given, staged.is_even)
 
-    def prefetch(self, given: Sequence[Given]) -> None:
+    def prefetch(self, given: Sequence[FeatureTensors]) -> None:
         """Brings rows to the cache that a call with these tensors reads next. They are not to be changed until then."""
         inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
         self._look_ahead(given, self.lookup.stage_each(inputs))
 
     # ---- all ids in one tensor ----
 
-    def packed(self, packed: Packed) -> torch.Tensor:
+    def packed(self, packed: PackedInput) -> torch.Tensor:
         """[bags, sum of dims]. Prefetched rows are taken for the same tensors."""
         staged = self._begin(packed[2:])
         return self._run(self._staged(packed) if staged is None else staged)
 
-    def prefetch_packed(self, packed: Packed) -> None:
+    def prefetch_packed(self, packed: PackedInput) -> None:
         """As `prefetch`, for a call of `packed`."""
         self._look_ahead(packed[2:], self._staged(packed))
 
-    def _staged(self, packed: Packed) -> StagedLookup:
+    def _staged(self, packed: PackedInput) -> StagedLookup:
         order, features, values, form, bags, weights = packed
         ids = self._ids(self._every, values)
         self._check_device(self._every, bags)
@@ -122,7 +131,7 @@ class DeviceLookup:
             self._streams[stream] = self._backend.device.current_stream()
         return vectors
 
-    def _cut(self, vectors: torch.Tensor, given: Sequence[Given], is_even: bool) -> list[torch.Tensor]:
+    def _cut(self, vectors: torch.Tensor, given: Sequence[FeatureTensors], is_even: bool) -> list[torch.Tensor]:
         """The vectors of each feature, from those of all. is_even: each has as many values."""
         if self._is_even and is_even and given[0].form is not Form.IDS and vectors.numel():
             return list(vectors.view(len(given), -1, self._dims[0]).unbind(0))
@@ -132,7 +141,7 @@ class DeviceLookup:
 
     # ---- tensors ----
 
-    def _input(self, name: str, one: Given) -> TensorInput:
+    def _input(self, name: str, one: FeatureTensors) -> TensorInput:
         form, values, bags, weights = one
         ids = self._ids(name, values)
         count = ids.numel()
@@ -168,7 +177,7 @@ class DeviceLookup:
         check_memory(name, tensor)
 
 
-def _shape(one: Given, dim: int) -> tuple[int, ...]:
+def _shape(one: FeatureTensors, dim: int) -> tuple[int, ...]:
     if one.form is Form.IDS:
         return (*one.values.shape, dim)
     bags = one.values.shape[0] if one.bags is None else one.bags.numel() - (one.form is Form.ENDS)
@@ -177,5 +186,5 @@ def _shape(one: Given, dim: int) -> tuple[int, ...]:
 
 def _identity(given: Sequence[Any]) -> list[Any]:
     """Which tensors a call has, and how often they were changed."""
-    tensors = [t for one in given for t in (one[1:] if isinstance(one, Given) else (one,))]
+    tensors = [t for one in given for t in (one[1:] if isinstance(one, FeatureTensors) else (one,))]
     return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) if isinstance(t, torch.Tensor) else t for t in tensors]

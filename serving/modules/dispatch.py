@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tableside.serving.modules.errors import BadFeatureIds
-from tableside.serving.modules.inputs import Given, Packed
+from tableside.serving.modules.inputs import FeatureTensors, PackedInput
 from tableside.serving.modules.keyed import host_jagged, host_keyed
 from tableside.serving.modules.lookups import host_lookup
 from tableside.serving.modules.padding import Padding, apart, in_the_whole, without_padding
-from tableside.serving.modules.published import Attached
+from tableside.serving.modules.published import AttachedVersion
 from tableside.serving.modules.tracers import is_traced
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 def look_up(
-    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given], padding: Padding = ()
+    attached: AttachedVersion,
+    key: str,
+    names: tuple[str, ...],
+    output: torch.dtype,
+    given: Sequence[FeatureTensors],
+    padding: Padding = (),
 ) -> list[torch.Tensor]:
     """A tensor for each feature. key: of the lookup among those of the version. ModuleError, BadFeatureIds: as `HostLookup`."""
     if padding:
@@ -34,14 +39,16 @@ def look_up(
     return host_lookup(attached, key, names, output)(given)
 
 
-def prefetch(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[Given]) -> None:
+def prefetch(
+    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[FeatureTensors]
+) -> None:
     """Brings the rows of a call with these tensors to the GPU's cache. Nothing to do on the CPU."""
     if attached.on_gpu and not is_traced():
         _device_lookup(attached, key, names, output).prefetch(given)
 
 
 def look_up_packed(
-    attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed, padding: Padding = ()
+    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, packed: PackedInput, padding: Padding = ()
 ) -> torch.Tensor:
     """[bags, sum of dims]. Raises as `look_up`."""
     if padding and (given := apart(packed)) is not None:
@@ -52,13 +59,15 @@ def look_up_packed(
     return host_keyed(attached, key, names, output)(host_jagged(", ".join(names), packed), packed.order or None)
 
 
-def prefetch_packed(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype, packed: Packed) -> None:
+def prefetch_packed(
+    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, packed: PackedInput
+) -> None:
     """As `prefetch`, for a call of `look_up_packed`."""
     if attached.on_gpu:
         _device_lookup(attached, key, names, output).prefetch_packed(packed)
 
 
-def _device_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":
+def _device_lookup(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":
     """The lookup of these features on the version's GPU, made once for each version, under its key."""
     if (found := attached.lookups.get(key)) is None:
         from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used

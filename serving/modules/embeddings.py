@@ -16,17 +16,17 @@ from tableside.quant.contract import Unfound
 from tableside.serving.modules import keyed
 from tableside.serving.modules.dispatch import look_up, look_up_packed, prefetch, prefetch_packed
 from tableside.serving.modules.errors import ModuleError, NotATensor
-from tableside.serving.modules.inputs import FeatureInput, Form, Given, Packed, given_bags, given_ids
+from tableside.serving.modules.inputs import FeatureInput, FeatureTensors, Form, PackedInput, given_bags, given_ids
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced, traced_packed
 from tableside.serving.modules.padding import Padding
 from tableside.serving.modules.published import published
-from tableside.serving.modules.source import Source
+from tableside.serving.modules.source import ModuleSource
 from tableside.serving.modules.tracers import Leaf, NotInMemory, is_traced
 
 
 class SourceOptions(TypedDict, total=False):
-    """Where a module's tables are; `Source` says what each means."""
+    """Where a module's tables are; `ModuleSource` says what each means."""
 
     root: str | None
     version: int | None
@@ -64,7 +64,7 @@ class PublishedModule(Leaf):
         super().__init__()
         if output not in OUTPUTS:
             raise ModuleError(f"output is {output}; expected one of: {', '.join(map(str, OUTPUTS))}")
-        source = Source(model, **options)
+        source = ModuleSource(model, **options)
         if follow is None and source.version is None:
             source = replace(source, version=published(source).version)
         elif follow not in ("live", None) or (follow == "live" and source.version is not None):
@@ -162,7 +162,7 @@ class PublishedModule(Leaf):
 
     # ---- calls ----
 
-    def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[Given]:
+    def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[FeatureTensors]:
         if type(inputs) is not dict and not isinstance(inputs, Mapping):
             raise NotATensor(f"the call has {type(inputs).__name__}; expected a dict of features, each with its torch.Tensor")
         found = [self._given(name, inputs[name]) for name in self.features if name in inputs]
@@ -190,10 +190,10 @@ class PublishedModule(Leaf):
         """As `prefetch`, for a KeyedJaggedTensor. keys, is_weighted: as the call has them."""
         raise NotImplementedError
 
-    def _given(self, name: str, value: FeatureInput) -> Given:
+    def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         raise NotImplementedError
 
-    def _vectors(self, given: list[Given]) -> list[torch.Tensor]:
+    def _vectors(self, given: list[FeatureTensors]) -> list[torch.Tensor]:
         if is_traced():
             return traced(self._call, self.features, given)
         try:
@@ -240,7 +240,7 @@ class EmbeddingBags(PublishedModule):
             return keyed.keyed_tensor(self.features, self.dims, self.side_by_side(inputs, self.features))
         return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
 
-    def _given(self, name: str, value: FeatureInput) -> Given:
+    def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         return given_bags(name, value, self.include_last_offset)
 
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
@@ -257,9 +257,9 @@ class EmbeddingBags(PublishedModule):
         values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features * bags + 1], where each
         bag begins, and the end of the last one. weights: floats [ids]. Raises as `forward`.
         """
-        return self._side_by_side(Packed([], len(self.features), values, Form.ENDS, offsets, weights))
+        return self._side_by_side(PackedInput([], len(self.features), values, Form.ENDS, offsets, weights))
 
-    def _side_by_side(self, packed: Packed) -> torch.Tensor:
+    def _side_by_side(self, packed: PackedInput) -> torch.Tensor:
         if is_traced():
             return traced_packed(self._call, self.features, packed)
         try:
@@ -317,11 +317,11 @@ class Embeddings(PublishedModule):
         if attached.on_gpu and not is_traced():
             prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
 
-    def _apart(self, inputs: Any, order: list[int] | None) -> list[Given]:
+    def _apart(self, inputs: Any, order: list[int] | None) -> list[FeatureTensors]:
         """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id, whose number says how
         many each feature gets."""
         packed = keyed.packed_of(inputs, order, by_offsets=False)
         return keyed.ids_between(packed.values, inputs.offset_per_key(), order)
 
-    def _given(self, name: str, value: FeatureInput) -> Given:
+    def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         return given_ids(name, value)

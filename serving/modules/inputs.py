@@ -39,7 +39,7 @@ class Form(IntEnum):
     ENDS = 4  # offsets with the end of the last bag
 
 
-class Given(NamedTuple):
+class FeatureTensors(NamedTuple):
     """One feature's input. bags: its lengths or offsets, where `form` has some."""
 
     form: Form
@@ -48,7 +48,7 @@ class Given(NamedTuple):
     weights: torch.Tensor | None
 
 
-class Packed(NamedTuple):
+class PackedInput(NamedTuple):
     """The input of all pooled features in one tensor, as a KeyedJaggedTensor has it.
 
     order: where each of the module's features is among the `features` of values and bags; empty: in the same places. values:
@@ -70,7 +70,7 @@ _SEQUENCES = (tuple, list)  # a union would be made anew by each call
 FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
-def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Given:
+def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> FeatureTensors:
     """The input of a pooled feature. ModuleError: it says nothing about bags, or too much.
     NotATensor: the ids are none."""
     if isinstance(value, torch.Tensor):
@@ -79,14 +79,14 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
                 f"feature {name!r} is pooled and came as a tensor of {value.dim()} dimensions; expected [bags, ids of a bag], "
                 "(values, offsets), or Bags(values, lengths=...)"
             )
-        return Given(_FIXED, value, None, None)
+        return FeatureTensors(_FIXED, value, None, None)
     values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
     if not isinstance(values, torch.Tensor):
         check_tensor(name, values)
     if offsets is None and lengths is None:
         if values.dim() != 2:
             raise ModuleError(f"feature {name!r} has neither offsets nor lengths; give one of them, or ids [bags, ids of a bag]")
-        return Given(_FIXED, values, None, weights)
+        return FeatureTensors(_FIXED, values, None, weights)
     if values.dim() != 1 or (offsets is not None and lengths is not None):
         raise ModuleError(
             f"feature {name!r} has values of {values.dim()} dimensions"
@@ -94,13 +94,13 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Giv
             "offsets or lengths"
         )
     if lengths is not None:
-        return Given(_LENGTHS, values, lengths, weights)
-    return Given(_ENDS if include_last_offset else _OFFSETS, values, offsets, weights)
+        return FeatureTensors(_LENGTHS, values, lengths, weights)
+    return FeatureTensors(_ENDS if include_last_offset else _OFFSETS, values, offsets, weights)
 
 
-def given_ids(name: str, value: FeatureInput) -> Given:
+def given_ids(name: str, value: FeatureInput) -> FeatureTensors:
     """The input of a feature that is not pooled. NotATensor: it is none."""
-    return Given(_IDS, check_tensor(name, value), None, None)
+    return FeatureTensors(_IDS, check_tensor(name, value), None, None)
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:

@@ -15,12 +15,12 @@ import torch
 from tableside.quant import BadIds, LookupKind
 from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of, tensor_parts
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Form, Given, Packed
+from tableside.serving.modules.inputs import FeatureTensors, Form, PackedInput
 from tableside.serving.modules.lookups import BASE, EXCHANGE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
-from tableside.serving.modules.published import Attached
+from tableside.serving.modules.published import AttachedVersion
 
 
-class Jagged(NamedTuple):
+class JaggedFeatures(NamedTuple):
     """The parts of a KeyedJaggedTensor on the CPU. values: int64 [ids]; lengths: what holds int32 [features, bags]; ids_at,
     lengths_at: where they lie in `MEMORY`. parts: int64 [2, features], the first id of each feature, and how many it has.
     weights: fp32 [ids]."""
@@ -48,7 +48,7 @@ def places_of(names: Sequence[str], keys: Sequence[str]) -> list[int] | None:
     return [list(keys).index(name) for name in names]
 
 
-def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True) -> Packed:
+def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True) -> PackedInput:
     """The parts of a KeyedJaggedTensor. by_offsets: with its offsets, which it computes once, in place of its lengths.
 
     ModuleError: features have several numbers of bags.
@@ -59,10 +59,10 @@ def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weigh
         )
     form, bags = (Form.ENDS, keyed.offsets()) if by_offsets else (Form.LENGTHS, keyed.lengths())
     weights = keyed.weights_or_none() if is_weighted else None
-    return Packed(order or [], len(keyed.keys()), keyed.values(), form, bags, weights)
+    return PackedInput(order or [], len(keyed.keys()), keyed.values(), form, bags, weights)
 
 
-def host_jagged(name: str, packed: Packed) -> Jagged:
+def host_jagged(name: str, packed: PackedInput) -> JaggedFeatures:
     """The parts of a KeyedJaggedTensor, checked; name: for errors.
 
     ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too large.
@@ -71,7 +71,7 @@ def host_jagged(name: str, packed: Packed) -> Jagged:
     if weights is not None:
         weights = host_weights(name, weights, values.numel())
     if form is Form.LENGTHS and (found := tensor_parts(EXCHANGE, values, bags, features, BASE)) is not None:
-        return Jagged(values, *found, weights)
+        return JaggedFeatures(values, *found, weights)
     values = host_ids(name, values)
     count = values.numel()
     held, address, size = host_lengths(name, form, bags, count)
@@ -80,7 +80,7 @@ def host_jagged(name: str, packed: Packed) -> Jagged:
     of_feature, lengths_at = size // features, address - BASE if size else 0
     if (parts := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
         raise _wrong_lengths(name, (bags if form is Form.LENGTHS else bags.diff()).tolist(), count)
-    return Jagged(values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights)
+    return JaggedFeatures(values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights)
 
 
 def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds | ModuleError:
@@ -93,7 +93,7 @@ def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds |
 class HostKeyed:
     """Pooled lookups of a KeyedJaggedTensor's features on the CPU, for one version."""
 
-    def __init__(self, attached: Attached, names: tuple[str, ...], output: torch.dtype) -> None:
+    def __init__(self, attached: AttachedVersion, names: tuple[str, ...], output: torch.dtype) -> None:
         bound = [attached.served.features[name] for name in names]
         dims = [b.table.dim for b in bound]
         self._names, self._output, self._missing = names, output, attached.missing
@@ -105,7 +105,7 @@ class HostKeyed:
         self._width = sum(dims)
         self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
 
-    def __call__(self, jagged: Jagged, order: list[int] | None) -> torch.Tensor:
+    def __call__(self, jagged: JaggedFeatures, order: list[int] | None) -> torch.Tensor:
         """[bags, sum of dims]. order: of the features among those of `jagged`; None: the same. BadFeatureIds: an id is wrong."""
         _, _, ids_at, lengths_at, bags, parts, weights = jagged
         out = self._new(bags, self._width)
@@ -121,7 +121,7 @@ class HostKeyed:
         return out if self._written is self._output else out.to(self._output)
 
 
-def host_keyed(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> HostKeyed:
+def host_keyed(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> HostKeyed:
     """The lookup of these features, made once for each version, under its key."""
     if (found := attached.keyed.get(key)) is None:
         found = attached.keyed[key] = HostKeyed(attached, names, output)
@@ -129,16 +129,16 @@ def host_keyed(attached: Attached, key: str, names: tuple[str, ...], output: tor
     return found
 
 
-def ids_of(jagged: Jagged, order: list[int] | None) -> list[Given]:
+def ids_of(jagged: JaggedFeatures, order: list[int] | None) -> list[FeatureTensors]:
     """The ids of each feature, for a lookup that is not pooled. Weights are left aside, as by TorchRec's EmbeddingCollection."""
     starts, _ = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
     return ids_between(jagged.values, [*starts, jagged.values.numel()], order)
 
 
-def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[Given]:
+def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[FeatureTensors]:
     """As `ids_of`, on any device. bounds: where the ids of each feature begin, and where the last one's end."""
     places = range(len(bounds) - 1) if order is None else order
-    return [Given(Form.IDS, values[bounds[at] : bounds[at + 1]], None, None) for at in places]
+    return [FeatureTensors(Form.IDS, values[bounds[at] : bounds[at + 1]], None, None) for at in places]
 
 
 def keyed_tensor(names: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> Any:

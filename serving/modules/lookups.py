@@ -16,8 +16,8 @@ from tableside.quant.contract import Place
 from tableside.quant.cpu.bags import MOST_IDS, lengths_of, tensor_places
 from tableside.quant.errors import Problem
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Form, Given, as_bags, as_ids, as_weights, check_tensor
-from tableside.serving.modules.published import Attached
+from tableside.serving.modules.inputs import FeatureTensors, Form, as_bags, as_ids, as_weights, check_tensor
+from tableside.serving.modules.published import AttachedVersion
 from tableside.serving.modules.tracers import check_memory
 
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
@@ -31,7 +31,7 @@ OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.b
 class HostLookup:
     """Lookups of some features of a version. output: of the vectors; bfloat16 is rounded from fp32."""
 
-    def __init__(self, attached: Attached, names: Sequence[str], output: torch.dtype) -> None:
+    def __init__(self, attached: AttachedVersion, names: Sequence[str], output: torch.dtype) -> None:
         bound = [attached.served.features[name] for name in names]
         kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
         self._planner = attached.served.backend.planner(kinds, attached.threads)
@@ -42,7 +42,7 @@ class HostLookup:
         self._dims = tuple(b.table.dim for b in bound)
         self._pack = struct.Struct(f"={len(names) * _FIELDS}q").pack
 
-    def __call__(self, given: Sequence[Given]) -> list[torch.Tensor]:
+    def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """A tensor for each feature: [bags, dim], or [*shape of its ids, dim] where it is not pooled.
 
         ModuleError: a tensor is of another type, shape or device. BadFeatureIds: an id or a length is wrong.
@@ -59,7 +59,7 @@ class HostLookup:
             return [out.to(self._output) for out in outputs]
         return outputs
 
-    def _convert(self, given: Sequence[Given]) -> tuple[bytes, list[torch.Tensor], list[object]]:
+    def _convert(self, given: Sequence[FeatureTensors]) -> tuple[bytes, list[torch.Tensor], list[object]]:
         """As `tensor_places`, of tensors of any types and strides. ModuleError, BadFeatureIds: one cannot be looked up."""
         places: list[int] = []
         outputs: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ class HostLookup:
         return self._pack(*places), outputs, held
 
 
-def host_lookup(attached: Attached, key: str, names: tuple[str, ...], output: torch.dtype) -> HostLookup:
+def host_lookup(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> HostLookup:
     """The lookup of these features, made once for each version, under its key."""
     if (found := attached.lookups.get(key)) is None:
         found = attached.lookups[key] = HostLookup(attached, names, output)

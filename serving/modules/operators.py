@@ -23,13 +23,13 @@ import torch
 
 from tableside.serving.modules.dispatch import look_up, look_up_packed
 from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Form, Given, Packed
+from tableside.serving.modules.inputs import FeatureTensors, Form, PackedInput
 from tableside.serving.modules.padding import Padding
-from tableside.serving.modules.published import Attached, Published, published_by_string
+from tableside.serving.modules.published import AttachedVersion, PublishedTables, published_by_string
 from tableside.serving.modules.tracers import check_constant
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
-_attached: "weakref.WeakValueDictionary[str, Published]" = weakref.WeakValueDictionary()  # by calls that were held against it
+_attached: "weakref.WeakValueDictionary[str, PublishedTables]" = weakref.WeakValueDictionary()  # by calls that were held against it
 
 
 class Call(NamedTuple):
@@ -62,7 +62,7 @@ def call_of(text: str) -> Call:
         raise ModuleError(f"an operator's call is unreadable ({error!r}); export the program again with this release") from error
 
 
-def traced(call: str, names: Sequence[str], given: Sequence[Given]) -> list[torch.Tensor]:
+def traced(call: str, names: Sequence[str], given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
     """The operator over a module's inputs, for who traces a call."""
     for name, one in zip(names, given, strict=True):
         check_constant(name, one.weights)
@@ -78,10 +78,10 @@ def _forms_of(text: str) -> tuple[tuple[Form, bool, bool], ...]:
     return tuple((form, form in _FORMS_WITH_BAGS, w == "w") for form, w in zip(forms, text[1::2], strict=True))
 
 
-def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[Given]:
+def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[FeatureTensors]:
     tensors = iter(inputs)
     return [
-        Given(form, next(tensors), next(tensors) if has_bags else None, next(tensors) if has_weights else None)
+        FeatureTensors(form, next(tensors), next(tensors) if has_bags else None, next(tensors) if has_weights else None)
         for form, has_bags, has_weights in _forms_of(forms)
     ]
 
@@ -105,7 +105,7 @@ def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list
     return outputs
 
 
-def traced_packed(call: str, names: Sequence[str], packed: Packed) -> torch.Tensor:
+def traced_packed(call: str, names: Sequence[str], packed: PackedInput) -> torch.Tensor:
     """The operator over the ids of all features in one tensor."""
     order, features, values, form, bags, weights = packed
     check_constant(", ".join(names), weights)
@@ -124,7 +124,7 @@ def _how_of(text: str) -> tuple[Form, int, list[int]]:
 def _look_up_keyed(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     c, (form, features, order) = call_of(call), _how_of(how)
     values, bags, *weights = inputs
-    packed = Packed(order, features, values, form, bags, weights[0] if weights else None)
+    packed = PackedInput(order, features, values, form, bags, weights[0] if weights else None)
     return look_up_packed(attachment(call), call, c.names, c.dtype, packed, c.padding)
 
 
@@ -134,7 +134,7 @@ def _look_up_keyed_fake(call: str, how: str, inputs: Sequence[torch.Tensor]) -> 
     return inputs[0].new_empty((offsets // features, sum(c.dims)), dtype=c.dtype)
 
 
-def attachment(call: str) -> Attached:
+def attachment(call: str) -> AttachedVersion:
     """The version of this call. ModuleError: it has other features or dims than the program was made for."""
     if (one := _attached.get(call)) is None:
         one = published_by_string(call_of(call).source)
@@ -143,7 +143,7 @@ def attachment(call: str) -> Attached:
     return one.now()
 
 
-def _check(c: Call, one: Published) -> None:
+def _check(c: Call, one: PublishedTables) -> None:
     """Holds the features of a call against the model, once for each attachment."""
     served = one.now().served
     for name, dim in zip(c.names, c.dims, strict=True):

@@ -9,13 +9,13 @@ import torch
 from tableside.quant import BadIds
 from tableside.quant.errors import Problem
 from tableside.serving.modules.errors import BadFeatureIds
-from tableside.serving.modules.inputs import Form, Given, Packed, offsets_of
+from tableside.serving.modules.inputs import FeatureTensors, Form, PackedInput, offsets_of
 from tableside.serving.modules.tracers import check_memory
 
 Padding = tuple[int | None, ...]  # of each feature of a call; empty: no feature has one
 
 
-def without_padding(name: str, one: Given, padding: int | None) -> tuple[Given, torch.Tensor | None]:
+def without_padding(name: str, one: FeatureTensors, padding: int | None) -> tuple[FeatureTensors, torch.Tensor | None]:
     """A feature's input without the ids that are `padding`, and a mask of those that stay; None: all do.
 
     What cannot be looked up comes back as it is, so that the lookup says why. NotInMemory: as of lookups.
@@ -33,10 +33,10 @@ def without_padding(name: str, one: Given, padding: int | None) -> tuple[Given, 
     else:
         starts = offsets_of(flat)[offsets_of(bags) if form is Form.LENGTHS else bags.long()]
         bags = starts.diff() if form is Form.LENGTHS else starts
-    return Given(form, values[kept], bags, None if weights is None else weights.flatten()[flat]), flat
+    return FeatureTensors(form, values[kept], bags, None if weights is None else weights.flatten()[flat]), flat
 
 
-def apart(packed: Packed) -> list[Given] | None:
+def apart(packed: PackedInput) -> list[FeatureTensors] | None:
     """The input of each of the module's features. None: the bags are not those of the ids."""
     order, features, values, form, bags, weights = packed
     if not _are_bags(form, bags, values.numel()):
@@ -49,7 +49,7 @@ def apart(packed: Packed) -> list[Given] | None:
     for at in order or range(features):
         of_it = ends[at * count : (at + 1) * count + 1]
         ids = slice(int(of_it[0]), int(of_it[-1]))
-        found.append(Given(Form.ENDS, values[ids], of_it - of_it[0], None if weights is None else weights[ids]))
+        found.append(FeatureTensors(Form.ENDS, values[ids], of_it - of_it[0], None if weights is None else weights[ids]))
     return found
 
 

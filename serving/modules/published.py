@@ -1,7 +1,7 @@
 """A model as the modules of this process read it: attached once for all of them, and followed to new versions between calls.
 
-    published(source) -> Published      the one of this process
-    Published.now() -> Attached         the version of a call; a call takes it once
+    published(source) -> PublishedTables      the one of this process
+    PublishedTables.now() -> AttachedVersion the version of a call; a call takes it once
 
 One thread of the process looks several times a second for a version that was made live, attaches, places and warms it up, and
 then puts it in the place of the other one. A call that runs meanwhile keeps what it took, and the last one frees it.
@@ -29,7 +29,7 @@ from tableside.serving.model.version import BoundFeature, ServedVersion
 from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.missing import Missing
 from tableside.serving.modules.pending import Pending
-from tableside.serving.modules.source import Source
+from tableside.serving.modules.source import ModuleSource
 
 logger = logging.getLogger("tableside")
 
@@ -37,7 +37,7 @@ POLL_S = 0.2
 _LONGEST_END_S = 5.0  # for which the end of the process waits, where a version is just being taken
 
 
-class Attached:
+class AttachedVersion:
     """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what calls on a GPU leave
     behind; streams: those that they were on, by handle. missing: counts of ids without a row."""
 
@@ -52,13 +52,13 @@ class Attached:
         self.pending.retire([*self.streams.values()], self.served)
 
 
-class Published:
+class PublishedTables:
     """The tables of a source in this process. Any thread may call.
 
     LoaderError, QuantError, ServingError, OSError: the version cannot be read here.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModuleSource) -> None:
         self.source = source
         self.follows = source.version is None
         self.pending, self.missing = Pending(), Missing()
@@ -66,7 +66,7 @@ class Published:
         self._settings = source.settings()
         self._attaching = threading.RLock()
         self._engine = self._new_engine()
-        self._current: Attached | None = None
+        self._current: AttachedVersion | None = None
         self._refusal: str | None = None
         model = self._engine.model
         self._take(good_state(model) if source.version is None else resolve(model, source.version))
@@ -83,7 +83,7 @@ class Published:
         """Threads of one lookup on the CPU."""
         return torch.get_num_threads() if self.source.threads is None else self.source.threads
 
-    def now(self) -> Attached:
+    def now(self) -> AttachedVersion:
         """The version of a call that begins now. ModuleError: this process cannot read it."""
         current = self._current
         if current is None:
@@ -127,7 +127,7 @@ class Published:
         served = self._engine.attach(state, as_successor=as_successor)
         self._check(served)
         self._engine.swap(served)
-        self._current = Attached(served, self.threads, self.pending, self.missing)
+        self._current = AttachedVersion(served, self.threads, self.pending, self.missing)
 
     def _check(self, served: ServedVersion) -> None:
         for name, (dim, pooling) in self._required.items():
@@ -140,13 +140,13 @@ class Published:
                     "make a module for it, or publish the model with this feature"
                 )
 
-    def __copy__(self) -> "Published":
+    def __copy__(self) -> "PublishedTables":
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Published":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PublishedTables":
         return self
 
-    def __reduce__(self) -> "tuple[Any, tuple[Source]]":
+    def __reduce__(self) -> "tuple[Any, tuple[ModuleSource]]":
         return published, (self.source,)
 
     def after_fork(self) -> None:
@@ -161,10 +161,10 @@ class Published:
         elif self._current is not None:
             self._engine = self._new_engine()
             self._engine.swap(self._current.served)
-            self._current = Attached(self._current.served, self.threads, self.pending, self.missing)
+            self._current = AttachedVersion(self._current.served, self.threads, self.pending, self.missing)
 
 
-class Watch:
+class ModuleWatch:
     """The thread of this process that looks for new versions, from the first call on."""
 
     def __init__(self) -> None:
@@ -201,24 +201,24 @@ class Watch:
         self._starting, self._ending = threading.Lock(), threading.Event()
 
 
-watch = Watch()
+watch = ModuleWatch()
 atexit.register(lambda: watch.end())
-_all: "weakref.WeakValueDictionary[Source, Published]" = weakref.WeakValueDictionary()
-_held: dict[str, Published] = {}  # by operators of programs that have no module
+_all: "weakref.WeakValueDictionary[ModuleSource, PublishedTables]" = weakref.WeakValueDictionary()
+_held: dict[str, PublishedTables] = {}  # by operators of programs that have no module
 _opening = threading.Lock()
 
 
-def published(source: Source) -> Published:
-    """The attachment of this process; it goes with the last module that uses it. Raises as `Published`."""
+def published(source: ModuleSource) -> PublishedTables:
+    """The attachment of this process; it goes with the last module that uses it. Raises as `PublishedTables`."""
     with _opening:
         if (found := _all.get(source)) is None:
-            found = _all[source] = Published(source)
+            found = _all[source] = PublishedTables(source)
         return found
 
 
-def published_by_string(text: str) -> Published:
+def published_by_string(text: str) -> PublishedTables:
     """As `published`, for an operator: where no module uses the source, this process keeps it from now on (`release`)."""
-    source = Source.from_string(text)
+    source = ModuleSource.from_string(text)
     if (found := _all.get(source)) is None:
         found = _held[text] = published(source)
     return found
@@ -231,7 +231,7 @@ def release() -> int:
     return count
 
 
-def _known() -> list[Published]:
+def _known() -> list[PublishedTables]:
     with _opening:
         return list(_all.values())
 

@@ -14,7 +14,7 @@ from tableside.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
-class Source:
+class ModuleSource:
     """A model's tables as one process reads them. Modules with equal sources share one attachment.
 
     root, owner: None: those of the settings where it is attached. version: None: the live one, whichever that is. device: "cpu",
@@ -47,7 +47,7 @@ class Source:
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
 
     @staticmethod
-    def from_string(text: str) -> "Source":
+    def from_string(text: str) -> "ModuleSource":
         """ModuleError: the text is no source."""
         return _parse(text)
 
@@ -79,9 +79,9 @@ class Source:
 
 
 @cache
-def _parse(text: str) -> Source:
+def _parse(text: str) -> ModuleSource:
     try:
-        return Source(**json.loads(text))
+        return ModuleSource(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ModuleError(
             f"{text!r} names no tables ({error}); it was made by another release; export the program again"

@@ -14,14 +14,14 @@ from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import Bags
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.published import published
-from tableside.serving.modules.source import Source
+from tableside.serving.modules.source import ModuleSource
 from tableside.serving.modules.tracers import Leaf
-from tableside.serving.modules.wanted import Wanted, find_feature, of_bag, of_configs, of_embedding
+from tableside.serving.modules.wanted import ModuleFeature, find_feature, of_bag, of_configs, of_embedding
 
 Mapped = str | Mapping[str, str] | None
 
 
-class Swapped(Leaf):
+class SwappedModule(Leaf):
     """In place of a trained module. It holds one module over published tables, and takes no weights."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
@@ -39,7 +39,7 @@ class Swapped(Leaf):
         super()._load_from_state_dict(state_dict, prefix, *more)
 
 
-class SwappedBag(Swapped):
+class SwappedBag(SwappedModule):
     """In place of a torch.nn.EmbeddingBag, and called as it is."""
 
     def __init__(self, bags: EmbeddingBags, old: torch.nn.EmbeddingBag) -> None:
@@ -57,7 +57,7 @@ class SwappedBag(Swapped):
         return found
 
 
-class SwappedEmbedding(Swapped):
+class SwappedEmbedding(SwappedModule):
     """In place of a torch.nn.Embedding, and called as it is. padding_idx changes no vector: the row is trained as it is."""
 
     def __init__(self, embeddings: Embeddings, old: torch.nn.Embedding) -> None:
@@ -72,10 +72,10 @@ class SwappedEmbedding(Swapped):
         return found
 
 
-class SwappedBagCollection(Swapped):
+class SwappedBagCollection(SwappedModule):
     """In place of TorchRec's EmbeddingBagCollection, quantized or not, and called as it is."""
 
-    def __init__(self, bags: EmbeddingBags, wanted: Sequence[Wanted], configs: list[Any], is_weighted: bool) -> None:
+    def __init__(self, bags: EmbeddingBags, wanted: Sequence[ModuleFeature], configs: list[Any], is_weighted: bool) -> None:
         super().__init__()
         self.bags, self._configs, self._is_weighted = bags, configs, is_weighted
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
@@ -105,10 +105,10 @@ class SwappedBagCollection(Swapped):
         return self._is_weighted
 
 
-class SwappedCollection(Swapped):
+class SwappedCollection(SwappedModule):
     """In place of TorchRec's EmbeddingCollection, quantized or not, and called as it is."""
 
-    def __init__(self, embeddings: Embeddings, wanted: Sequence[Wanted], configs: list[Any], need_indices: bool) -> None:
+    def __init__(self, embeddings: Embeddings, wanted: Sequence[ModuleFeature], configs: list[Any], need_indices: bool) -> None:
         super().__init__()
         self.embeddings, self._configs, self._need_indices = embeddings, configs, need_indices
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
@@ -134,7 +134,7 @@ class _Found(NamedTuple):
 
     path: str
     old: torch.nn.Module
-    wanted: list[Wanted]
+    wanted: list[ModuleFeature]
     refused: list[str]
 
 
@@ -156,7 +156,7 @@ def swap_embeddings(
     ModuleError lists all that does not fit: names, rows, dims, poolings, what cannot be honoured. Nothing is replaced then.
     """
     mapping = mapping or {}
-    source = Source(model, **options)
+    source = ModuleSource(model, **options)
     served = published(source).now().served
     found = [f for f in _embeddings(module) if mapping.get(f.path, "") is not None]
     problems = [f"{path}: no embedding module is there" for path in mapping if path not in {f.path for f in _embeddings(module)}]

@@ -1,6 +1,6 @@
 """What a trained module's embeddings are as published features: what `swap_embeddings` asks of each, and the answer.
 
-A `Wanted` is found by what the mapping says. Else it is the feature that has its name and its pooling; else the one feature with
+A `ModuleFeature` is found by what the mapping says. Else it is the feature that has its name and its pooling; else the one feature with
 its pooling over the table that was loaded from its weight.
 """
 
@@ -17,7 +17,7 @@ from tableside.serving.model.version import BoundFeature, ServedVersion
 MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": Pooling.MEAN}
 
 
-class Wanted(NamedTuple):
+class ModuleFeature(NamedTuple):
     """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the best first;
     input: where a KeyedJaggedTensor has it; output: what the module calls its vectors; rows, dim: of its weight; pooling None:
     one that is not served."""
@@ -31,20 +31,20 @@ class Wanted(NamedTuple):
     pooling: Pooling | None
 
 
-def of_bag(path: str, bag: torch.nn.EmbeddingBag) -> list[Wanted]:
+def of_bag(path: str, bag: torch.nn.EmbeddingBag) -> list[ModuleFeature]:
     return [_alone(path, bag, MODES.get(bag.mode))]
 
 
-def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[Wanted]:
+def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[ModuleFeature]:
     return [_alone(path, embedding, Pooling.NONE)]
 
 
-def _alone(path: str, module: Any, pooling: Pooling | None) -> Wanted:
+def _alone(path: str, module: Any, pooling: Pooling | None) -> ModuleFeature:
     names = (path, as_feature_name(path), path.rpartition(".")[2])
-    return Wanted(f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling)
+    return ModuleFeature(f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling)
 
 
-def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[Wanted]:
+def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[ModuleFeature]:
     """Of TorchRec's configurations, in its order: tables, and features of each. folder: of the tables in the state dict."""
     features = [f for c in configs for f in c.feature_names]
     found = []
@@ -54,11 +54,11 @@ def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list
             names = collection_names(path, f, c.name, several=features.count(f) > 1)[::-1]  # what tells most, first
             pooling = MODES.get(c.pooling.name) if pooled else Pooling.NONE
             key = ".".join(p for p in (path, folder, c.name, "weight") if p)
-            found.append(Wanted(key, (*names, output), f, output, c.num_embeddings, c.embedding_dim, pooling))
+            found.append(ModuleFeature(key, (*names, output), f, output, c.num_embeddings, c.embedding_dim, pooling))
     return found
 
 
-def find_feature(wanted: Wanted, served: ServedVersion, mapped: str | None) -> tuple[str, str | None]:
+def find_feature(wanted: ModuleFeature, served: ServedVersion, mapped: str | None) -> tuple[str, str | None]:
     """The published feature, and what is wrong with it or with the search; None: nothing."""
     if mapped is not None:
         candidates = [mapped] if mapped in served.features else []
@@ -73,7 +73,7 @@ def find_feature(wanted: Wanted, served: ServedVersion, mapped: str | None) -> t
     return candidates[0], _difference(wanted, served.features[candidates[0]], served)
 
 
-def _by_key(wanted: Wanted, served: ServedVersion) -> list[str]:
+def _by_key(wanted: ModuleFeature, served: ServedVersion) -> list[str]:
     """Features with this pooling over the table of this weight: keys are the same, or one ends with the other."""
     keys = {t.name: t.key for t in served.header.tables}
 
@@ -83,7 +83,7 @@ def _by_key(wanted: Wanted, served: ServedVersion) -> list[str]:
     return [n for n, b in served.features.items() if b.pooling == wanted.pooling and is_it(keys[b.feature.table])]
 
 
-def _difference(wanted: Wanted, bound: BoundFeature, served: ServedVersion) -> str | None:
+def _difference(wanted: ModuleFeature, bound: BoundFeature, served: ServedVersion) -> str | None:
     """What differs between a module's feature and a published one, as words."""
     stored = next(t for t in served.header.tables if t.name == bound.feature.table)
     is_raw = stored.ids is not None and stored.ids.index is not None  # its ids are any, and its rows those that were trained

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tableside.serving.shm.shared_list import SharedList, lives, process_of
 
 
-class Taken(NamedTuple):
+class ModelEntry(NamedTuple):
     """What is wanted, where `worker` is "", or what a worker has taken.
 
     serial: of the wanted list that this is. reasons: (model, why it could not be taken) by a worker.
@@ -25,27 +25,27 @@ class Taken(NamedTuple):
     reasons: Sequence[tuple[str, str]] = ()
 
 
-class ModelList(SharedList[Taken]):
+class ModelList(SharedList[ModelEntry]):
     """The models that all workers of a server are to serve."""
 
-    entry = Taken
+    entry = ModelEntry
     what = "served models"
 
     @classmethod
     def of(cls, models: Iterable[str]) -> "ModelList":
         """A new list of these models."""
         made = cls()
-        made.change(lambda _: [Taken("", 1, list(models))])
+        made.change(lambda _: [ModelEntry("", 1, list(models))])
         return made
 
-    def wanted(self) -> Taken:
+    def wanted(self) -> ModelEntry:
         """What is wanted now."""
         return self.read()[1][0]
 
     def want(self, model: str, is_wanted: bool) -> int:
         """Adds a model or takes it from the list; returns the serial that workers have to come to."""
 
-        def change(entries: list[Taken]) -> list[Taken]:
+        def change(entries: list[ModelEntry]) -> list[ModelEntry]:
             before = entries[0]
             if (model in before.models) == is_wanted:
                 return entries
@@ -59,10 +59,10 @@ class ModelList(SharedList[Taken]):
 
     def tell(self, serial: int, models: Iterable[str], reasons: Iterable[tuple[str, str]] = ()) -> None:
         """Says what this worker has taken. Entries of workers that ended go."""
-        mine = Taken(process_of(os.getpid()), serial, list(models), list(reasons))
+        mine = ModelEntry(process_of(os.getpid()), serial, list(models), list(reasons))
         self.change(lambda entries: [entries[0], *(e for e in entries[1:] if e.worker != mine.worker and lives(e.worker)), mine])
 
-    def late(self, serial: int) -> list[Taken]:
+    def late(self, serial: int) -> list[ModelEntry]:
         """The workers that have not come to `serial` yet."""
         return [e for e in self.read()[1][1:] if e.serial < serial and lives(e.worker)]
 
@@ -71,6 +71,6 @@ class ModelList(SharedList[Taken]):
         return {name: why for e in self.read()[1][1:] for name, why in e.reasons if lives(e.worker)}
 
 
-def _with(entries: list[Taken], models: list[str]) -> list[Taken]:
+def _with(entries: list[ModelEntry], models: list[str]) -> list[ModelEntry]:
     """The list where these models are wanted."""
-    return [Taken("", entries[0].serial + 1, models), *entries[1:]]
+    return [ModelEntry("", entries[0].serial + 1, models), *entries[1:]]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.versions.versions import Model
-from tableside.serving.errors import Kind, ServingError
+from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
 from tableside.serving.model.engine import Engine
 
@@ -83,7 +83,7 @@ class Scrubber:
             SCRUBS.labels(engine.model.name, "whole").inc()
             return
         SCRUBS.labels(engine.model.name, "damaged").inc()
-        ERRORS.labels(engine.model.name, Kind.DAMAGED.value).inc()
+        ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
         logger.critical("version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage)
         engine.model.mark_damaged(version)
 

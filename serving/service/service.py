@@ -12,7 +12,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, choose
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
-from tableside.serving.errors import ApiError, Kind, ServingError, bad_request, not_found, short
+from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.executors.executors import CpuExecutor, Executor
 from tableside.serving.metrics import metrics
@@ -160,7 +160,7 @@ class Service:
         while late := self.models.late(serial):
             if time.monotonic() > deadline:
                 why = f"{what}, but {len(late)} workers have not followed within {self.settings.ready_timeout_s} s"
-                raise ApiError(503, Kind.SWAP, f"{why} (ready_timeout_s); see their log")
+                raise ApiError(503, ErrorKind.SWAP, f"{why} (ready_timeout_s); see their log")
             await asyncio.sleep(_LOOK_S)
 
     async def _attached(self, name: str) -> Engine:
@@ -170,7 +170,7 @@ class Service:
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         except (LoaderError, QuantError, ServingError, OSError) as error:
             logger.error("model %s cannot be loaded: %s", short(name), error)
-            ERRORS.labels(metrics.UNKNOWN, Kind.SWAP.value).inc()
+            ERRORS.labels(metrics.UNKNOWN, ErrorKind.SWAP.value).inc()
             what = "the server's log has the reason"  # which may name paths
             if isinstance(error, ModelError):
                 what = str(error)

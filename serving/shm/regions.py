@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import posix_ipc
 
-from tableside.serving.errors import ApiError, Kind, bad_request, short
-from tableside.serving.shm.registry import RegionRegistry, Registered
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
+from tableside.serving.shm.registry import RegionEntry, RegionRegistry
 
 FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
@@ -34,7 +34,7 @@ MOST_REGIONS, MOST_BYTES = 64, 4 << 30  # of a server
 class Region:
     """A region that this process has open. It is closed with the last request that uses it. Any thread may use it."""
 
-    def __init__(self, fd: int, entry: Registered) -> None:
+    def __init__(self, fd: int, entry: RegionEntry) -> None:
         """fd: of the region's object, which this object owns from now on."""
         self.entry = entry
         self._fd = fd
@@ -69,7 +69,7 @@ class Region:
                 count = os.pwrite(self._fd, values, at)
             except OSError as error:
                 message = f"{self.entry.label} takes no more bytes ({error.strerror}); free shared memory, then try again"
-                raise ApiError(507, Kind.TOO_LARGE, message) from None
+                raise ApiError(507, ErrorKind.TOO_LARGE, message) from None
             values, at = values[count:], at + count
 
     def _truncated(self) -> ApiError:
@@ -82,7 +82,7 @@ class Region:
 class DeviceRegion(NamedTuple):
     """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it has said."""
 
-    entry: Registered
+    entry: RegionEntry
 
 
 class Slice(NamedTuple):
@@ -155,7 +155,7 @@ class Regions:
         self._device = os.stat(FOLDER).st_dev
         self._lock = threading.Lock()
         self._generation = -1
-        self._entries: dict[str, Registered] = {}
+        self._entries: dict[str, RegionEntry] = {}
         self._open: dict[str, Region] = {}
         self._on_device: dict[str, DeviceRegion] = {}
 
@@ -166,7 +166,7 @@ class Regions:
 
     # ---- registering ----
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> Registered:
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> RegionEntry:
         """Registers a region for all workers.
 
         ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too many regions.
@@ -179,7 +179,7 @@ class Regions:
             )
         fd = self._open_object(name, key)
         found = os.fstat(fd)
-        entry = Registered(name, key, offset, byte_size, found.st_dev, found.st_ino)
+        entry = RegionEntry(name, key, offset, byte_size, found.st_dev, found.st_ino)
         region = Region(fd, entry)
         if found.st_size < offset + byte_size:
             raise bad_request(
@@ -192,7 +192,7 @@ class Regions:
                 self._open[name] = region
         return entry
 
-    def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> Registered:
+    def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> RegionEntry:
         """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of `register`."""
         _check_name(name)
         if not 1 <= byte_size <= LARGEST or len(handle) != HANDLE_BYTES:
@@ -200,24 +200,24 @@ class Regions:
                 f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle has {len(handle)} "
                 f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
             )
-        entry = Registered(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
+        entry = RegionEntry(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
         self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
         return entry
 
-    def _with_room(self, entries: list[Registered], new: Registered) -> list[Registered]:
+    def _with_room(self, entries: list[RegionEntry], new: RegionEntry) -> list[RegionEntry]:
         """ApiError: a region of that name is there, or the new one is one too many."""
         if any(e.name == new.name for e in entries):
             raise bad_request(f"shared memory region {short(new.name)} is registered already; unregister it first")
         if len(entries) >= MOST_REGIONS:
             raise bad_request(
                 f"{len(entries)} shared memory regions are registered, the limit; unregister some",
-                Kind.TOO_LARGE,
+                ErrorKind.TOO_LARGE,
             )
         if (size := sum(e.byte_size for e in entries) + new.byte_size) > MOST_BYTES:
             raise bad_request(
                 f"all shared memory regions would have {size:,} bytes; the limit is {MOST_BYTES:,}: "
                 "unregister some, or register fewer bytes",
-                Kind.TOO_LARGE,
+                ErrorKind.TOO_LARGE,
             )
         return entries
 
@@ -230,11 +230,11 @@ class Regions:
         with self._lock:
             self._refresh()
 
-    def forget(self, entry: Registered) -> None:
+    def forget(self, entry: RegionEntry) -> None:
         """Unregisters a region where it is still the one that was registered so."""
         self._registry.change(lambda entries: [e for e in entries if e != entry])
 
-    def status(self, name: str | None, *, on_device: bool = False) -> list[Registered]:
+    def status(self, name: str | None, *, on_device: bool = False) -> list[RegionEntry]:
         """A region, or all of them: of the host, or of GPUs. ApiError: none is called so."""
         with self._lock:
             self._refresh()
@@ -311,7 +311,7 @@ class Regions:
             raise _no_object(name)
         return fd
 
-    def _is_named(self, entry: Registered) -> bool:
+    def _is_named(self, entry: RegionEntry) -> bool:
         """Whether the key still names the object that was registered. Memory of a GPU has no name to lose."""
         if entry.handle:
             return True

@@ -7,7 +7,7 @@ from tableside.serving.errors import short
 from tableside.serving.shm.shared_list import SharedList
 
 
-class Registered(NamedTuple):
+class RegionEntry(NamedTuple):
     """A region as it was registered: `byte_size` bytes from byte `offset` on of the object `key` of POSIX shared memory.
 
     device, inode: of that object, so that another one of its name is not taken for it. handle: of a region in a GPU's memory,
@@ -32,11 +32,11 @@ class Registered(NamedTuple):
         return min(offset, size) >= 0 and offset + size <= self.byte_size
 
 
-Change = Callable[[list[Registered]], list[Registered]]
+Change = Callable[[list[RegionEntry]], list[RegionEntry]]
 
 
-class RegionRegistry(SharedList[Registered]):
+class RegionRegistry(SharedList[RegionEntry]):
     """The list of registered regions."""
 
-    entry = Registered
+    entry = RegionEntry
     what = "client regions"

@@ -14,7 +14,7 @@ from tableside.quant.cache.kernels.state import (
     BatchArray,
     BatchState,
     ClassState,
-    Counter,
+    TableCounter,
 )
 from tableside.quant.cache.memory import CacheMemory
 from tableside.quant.cache.pages import Pages
@@ -35,7 +35,7 @@ class Node:
 
 @dataclass
 class Table:
-    """A table, the ids that the batch misses, its dirty flags, and its counters as `Counter` says."""
+    """A table, the ids that the batch misses, its dirty flags, and its counters as `TableCounter` says."""
 
     rows: int
     row_class: int
@@ -92,7 +92,7 @@ class Contents:
 
 def read(memory: CacheMemory, pages: Pages, tables: Tables, settings: CacheSettings) -> Contents:
     """What a cache holds now. Waits for the device; the caller holds the cache's lock."""
-    state, counters = memory.state.tolist(), tables.counters.view(-1, len(Counter)).tolist()
+    state, counters = memory.state.tolist(), tables.counters.view(-1, len(TableCounter)).tolist()
     of_classes = np.array(state[len(BatchState) :]).reshape(-1, len(ClassState)).tolist()
     arena, heads = memory.arena.cpu().numpy(), memory.heads.tolist()
     arrays = {which: memory.array(which).tolist() for which in BatchArray}

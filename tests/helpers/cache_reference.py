@@ -30,7 +30,7 @@ from tableside.quant.cache.kernels.state import (
     BatchArray,
     BatchState,
     ClassState,
-    Counter,
+    TableCounter,
 )
 
 RowOf = Callable[[int], bytes]  # a key's row in its table
@@ -120,8 +120,8 @@ def probe(c: Contents, number: int, ids: Sequence[int]) -> list[int]:
             table.missed.add(id)
             table.dirty.add(id // ROWS_PER_FLAG)
             locations.append(UNRESOLVED)
-    table.counters[Counter.IDS] += sum(0 <= id < table.rows for id in ids)
-    table.counters[Counter.HITS] += sum(location >= 0 for location in locations)
+    table.counters[TableCounter.IDS] += sum(0 <= id < table.rows for id in ids)
+    table.counters[TableCounter.HITS] += sum(location >= 0 for location in locations)
     return locations
 
 
@@ -153,7 +153,7 @@ def enumerate_misses(c: Contents, staging_units: int) -> None:
                     _score(c, [first_rank + ids.index(id) for id in together])
             c.state[BatchState.MISSES] += len(ids) * ((units << 32) + 1)
             c.classes[table.row_class][ClassState.MISSES] += len(ids)
-            table.counters[Counter.FETCHED] += len(ids)
+            table.counters[TableCounter.FETCHED] += len(ids)
         table.dirty.clear()
 
 
@@ -199,7 +199,7 @@ def resolve(c: Contents, number: int, ids: Sequence[int], locations: Sequence[in
     pairs = zip(ids, locations, strict=True)
     found = [where[number << ID_BITS | id] if known == UNRESOLVED else known for id, known in pairs]
     were_missed = zip(found, locations, strict=True)
-    c.tables[number].counters[Counter.IN_PLACE] += sum(now == IN_TABLE and was == UNRESOLVED for now, was in were_missed)
+    c.tables[number].counters[TableCounter.IN_PLACE] += sum(now == IN_TABLE and was == UNRESOLVED for now, was in were_missed)
     return found
 
 

@@ -23,7 +23,7 @@ from tableside.quant.contract import (
     RowSource,
 )
 from tableside.quant.cpu.backend import (
-    Checked,
+    CheckedLookup,
     CpuBackend,
     CpuPlanner,
     check_quantize,
@@ -161,7 +161,7 @@ class Reference(CpuBackend):
 class _Planner(CpuPlanner):
     """One lookup after another."""
 
-    def look_up(self, lookups: Sequence[Checked]) -> None:
+    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
         for table, pooling, ids, lengths, weights, out in lookups:
             half = out.dtype == np.float16
             out[:] = REFERENCE.lookup(table, ids, lengths, pooling=pooling, weights=weights, half=half)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint.crc import Crc32Check
 from tableside.loader.checkpoint.keyed import keyed
 from tableside.loader.checkpoint.keyed.keyed import Block, IdBlock, KeyedRows
-from tableside.loader.checkpoint.rows import DTYPES, Checkpoint, Ids, Matrix, Placed, Seen
+from tableside.loader.checkpoint.rows import DTYPES, Checkpoint, Ids, Matrix, Seen, ShardedRows
 from tableside.loader.errors import CheckpointError
 
 
@@ -108,7 +108,7 @@ class FlatRows(KeyedRows):
 _IDS, _VALUES = "ids", "values"
 
 
-def place(tensor: Placed, row: int) -> str:
+def place(tensor: ShardedRows, row: int) -> str:
     """The place of a row of a tensor, for people: its file, and its number there."""
     shard = next(s for s in tensor.shards if s.row <= row < s.row + s.rows)
     inside = "" if len({s.path for s in tensor.shards}) == 1 else f" (row {row - shard.row:,} there)"

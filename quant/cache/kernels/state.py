@@ -132,7 +132,7 @@ class ClassState(IntEnum):
     OCCUPIED = 6  # slots that hold a row
 
 
-class Counter(IntEnum):
+class TableCounter(IntEnum):
     """Of a table, since it was registered."""
 
     IDS = 0  # of its own rows
@@ -177,7 +177,7 @@ globals().update(
     | constants("CLASS", ClassField)
     | constants("STATE", BatchState)
     | constants("CLASS_STATE", ClassState)
-    | constants("COUNTER", Counter)
+    | constants("COUNTER", TableCounter)
     | constants("PROBE", ProbeField)
     | constants("TICKET", TicketField)
 )

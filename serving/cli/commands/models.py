@@ -61,7 +61,7 @@ def check_no_path(text: str) -> None:
     raise ServingError(f"{text} is a file; expected the name of the model that it describes: {name}")
 
 
-class _Named(NamedTuple):
+class _NamedModel(NamedTuple):
     """A model to serve. path: what names it; spec: what its load would publish; None: it is a published model's name."""
 
     name: str
@@ -100,14 +100,14 @@ def described(path: Path) -> tuple[Path, ModelSpec]:
     return path, read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
 
 
-def _named(text: str, settings: RootSettings) -> _Named:
+def _named(text: str, settings: RootSettings) -> _NamedModel:
     path = Path(text)
     if NAME.fullmatch(text) and (Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)):
-        return _Named(text)
+        return _NamedModel(text)
     if not is_path(text) and not os.path.exists(path):
-        return _Named(text)  # which `check_name` refuses
+        return _NamedModel(text)  # which `check_name` refuses
     path, spec = described(path)
-    return _Named(spec.name, path, spec)
+    return _NamedModel(spec.name, path, spec)
 
 
 def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:

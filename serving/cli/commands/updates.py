@@ -28,7 +28,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.follow.compactions import Compactions
 from tableside.serving.follow.loop import Step
 from tableside.serving.follow.loop import follow as follow_source
-from tableside.serving.follow.skipped import Skipped
+from tableside.serving.follow.skipped import BadChangeFile
 from tableside.serving.follow.sources import open_source
 from tableside.serving.logs import log_config
 
@@ -39,7 +39,7 @@ _log = logging.getLogger("tableside.follow")
 def apply(options: argparse.Namespace) -> int:
     """Applies a file of changes, or says that its number was applied before."""
     model, began = published(options), time.monotonic()
-    counted = _Counted()
+    counted = _Meter()
     source, after = _place(model, options)
     if options.number is not None and after is not None and options.number <= int(after):
         return _say_done(options, after)
@@ -81,7 +81,7 @@ def _only_table(model: Model) -> str | None:
     return tables[0].name if len(tables) == 1 else None
 
 
-class _Counted:
+class _Meter:
     """Changes on their way: rows and deletions of each table."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def _say_done(options: argparse.Namespace, after: str) -> int:
     return 0
 
 
-def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Counted, seconds: float) -> None:
+def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Meter, seconds: float) -> None:
     if options.json:
         found = {"model": options.model, "applied": True, "number": options.number, "version": applied.state.version}
         more = {"sequence": applied.state.sequence, "delta_bytes": applied.delta_bytes, "seconds": round(seconds, 3)}
@@ -143,14 +143,14 @@ class _Stop:
         return self.is_asked
 
 
-class _Told:
+class _BatchReport:
     """What is said of batches: a line of JSON for each, or a line of the log now and then."""
 
     def __init__(self, model: str, as_json: bool) -> None:
         self._model, self._json = model, as_json
         self._since, self._rows, self._batches, self._lag_s = time.monotonic(), 0, 0, 0.0
         self._last: Step | None = None
-        self.skipped: Skipped | None = None  # counts what was left out
+        self.skipped: BadChangeFile | None = None  # counts what was left out
 
     def __call__(self, step: Step) -> None:
         self._rows, self._batches, self._last = self._rows + step.applied.rows, self._batches + 1, step
@@ -180,7 +180,7 @@ def follow(options: argparse.Namespace) -> int:
     os.nice(options.nice)
     model, stop = published(options), _Stop()
     source = open_source(options.source, options.name, options.table or _only_table(model), options.start, stop)
-    told, compactions = _Told(model.name, options.json), Compactions(model, options.compact_at)
+    told, compactions = _BatchReport(model.name, options.json), Compactions(model, options.compact_at)
 
     def applied(step: Step) -> None:
         told(step)
@@ -194,7 +194,7 @@ def follow(options: argparse.Namespace) -> int:
         ended.callback(compactions.finish)
         ended.callback(source.close)
         ended.callback(told.flush)
-        skip = ended.enter_context(Skipped(source, options.skip_bad)) if options.skip_bad is not None else None
+        skip = ended.enter_context(BadChangeFile(source, options.skip_bad)) if options.skip_bad is not None else None
         told.skipped = skip
         follow_source(
             model, source, options.rows, options.every_s, stop, applied, settings=settings, reset=options.reset, skip=skip

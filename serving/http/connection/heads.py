@@ -6,7 +6,7 @@ is then such a request again: where it ends was the parser's decision, made from
 
 from typing import NamedTuple
 
-from tableside.serving.http.door import Asked
+from tableside.serving.http.door import InferTarget
 from tableside.serving.http.traffic import Trace
 
 MOST = 1024
@@ -17,7 +17,7 @@ _END = b"\r\n\r\n"
 class KnownHead(NamedTuple):
     """What a head means. body_bytes: that follow it."""
 
-    asked: Asked
+    asked: InferTarget
     trace: Trace
     body_bytes: int
 

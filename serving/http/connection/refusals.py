@@ -10,12 +10,12 @@ from typing import Any
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.admission import Bytes, Hold, Turn, WholeTurn
 from tableside.serving.http.asgi import error_response
 from tableside.serving.http.connection.held_back import HeldBack, HoldingFlow
 from tableside.serving.http.connection.late_timer import LateTimer
-from tableside.serving.http.door import Asked, Door, response_head
+from tableside.serving.http.door import Door, InferTarget, response_head
 from tableside.serving.http.traffic import REQUEST_ID, Trace, Traffic
 from tableside.serving.settings import ServerSettings
 
@@ -36,7 +36,7 @@ class OpenRequest:
     protocol: str
     since: float
     trace: Trace
-    asked: Asked | None = None
+    asked: InferTarget | None = None
     body: bytes | memoryview = b""
     turn: Turn | WholeTurn | None = None
     is_started: bool = False
@@ -185,5 +185,5 @@ class RefusingProtocol(HttpToolsProtocol):
 def _last_answer(status: int, message: str) -> bytes:
     """The bytes of an error response behind which the connection is closed."""
     allow = ((b"allow", b"GET, HEAD, POST"),) if status == 405 else ()
-    response = error_response(ApiError(status, Kind.BAD_REQUEST, message, headers=allow))
+    response = error_response(ApiError(status, ErrorKind.BAD_REQUEST, message, headers=allow))
     return b"".join([response_head(response), CLOSE, b"\r\n", *response.parts])

@@ -18,7 +18,7 @@ import orjson
 
 from tableside.quant import BadIds
 from tableside.quant.errors import Problem
-from tableside.serving.errors import Kind, bad_request, short
+from tableside.serving.errors import ErrorKind, bad_request, short
 from tableside.serving.http.inputs.tensors import Tensor
 from tableside.serving.model.places import KJT
 from tableside.serving.model.request import FeatureInput
@@ -109,8 +109,8 @@ def _sums(features: tuple[str, ...], counts: np.ndarray[Any, Any], ids: int) -> 
     if counts.size and counts.min() < 0:
         row, bag = (int(n) for n in np.argwhere(counts < 0)[0])
         problem = BadIds(Problem.LENGTH, 0, bag, int(counts[row, bag]), 0)
-        raise bad_request(problem.describe(f"feature {features[row]!r}"), Kind.BAD_ID)
+        raise bad_request(problem.describe(f"feature {features[row]!r}"), ErrorKind.BAD_ID)
     sums: list[int] = counts.sum(axis=1, dtype=np.int64).tolist()
     if sum(sums) != ids:
-        raise bad_request(BadIds(Problem.SUM, 0, counts.size, sum(sums), ids).describe(LENGTHS), Kind.BAD_ID)
+        raise bad_request(BadIds(Problem.SUM, 0, counts.size, sum(sums), ids).describe(LENGTHS), ErrorKind.BAD_ID)
     return sums

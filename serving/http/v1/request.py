@@ -149,7 +149,7 @@ def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffe
     return found
 
 
-class Layouts:
+class JsonLayouts:
     """Lays requests out. It remembers what the features of each version need, as long as the version is served."""
 
     def __init__(self) -> None:

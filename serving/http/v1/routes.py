@@ -38,7 +38,7 @@ from tableside.serving.http.openapi import (
     refusals,
     told,
 )
-from tableside.serving.http.v1.request import Body, JsonRequest, Layouts, encode, parse
+from tableside.serving.http.v1.request import Body, JsonLayouts, JsonRequest, encode, parse
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.version import ServedVersion
@@ -51,7 +51,7 @@ class V1:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._counts = MetricsOfModels("v1")
-        self._layouts = Layouts()
+        self._layouts = JsonLayouts()
 
     async def answer(self, scope: Scope, receive: Receive, score: bool) -> bytes:
         """The JSON of the answer to a lookup or a score. ApiError: the request is refused."""

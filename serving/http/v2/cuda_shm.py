@@ -20,7 +20,7 @@ from tableside.serving.http.v2 import shm
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Request
 from tableside.serving.shm.regions import DeviceRegion, Regions, Slice
-from tableside.serving.shm.registry import Registered
+from tableside.serving.shm.registry import RegionEntry
 
 if TYPE_CHECKING:
     from tableside.serving.engine_process.link import EngineLink
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATH = "cudasharedmemory"
 
 
-def describe(entry: Registered) -> dict[str, Any]:
+def describe(entry: RegionEntry) -> dict[str, Any]:
     return {"name": entry.name, "device_id": entry.device, "byte_size": entry.byte_size}
 
 

@@ -21,7 +21,7 @@ from tableside.serving.http.asgi import (
 from tableside.serving.http.inputs.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of, room
 from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.http.v2 import shm
-from tableside.serving.http.v2.repeated import Repeated
+from tableside.serving.http.v2.repeated import HeaderMemory
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.http.v2.templates import Templates
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
@@ -44,7 +44,7 @@ class V2:
         self.service = service
         self._metrics = MetricsOfModels("v2")
         self._templates = Templates()
-        self._repeated = Repeated()
+        self._repeated = HeaderMemory()
 
     async def _served(self, named: list[str]) -> ServedVersion:
         match named:

@@ -16,7 +16,7 @@ from tableside.serving.shm.regions import Regions, Slice
 _BODY, _NONE = -1, -1
 
 
-class Gathered(NamedTuple):
+class GatheredBody(NamedTuple):
     """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and all inputs behind it."""
 
     body: memoryview
@@ -40,7 +40,7 @@ class RegionParts:
             for p in given
         ]
 
-    def gather(self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions) -> Gathered | None:
+    def gather(self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions) -> GatheredBody | None:
         """Copies inputs behind the header. The header gets spaces at its end, so that ids begin at a multiple of 8.
 
         None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a region is gone, or was
@@ -79,7 +79,7 @@ class RegionParts:
                 body[place : place + size] = binary[offset : offset + size]
             elif size:
                 found[source].read(offset, body[place : place + size])
-        return Gathered(body, header_bytes)
+        return GatheredBody(body, header_bytes)
 
     def into(self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions) -> tuple[Slice, ...] | None:
         """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of `gather`.

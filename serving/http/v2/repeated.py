@@ -15,7 +15,7 @@ from tableside.serving.shm.regions import PartlyOnDevice
 _KEPT, _LONGEST = 256, 64 << 10  # headers, and bytes of one
 
 
-class Repeated:
+class HeaderMemory:
     """Headers that came last, with what they mean. Belongs to one event loop."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions.versions import models
-from tableside.serving.errors import ApiError, Kind, bad_request, short
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.service.service import Service
 
 UNLOAD_DEPENDENTS = "unload_dependents"
@@ -38,14 +38,14 @@ def check_operator(service: Service, authorization: bytes | None, what: str) -> 
     if service.admin_token is None:
         raise ApiError(
             403,
-            Kind.DENIED,
+            ErrorKind.DENIED,
             f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE, or with "
             "TABLESIDE_ADMIN_TOKEN in its environment",
         )
     if not is_operator(service, authorization):
         raise ApiError(
             401,
-            Kind.DENIED,
+            ErrorKind.DENIED,
             f"only an operator may {what}: the request's Authorization is not 'Bearer ' and this server's admin token",
             headers=((b"www-authenticate", b"Bearer"),),
         )
@@ -83,7 +83,7 @@ def _published(service: Service) -> list[Any]:
     except (LoaderError, OSError) as error:
         raise ApiError(
             500,
-            Kind.INTERNAL,
+            ErrorKind.INTERNAL,
             "the folder of published models cannot be read; the server's log has the reason",
         ) from error
 

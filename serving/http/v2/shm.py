@@ -11,10 +11,10 @@ where that is not 0. An input has exactly so many bytes; an output has at most s
 
 from typing import Any
 
-from tableside.serving.errors import ApiError, Kind, bad_request, short
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.http.asgi import json_object
 from tableside.serving.shm.regions import DeviceRegion, Region, Regions
-from tableside.serving.shm.registry import Registered
+from tableside.serving.shm.registry import RegionEntry
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 PATH = "systemsharedmemory"
@@ -31,7 +31,7 @@ async def register(regions: Regions, link: object, name: str, body: bytes) -> No
     regions.register(name, key, offset, size)
 
 
-def describe(entry: Registered) -> dict[str, Any]:
+def describe(entry: RegionEntry) -> dict[str, Any]:
     return {"name": entry.name, "key": entry.key, "offset": entry.offset, "byte_size": entry.byte_size}
 
 
@@ -80,7 +80,7 @@ def input_bytes(header: dict[str, Any], regions: Regions | None) -> int:
 def not_allowed(where: str) -> ApiError:
     return ApiError(
         400,
-        Kind.BAD_REQUEST,
+        ErrorKind.BAD_REQUEST,
         f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm is off); send "
         "tensors in the body, or start it with --allow-client-shm",
     )

@@ -69,7 +69,7 @@ class _Source:
     row_bytes: int | None
 
 
-class _Shared(NamedTuple):
+class _RegionTensors(NamedTuple):
     """Where the tensors of a header are that names regions: inputs as they come, outputs as the response shows them."""
 
     inputs: RegionParts
@@ -87,7 +87,7 @@ class Template:
     size: int
     scorer: Scorer | None
     sources: tuple[_Source, ...]
-    shared: _Shared | None = None
+    shared: _RegionTensors | None = None
     scores_alone: bool = False
     widens: bool = False
 
@@ -289,12 +289,12 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
     )
 
 
-def _shared(marked: dict[str, Any], infer: InferRequest) -> _Shared | None:
+def _shared(marked: dict[str, Any], infer: InferRequest) -> _RegionTensors | None:
     """Where the tensors of a header are; None: it names no region."""
     by_name = {entry["name"]: entry.get("parameters", {}) for entry in marked.get("outputs", [])}
     inputs = RegionParts([entry["parameters"] for entry in marked["inputs"]])
     outputs = RegionParts([by_name.get(sent.output.feature, {}) for sent in infer.outputs])
-    return _Shared(inputs, outputs) if inputs.names or outputs.names else None
+    return _RegionTensors(inputs, outputs) if inputs.names or outputs.names else None
 
 
 def _tensors(

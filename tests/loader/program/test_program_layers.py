@@ -12,7 +12,7 @@ from torch.export import Dim, export, save
 
 from tableside.loader.program import Program, _layers, read_program, write_program
 from tableside.loader.program import layers as layers_module
-from tableside.loader.program.layers import PackedLayers, Source, pack_sources, runnable_layers
+from tableside.loader.program.layers import LayerSource, PackedLayers, pack_sources, runnable_layers
 from tableside.loader.program.recognize import Floats, FromInput, Layer, recognize
 
 # Of torch, where it takes operators apart.
@@ -97,7 +97,7 @@ def run(packed: PackedLayers, inputs: list[Floats]) -> Floats:
     """Scores [rows, n] of inputs that lie one after another, at an odd byte."""
     rows, at, sources = len(inputs[0]), 1, []
     for values in inputs:
-        sources.append(Source(False, at, values.itemsize * values.shape[1], values.dtype == np.float16))
+        sources.append(LayerSource(False, at, values.itemsize * values.shape[1], values.dtype == np.float16))
         at += values.nbytes
     scores = np.full((rows, packed.width), np.nan, np.float32)
     given = b"?" + b"".join(v.tobytes() for v in inputs)
@@ -276,7 +276,7 @@ def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     expected = run(packed, inputs)
     inputs[0][150, 3], inputs[0][90, 0] = np.nan, np.inf
     scores = np.zeros((200, packed.width), np.float32)
-    sources = pack_sources([Source(False, 0, 32, False), Source(False, inputs[0].nbytes, 12, False)])
+    sources = pack_sources([LayerSource(False, 0, 32, False), LayerSource(False, inputs[0].nbytes, 12, False)])
     assert packed.run(sources, b"".join(v.tobytes() for v in inputs), scores, 200, 0) == 90
     assert np.flatnonzero(~np.isfinite(scores).all(1)).tolist() == [90, 150]
     assert np.array_equal(np.delete(scores, [90, 150], 0), np.delete(expected, [90, 150], 0))
@@ -287,7 +287,7 @@ def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
     packed, inputs = PackedLayers(found_in(program(mlp))), inputs_of(5)
     outputs = np.full(2 + inputs[0].nbytes + 20 + 1, 7, np.uint8)
     outputs[2 : 2 + inputs[0].nbytes] = inputs[0].view(np.uint8).ravel()
-    sources = pack_sources([Source(True, 2, 32, False), Source(False, 0, 12, False)])
+    sources = pack_sources([LayerSource(True, 2, 32, False), LayerSource(False, 0, 12, False)])
     assert packed.run(sources, inputs[1].tobytes(), outputs, 5, 2 + inputs[0].nbytes) == -1
     assert np.array_equal(outputs[-21:-1].copy().view(np.float32), run(packed, inputs)[:, 0])
     assert outputs[:2].tolist() == [7, 7] and outputs[-1] == 7
@@ -299,7 +299,7 @@ def test_rows_may_lie_apart(isa: str) -> None:
     packed, (user, context) = PackedLayers(found_in(program(mlp))), inputs_of(70)
     between = np.hstack([np.full((70, 1), np.nan, np.float32), user, np.full((70, 2), np.nan, np.float32)])
     scores = np.zeros((70, 1), np.float32)
-    sources = pack_sources([Source(False, 4, 4 * 11, False), Source(False, between.nbytes, 12, False)])
+    sources = pack_sources([LayerSource(False, 4, 4 * 11, False), LayerSource(False, between.nbytes, 12, False)])
     assert packed.run(sources, between.tobytes() + context.tobytes(), scores, 70, 0) == -1
     assert np.array_equal(scores, run(packed, [user, context]))
 

@@ -184,7 +184,7 @@ def test_each_kernel_does_what_its_reference_does(
         ("CLASS", state.ClassField, 0),
         ("STATE", BatchState, 0),
         ("CLASS_STATE", state.ClassState, 0),
-        ("COUNTER", state.Counter, 0),
+        ("COUNTER", state.TableCounter, 0),
         ("PROBE", state.ProbeField, 0),
         ("TICKET", state.TicketField, 0),
     ],

@@ -20,7 +20,7 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged, calls
 from tableside.serving.client.calls import Calls
-from tableside.serving.client.messages import Request, Response
+from tableside.serving.client.messages import HttpRequest, HttpResponse
 
 TABLES = {"user": rows_of(400, 8, 1), "item": rows_of(300, 8, 2), "place": rows_of(200, 4, 3), "word": rows_of(50, 16, 4)}
 FEATURES = {
@@ -193,7 +193,7 @@ class Sent:
         self._send = client._pool.send
         client._pool.send = self  # type: ignore[method-assign]
 
-    def __call__(self, request: Request) -> Response:
+    def __call__(self, request: HttpRequest) -> HttpResponse:
         if request.method == "GET":
             self.metadata += 1
         else:
@@ -241,11 +241,11 @@ METADATA = {
 STALE = (400, {"error": "kjt.schema is 'one'; version 2 of model 'm' has 'two'"})
 
 
-def respond(status: int, value: Any) -> Response:
-    return Response(status, memoryview(bytearray(orjson.dumps(value))), None, False)
+def respond(status: int, value: Any) -> HttpResponse:
+    return HttpResponse(status, memoryview(bytearray(orjson.dumps(value))), None, False)
 
 
-def step(call: Any, response: Response | None) -> str:
+def step(call: Any, response: HttpResponse | None) -> str:
     """The next request of a call: its method and path, and its schema."""
     request = call.send(response)
     header = orjson.loads(b"".join(request.parts)[: request.json_bytes]) if request.parts else {"parameters": {}}

@@ -12,7 +12,7 @@ from tableside.serving.client import ClientError, FeatureError, Jagged
 from tableside.serving.client.compact import CompactForm, Feature, Schema, keyed, obstacle
 from tableside.serving.client.features import columns
 from tableside.serving.client.found import cut, take_masks
-from tableside.serving.client.messages import Response
+from tableside.serving.client.messages import HttpResponse
 from tableside.serving.client.named import NamedForm
 
 pytestmark = pytest.mark.quick
@@ -127,14 +127,14 @@ def test_names_may_hold_anything() -> None:
     assert header["parameters"]["kjt.features"] == [*NAMES] and found.keys() >= dense.keys()
 
 
-def response(outputs: list[tuple[str, str, np.ndarray]]) -> Response:
+def response(outputs: list[tuple[str, str, np.ndarray]]) -> HttpResponse:
     """An infer response of these outputs: name, datatype, values."""
     described = [
         {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}} for n, d, a in outputs
     ]
     head = orjson.dumps({"model_name": "m", "model_version": "1", "outputs": described})
     data = bytearray(head + b"".join(a.tobytes() for _, _, a in outputs))
-    return Response(200, memoryview(data), len(head), False)
+    return HttpResponse(200, memoryview(data), len(head), False)
 
 
 def test_vectors_are_views_of_the_response() -> None:

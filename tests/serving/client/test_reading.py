@@ -6,14 +6,14 @@ import pytest
 from tableside.serving.client import Client
 from tableside.serving.client.address import Address
 from tableside.serving.client.http import ResponseReader
-from tableside.serving.client.messages import Request, Response
+from tableside.serving.client.messages import HttpRequest, HttpResponse
 
 pytestmark = pytest.mark.quick
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-def read(data: bytes, step: int, ends: bool = False) -> Response | None:
+def read(data: bytes, step: int, ends: bool = False) -> HttpResponse | None:
     """The response in `data`, which comes `step` bytes at a time; ends: then the server closes."""
     reader = ResponseReader()
     for at in range(0, len(data), step):
@@ -103,7 +103,7 @@ def test_addresses() -> None:
     """A prefix, a user and an IPv6 address of the base URL are used; what is no HTTP URL is refused at once."""
     address = Address.parse("http://me:p%40ss@[::1]:81/models/")
     assert (address.host, address.port, address.is_tls) == ("::1", 81, False)
-    head = address.head(Request("GET", "/metrics"))
+    head = address.head(HttpRequest("GET", "/metrics"))
     assert head.startswith(b"GET /models/metrics HTTP/1.1\r\nHost: [::1]:81\r\n")
     assert b"\r\nAuthorization: Basic bWU6cEBzcw==\r\n" in head
     assert (Address.parse("https://a").port, Address.parse("http://a").port) == (443, 80)

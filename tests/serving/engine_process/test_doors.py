@@ -14,7 +14,7 @@ from tableside.serving.engine_process import doors, link, messages
 from tableside.serving.engine_process.doors import AnswerMemory, Doors
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.memory import SharedMemory
-from tableside.serving.engine_process.messages import Kind
+from tableside.serving.engine_process.messages import MessageKind
 from tableside.serving.errors import ApiError
 from tableside.serving.model.request import Answer
 from tableside.serving.settings import ServerSettings
@@ -57,13 +57,13 @@ async def is_ended(connection: socket.socket) -> bool:
 
 
 def control(told: Any) -> bytes:
-    return bytes([Kind.CONTROL]) + orjson.dumps(told)
+    return bytes([MessageKind.CONTROL]) + orjson.dumps(told)
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        bytes([Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0),
+        bytes([MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0),
         control({"left": "demo"}),
         control({"moved": ["demo", 1]}),
         control({"attach": ["demo", 1]}),
@@ -71,7 +71,7 @@ def control(told: Any) -> bytes:
         control({"hello": ["demo"]}),  # without its memory
         control({}),
         control(7),
-        bytes([Kind.CONTROL]) + b"{",
+        bytes([MessageKind.CONTROL]) + b"{",
         bytes([9]),
     ],
 )
@@ -119,7 +119,7 @@ def test_parts_add_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MOST_PARTS", 200_000)
 
     async def test(address: str, engine: Doors) -> None:
-        part = bytes([Kind.PART]) + b" " * 50_000
+        part = bytes([MessageKind.PART]) + b" " * 50_000
         memory = SharedMemory.create("door", 1 << 16)
         loop = asyncio.get_running_loop()
         with messages.connect(address) as connection:

@@ -210,8 +210,8 @@ def test_memory_that_could_be_truncated_is_not_taken() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 3, st.binary(max_size=50))))
 @settings(deadline=None)
 def test_answers_are_read_as_they_were_written(fields: list[tuple[int, int, int, bytes]]) -> None:
-    sent = [messages.Answered(*f) for f in fields]
-    assert messages.read_answers(bytes([messages.Kind.ANSWERS]) + b"".join(map(messages.write_answer, sent))) == sent
+    sent = [messages.AnswerMessage(*f) for f in fields]
+    assert messages.read_answers(bytes([messages.MessageKind.ANSWERS]) + b"".join(map(messages.write_answer, sent))) == sent
 
 
 def test_what_another_thread_sends_at_once_arrives() -> None:
@@ -223,12 +223,12 @@ def test_what_another_thread_sends_at_once_arrives() -> None:
 
     async def run() -> list[bytes]:
         connection = messages.Connection(ours, lambda *_: None, lambda: None)
-        await asyncio.to_thread(connection.send_now, messages.Kind.ANSWERS, records)  # far more than a socket holds
+        await asyncio.to_thread(connection.send_now, messages.MessageKind.ANSWERS, records)  # far more than a socket holds
         received: list[bytes] = []
         while sum(map(len, received)) < sum(map(len, records)):
             received.append((await asyncio.to_thread(theirs.recv, 1 << 17))[1:])
         connection.close()
-        connection.send_now(messages.Kind.ANSWERS, records)
+        connection.send_now(messages.MessageKind.ANSWERS, records)
         return received
 
     found = b"".join(asyncio.run(run()))
@@ -261,10 +261,10 @@ def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -
     server, at = address
     engines = server.engines()
     memory = SharedMemory.create("nonsense", 1 << 20)
-    hello = bytes([messages.Kind.CONTROL]) + b'{"hello": ["demo"]}'
-    far = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0, 0)
+    hello = bytes([messages.MessageKind.CONTROL]) + b'{"hello": ["demo"]}'
+    far = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0, 0)
     memory.bytes[8:48] = np.frombuffer(struct.pack("<5q", 99, 1, 0, 0, 0), np.uint8)  # of a model that there is not
-    nothing = bytes([messages.Kind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0)
+    nothing = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0)
     for said in (
         [b"\x09"],
         [b"\x04{"],
@@ -287,7 +287,7 @@ def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -
             connection.close()
             continue
         while received := connection.recv(1 << 17):
-            if received[0] == messages.Kind.ANSWERS:
+            if received[0] == messages.MessageKind.ANSWERS:
                 (answer,) = messages.read_answers(received)
                 assert said[1] == nothing and b"the model of this request is not served any more" in answer.told
         connection.close()

@@ -26,7 +26,7 @@ from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client, ClientError
-from tableside.serving.errors import ApiError, Kind
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.model import device_calls
 from tableside.serving.model.device_calls import DeviceCalls, _Graph
@@ -285,7 +285,7 @@ def test_graphs_of_few_rows_are_there_before_the_first_request(most: int, graphs
 
     def admit(count: int) -> None:
         if count > most:
-            raise ApiError(413, Kind.TOO_LARGE, "too many")
+            raise ApiError(413, ErrorKind.TOO_LARGE, "too many")
 
     calls, _ = calls_of()
     calls.warm_up(admit)

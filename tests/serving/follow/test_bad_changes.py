@@ -16,8 +16,8 @@ from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
 from tableside.serving.follow.loop import Step, follow
-from tableside.serving.follow.skipped import Skipped
-from tableside.serving.follow.source import Source
+from tableside.serving.follow.skipped import BadChangeFile
+from tableside.serving.follow.source import ChangeSource
 from tableside.serving.follow.sources import open_source
 
 DIM, GOOD_BEFORE, GOOD_AFTER = 4, 20, 9
@@ -39,14 +39,14 @@ def model(publish: Callable[..., Any], root: Path) -> Model:
 
 
 @pytest.fixture(params=["folder", pytest.param("redis", marks=needs_redis)])
-def send(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Source]]:
+def send(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], ChangeSource]]:
     """send(change) -> 20 good changes, this one, 9 good ones as a source; good change n sets row n of `user` to n."""
 
     def changes(bad: dict[str, Any]) -> list[dict[str, Any]]:
         good = [{"table": "user", "id": n, "vector": [float(n)] * DIM} for n in range(1, PLACES + 1)]
         return [*good[:GOOD_BEFORE], bad, *good[GOOD_BEFORE + 1 :]]
 
-    def in_folder(bad: dict[str, Any]) -> Source:
+    def in_folder(bad: dict[str, Any]) -> ChangeSource:
         folder = tmp_path / "changes"
         folder.mkdir(exist_ok=True)
         for number, change in enumerate(changes(bad), 1):
@@ -59,7 +59,7 @@ def send(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[d
     with redis_server(tmp_path) as server:
         client = server.client()
 
-        def in_stream(bad: dict[str, Any]) -> Source:
+        def in_stream(bad: dict[str, Any]) -> ChangeSource:
             for number, change in enumerate(changes(bad), 1):
                 fields = {k: v if k != "vector" else json.dumps(v) for k, v in change.items()}
                 client.xadd("changes", fields, id=f"{number}-0")
@@ -69,7 +69,7 @@ def send(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[d
         client.close()
 
 
-def run(model: Model, source: Source, until: int, **options: Any) -> list[Step]:
+def run(model: Model, source: ChangeSource, until: int, **options: Any) -> list[Step]:
     """Follows until the position `until` is applied."""
     steps: list[Step] = []
 
@@ -92,7 +92,7 @@ def applied(model: Model) -> list[int]:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_comes_before_a_bad_change_is_applied(model: Model, send: Callable[..., Source], bad: str) -> None:
+def test_what_comes_before_a_bad_change_is_applied(model: Model, send: Callable[..., ChangeSource], bad: str) -> None:
     """The follower ends with the place and the reason; one that is started again says the same, and nothing is lost."""
     change, reason = BAD[bad]
     place = f"what lies at {GOOD_BEFORE + 1}(-0)? was refused: "
@@ -101,7 +101,7 @@ def test_what_comes_before_a_bad_change_is_applied(model: Model, send: Callable[
     assert applied(model) == [*range(1, GOOD_BEFORE + 1)]
 
 
-def test_a_follower_that_is_started_again_says_it_again(model: Model, send: Callable[..., Source]) -> None:
+def test_a_follower_that_is_started_again_says_it_again(model: Model, send: Callable[..., ChangeSource]) -> None:
     source = send(BAD["dim"][0])
     with pytest.raises(SourceError, match="was refused"):
         follow(model, source, 1000, 0.2, lambda: False, lambda step: None)
@@ -113,11 +113,13 @@ def test_a_follower_that_is_started_again_says_it_again(model: Model, send: Call
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_changes_are_left_out_and_written_aside(model: Model, send: Callable[..., Source], bad: str, tmp_path: Path) -> None:
+def test_bad_changes_are_left_out_and_written_aside(
+    model: Model, send: Callable[..., ChangeSource], bad: str, tmp_path: Path
+) -> None:
     """All others are applied; the file says what was left out, where it lay, and why."""
     change, reason = BAD[bad]
     source = send(change)
-    with Skipped(source, tmp_path / "bad.jsonl") as skipped:
+    with BadChangeFile(source, tmp_path / "bad.jsonl") as skipped:
         steps = run(model, source, PLACES, skip=skipped)
     assert applied(model) == [n for n in range(1, PLACES + 1) if n != GOOD_BEFORE + 1]
     (line,) = map(json.loads, (tmp_path / "bad.jsonl").read_text().splitlines())
@@ -134,6 +136,6 @@ def test_nothing_but_bad_changes(model: Model, tmp_path: Path) -> None:
     for number in range(1, 6):
         (folder / f"{number}.npz").write_bytes(b"no archive")
     source = FolderSource(folder, "folder", None, "start", lambda: False)
-    with Skipped(source, tmp_path / "bad.jsonl") as skipped:
+    with BadChangeFile(source, tmp_path / "bad.jsonl") as skipped:
         run(model, source, 5, skip=skipped)
     assert (skipped.count, position_of(model, "folder"), applied(model)) == (5, "5", [])

@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 from tableside.serving.executors.admission import Bytes, Slices, Slots
 from tableside.serving.http.connection import connection, heads
 from tableside.serving.http.connection.heads import Heads, KnownHead, head_of
-from tableside.serving.http.door import Asked, Door
+from tableside.serving.http.door import Door, InferTarget
 from tableside.serving.http.traffic import Trace, Traffic
 from tableside.serving.settings import ServerSettings
 
@@ -29,7 +29,7 @@ class Echo(Door):
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def answer(self, asked: Asked, body: bytes | memoryview, hold: Any, send: Any) -> None:
+    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Any, send: Any) -> None:
         send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body), [bytes(body)])
 
 
@@ -162,7 +162,7 @@ def test_a_known_request_that_finds_no_bytes_is_refused() -> None:
 def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest goes; one that is long is no head."""
     monkeypatch.setattr(heads, "MOST", 2)
-    known, meant = Heads(), KnownHead(Asked(["demo"], None), Trace(b"POST", b"/"), 1)
+    known, meant = Heads(), KnownHead(InferTarget(["demo"], None), Trace(b"POST", b"/"), 1)
     for head in (b"a", b"b", b"c"):
         known.learn(head, meant)
     assert [known.get(h) for h in (b"a", b"b", b"c")] == [None, meant, meant]
@@ -198,7 +198,7 @@ class Late(Echo):
         super().__init__()
         self.waiting: list[Callable[[], None]] = []
 
-    def answer(self, asked: Asked, body: bytes | memoryview, hold: Any, send: Any) -> None:
+    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Any, send: Any) -> None:
         self.waiting.append(functools.partial(super().answer, asked, bytes(body), hold, send))
 
 

@@ -13,7 +13,7 @@ from torch.export import Dim, export, save
 
 from tableside.loader.program import read_program
 from tableside.loader.versions.versions import Model
-from tableside.serving.errors import ApiError, Kind, ServingError
+from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.model.places import DenseInput, Output
 from tableside.serving.model.program import ProgramScorer
 from tableside.serving.model.scorer import Scorer, ScorerLimits
@@ -151,11 +151,11 @@ def test_scores_that_are_not_finite_are_an_error(root: Path, tmp_path: Path) -> 
     context[66 * CONTEXT + 1] = np.nan
     with pytest.raises(ApiError, match="dense tensor 'context' is not finite in row 66") as refused:
         score_together([request._replace(inputs=context.tobytes())])
-    assert (refused.value.status, refused.value.kind) == (400, Kind.BAD_REQUEST)
+    assert (refused.value.status, refused.value.kind) == (400, ErrorKind.BAD_REQUEST)
     request.buffer[:4] = np.array([np.nan], np.float32).view(np.uint8)
     with pytest.raises(ApiError, match="the score of row 0 is nan, from demo version 1; expected a finite number") as refused:
         score_together([request])
-    assert (refused.value.status, refused.value.kind) == (500, Kind.SCORER)
+    assert (refused.value.status, refused.value.kind) == (500, ErrorKind.SCORER)
 
 
 def test_a_call_that_takes_too_much_memory_is_refused(root: Path, tmp_path: Path) -> None:

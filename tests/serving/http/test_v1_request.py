@@ -21,7 +21,7 @@ from tableside.serving.errors import ApiError
 from tableside.serving.http.inputs.json_lists import packed
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
-from tableside.serving.http.v1.request import JsonRequest, Layouts
+from tableside.serving.http.v1.request import JsonLayouts, JsonRequest
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
@@ -62,7 +62,7 @@ def jagged(bags: list[list[int]], weights: bool = False) -> dict[str, Any]:
 
 
 def laid_out(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest:
-    return Layouts().lay_out(served, v1_request.parse(text, ("dense",)), score)
+    return JsonLayouts().lay_out(served, v1_request.parse(text, ("dense",)), score)
 
 
 def answer(served: ServedVersion, lay_out: Callable[[], JsonRequest]) -> bytes | str:
@@ -104,7 +104,7 @@ def test_features_of_one_form_are_laid_out_together(version: ServedVersion, feat
     """That is the fast way; it gives what the slow one gives, the counts for the metrics too."""
     text = text_of(features)
     body = v1_request.Body(orjson.loads(text), has_booleans=False)  # a feature's name is no boolean, if it looks like one
-    fast = Layouts().lay_out(version, body, False)
+    fast = JsonLayouts().lay_out(version, body, False)
     assert fast.vectors is not None
     slow = v1_request._one_by_one(version, features, {}, False)
     assert slow.vectors is None
@@ -206,7 +206,7 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
 
 def test_what_is_remembered_of_a_version_is_bounded_and_goes_with_it(publish: Publish, root: Path) -> None:
     """However many orders of features clients name."""
-    layouts, served = Layouts(), attached(publish, root)
+    layouts, served = JsonLayouts(), attached(publish, root)
     for first, second, third in product(FEATURES, repeat=3):
         body = v1_request.Body({"features": {first: [[1]], second: [[1]], third: [[1]]}}, False)
         layouts.lay_out(served, body, False)

@@ -23,7 +23,7 @@ from support import end, is_running, until
 
 from tableside.loader.segment.memory import processes_below
 from tableside.serving.metrics import files as metrics_files
-from tableside.serving.metrics.counters import Count, Counted, Histogram, Labelled, Observations
+from tableside.serving.metrics.counters import Count, CountsCollector, Histogram, LabelledMetric, Observations
 from tableside.serving.metrics.files import NAMES_AT, VARIABLE, CountsFile, heads, metrics_folder, sums
 
 REQUEST = {"features": {"user": [[1]]}}
@@ -225,14 +225,14 @@ def shown(metric: Metric) -> dict[tuple[str, ...], float]:
 
 def test_buckets_count_those_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Prometheus has it: cumulative, the last one being the count. A value that is a bound counts under it."""
-    monkeypatch.setattr(Labelled, "declared", [])
+    monkeypatch.setattr(LabelledMetric, "declared", [])
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     histogram = Histogram("s", "h", ["model"], (1e-5, 0.1, 1))
     for value in (0.05, 0.1, 0.5):
         histogram.labels("m").observe(value)
     histogram.labels("m").add(1.5)
     histogram.labels("m").add_all([0.1, 7])
-    (metric,) = Counted(tmp_path).collect()
+    (metric,) = CountsCollector(tmp_path).collect()
     assert shown(metric) == {
         ("s_bucket", "m", "1e-05"): 0,
         ("s_bucket", "m", "0.1"): 3,

@@ -22,7 +22,7 @@ from support import run_tableside, until
 from tableside.serving.cli.commands import top
 from tableside.serving.client import Client, ClientError
 from tableside.serving.metrics import metrics
-from tableside.serving.metrics.counters import Labelled
+from tableside.serving.metrics.counters import LabelledMetric
 from tableside.serving.metrics.files import NAMES_AT, VARIABLE
 from tableside.serving.model.engine import CacheState
 
@@ -80,7 +80,7 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
         cache=CacheState("cuda:0", 1, 1, 1),
         behind_s=0.0,
     )
-    there = {counted.name for counted in Labelled.declared} | {f.name for f in metrics._Now([engine]).collect()}
+    there = {counted.name for counted in LabelledMetric.declared} | {f.name for f in metrics._Now([engine]).collect()}
     told = documented()
     assert len(there) > 25
     for name in told:

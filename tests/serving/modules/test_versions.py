@@ -186,15 +186,15 @@ def test_the_watch_outlives_an_error(
     module = Embeddings("ads", ["user_ids"], root=model)
     module({"user_ids": IDS})
     failed = threading.Event()
-    look = published.Published.look
+    look = published.PublishedTables.look
 
-    def fail_once(self: published.Published) -> bool:
+    def fail_once(self: published.PublishedTables) -> bool:
         if not failed.is_set():
             failed.set()
             raise RuntimeError("as a fault of the file system")
         return look(self)
 
-    monkeypatch.setattr(published.Published, "look", fail_once)
+    monkeypatch.setattr(published.PublishedTables, "look", fail_once)
     publish_again(scaled(tables, 2))
     until(lambda: module.version == 2, what="the new version")
     assert failed.is_set()

@@ -15,7 +15,7 @@ from support import end, rows_of, run_tableside, until
 from tritonclient.utils import InferenceServerException
 
 from tableside.serving.client import Client
-from tableside.serving.service.model_list import ModelList, Taken
+from tableside.serving.service.model_list import ModelEntry, ModelList
 
 Start = Callable[..., Server]
 TOKEN = "a-token-of-an-operator"
@@ -160,7 +160,7 @@ def test_the_list_knows_who_is_late() -> None:
     assert len(models.late(serial)) == 1
     models.tell(serial, ["a"], [("b", "it is damaged")])
     assert models.late(serial) == [] and models.reasons() == {"b": "it is damaged"}
-    models.change(lambda entries: [*entries, Taken("1 1", 0, [])])  # a process of before
+    models.change(lambda entries: [*entries, ModelEntry("1 1", 0, [])])  # a process of before
     assert models.late(serial) == []
     models.tell(serial, ["a", "b"])
     assert models.reasons() == {} and len(models.read()[1]) == 2

@@ -19,7 +19,7 @@ from small_memory import on_small_tmpfs
 from tableside.serving.errors import ApiError
 from tableside.serving.shm import regions, shared_list
 from tableside.serving.shm.regions import Regions, Slice
-from tableside.serving.shm.registry import RegionRegistry, Registered
+from tableside.serving.shm.registry import RegionEntry, RegionRegistry
 
 SHM = Path("/dev/shm")
 NO_OBJECT = "its key names no object that may be used"
@@ -346,8 +346,8 @@ def test_slices_that_overlap(make: Callable[..., Path]) -> None:
 # ---- the list ----
 
 
-def entry(name: str) -> Registered:
-    return Registered(name, "key", 0, 1, 2, 3)
+def entry(name: str) -> RegionEntry:
+    return RegionEntry(name, "key", 0, 1, 2, 3)
 
 
 def _add_and_remove(registry: RegionRegistry, name: str, rounds: int, begin: Barrier) -> None:
@@ -407,7 +407,7 @@ def test_a_process_that_dies_in_a_change() -> None:
 def test_the_list_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than it holds is refused, and what it holds is kept; as many regions as may be fit."""
     registry = RegionRegistry()
-    longest = [Registered("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, "x" * 88)] * regions.MOST_REGIONS
+    longest = [RegionEntry("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, "x" * 88)] * regions.MOST_REGIONS
     registry.change(lambda entries: longest)
     assert registry.read()[1] == longest
     monkeypatch.setattr(shared_list, "HALF_BYTES", 1 << 12)
